@@ -1,0 +1,27 @@
+"""Fine-tune pretrained vision models: from a recipe to a model that anyone can check."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__all__ = ["Classifier", "__version__", "load_recipe", "train"]
+
+__version__ = "0.1.0"
+
+# imported on first use, so that `import finetune` and `finetune --help` do not load torch
+_HOMES = {
+    "Classifier": "finetune.predict",
+    "load_recipe": "finetune.recipe",
+    "train": "finetune.engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'finetune' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

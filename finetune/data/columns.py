@@ -1,0 +1,166 @@
+"""Which column of a table is what, and labels of any type as indices of class names."""
+
+# N rows
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from finetune.data.decode import notice
+from finetune.errors import DataError, nearest
+
+__all__ = [
+    "SPLITS",
+    "declared_names",
+    "features_of",
+    "find_columns",
+    "in_order",
+    "number_labels",
+    "refuse_alike",
+]
+
+# what sources call their splits -> what we call them
+SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+_IMAGE_NAMES = ("image", "img")
+_LABEL_NAMES = ("label", "labels", "fine_label")
+_Value = TypeVar("_Value")
+
+
+def in_order(splits: dict[str, _Value]) -> dict[str, _Value]:
+    """Put train first, then val, then test."""
+    return {name: splits[name] for name in ("train", "val", "test") if name in splits}
+
+
+def features_of(schema: pa.Schema) -> dict[str, Any]:
+    """The column types as `datasets` recorded them, {} if something else wrote the file."""
+    recorded = (schema.metadata or {}).get(b"huggingface")
+    return json.loads(recorded).get("info", {}).get("features", {}) if recorded else {}
+
+
+def find_columns(schema: pa.Schema, image: str | None, label: str | None) -> tuple[str, str]:
+    """The image and the label column: as named, else by usual names, else by recorded type."""
+    typed = {name: feature.get("_type") for name, feature in _feature_items(features_of(schema))}
+    images = [name for name in schema.names if typed.get(name) == "Image"]
+    classes = [name for name in schema.names if typed.get(name) == "ClassLabel"]
+    return (
+        _column("image_column", image, _IMAGE_NAMES, images, schema.names),
+        _column("label_column", label, _LABEL_NAMES, classes, schema.names),
+    )
+
+
+def _feature_items(features: dict[str, Any]) -> Iterable[tuple[str, dict[str, Any]]]:
+    return ((name, entry) for name, entry in features.items() if isinstance(entry, dict))
+
+
+def _column(
+    key: str, named: str | None, usual: Sequence[str], typed: list[str], there: list[str]
+) -> str:
+    columns = ", ".join(there)
+    if named is not None:
+        if named not in there:
+            hint = nearest(named, there)
+            raise DataError(f"data.{key}: no column {named!r}{hint}; the columns are: {columns}")
+        return named
+    by_name = {name.lower(): name for name in there}
+    found = [by_name[name] for name in usual if name in by_name] or typed
+    if not found:
+        raise DataError(f"data.{key}: not found; name one of the columns: {columns}")
+    return found[0]
+
+
+def declared_names(features: dict[str, Any], label: str) -> list[str] | None:
+    """The class names that the data set declares, in its order."""
+    feature = dict(_feature_items(features)).get(label, {})
+    if feature.get("_type") != "ClassLabel":
+        return None
+    return feature.get("names") or [str(number) for number in range(feature["num_classes"])]
+
+
+def number_labels(
+    columns: dict[str, pa.ChunkedArray], declared: dict[str, list[str] | None]
+) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Turn label columns into indices of class names.
+
+    Args:
+        columns: (N,) labels by split.
+        declared: class names by split as the source declares them; all alike, or None.
+    Returns: labels by split, (N,) int64; class names: the declared ones in their order, else
+        the sorted unique labels. A split whose labels are all -1 (withheld) is left out.
+    """
+    names = next(iter(declared.values()))
+    for split, other in declared.items():
+        if other != names:
+            raise DataError(f"split '{split}': its class names differ from the other splits'")
+    arrays = {split: _label_array(column, split) for split, column in columns.items()}
+    if names is None:
+        return _number_unnamed(arrays)
+    for split, array in list(arrays.items()):
+        if split != "train" and array.dtype.kind == "i" and (array == -1).all():
+            notice(f"split '{split}' is left out: its labels are withheld (all are -1)")
+            del arrays[split]
+            continue
+        wrong = np.flatnonzero((array < 0) | (array >= len(names)))
+        if len(wrong):
+            raise DataError(
+                f"split '{split}': {len(wrong)} of {len(array)} labels are outside 0 to "
+                f"{len(names) - 1}; the first is {array[wrong[0]]} in row {wrong[0]}"
+            )
+    return {split: array.astype(np.int64) for split, array in arrays.items()}, list(names)
+
+
+def _label_array(column: pa.ChunkedArray, split: str) -> np.ndarray:
+    """A label column as (N,) int64 or as (N,) objects of str."""
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    if len(column) == 0:
+        raise DataError(f"split '{split}' is empty")
+    if column.null_count:
+        row = np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0]
+        raise DataError(
+            f"split '{split}': {column.null_count} of {len(column)} labels are missing; "
+            f"the first in row {row}"
+        )
+    if pa.types.is_integer(column.type):
+        return np.asarray(column.to_numpy(), dtype=np.int64)
+    if pa.types.is_boolean(column.type):
+        column = column.cast(pa.string())
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        return np.asarray(column.to_pylist(), dtype=object)
+    raise DataError(f"split '{split}': labels of type {column.type}; expected integers or strings")
+
+
+def _number_unnamed(arrays: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Number labels that have no declared names, by their sorted order."""
+    if len({array.dtype.kind for array in arrays.values()}) > 1:
+        raise DataError("the label column holds integers in one split and strings in another")
+    every = sorted({label for array in arrays.values() for label in np.unique(array).tolist()})
+    if isinstance(every[0], int) and every[0] < 0:
+        raise DataError(f"the label column has the label {every[0]}; labels start at 0")
+    refuse_alike([str(label) for label in every], "the label column")
+    number = {label: index for index, label in enumerate(every)}
+    numbered = {
+        split: np.array([number[label] for label in array.tolist()], dtype=np.int64)
+        for split, array in arrays.items()
+    }
+    return numbered, [str(label) for label in every]
+
+
+def refuse_alike(names: Iterable[str], where: str) -> None:
+    """Refuse class names that differ only in case, Unicode form or spaces at the ends.
+
+    Raises: DataError: on another file system they would be one class, and most often they are.
+    """
+    seen: dict[str, str] = {}
+    for name in names:
+        key = unicodedata.normalize("NFC", name).casefold().strip()
+        if seen.setdefault(key, name) != name:
+            raise DataError(
+                f"{where}: the classes {seen[key]!r} and {name!r} differ only in case, Unicode "
+                "form or spaces; rename or merge them"
+            )

@@ -1,0 +1,217 @@
+"""One decoder for train, evaluation and prediction: the same file always gives the same pixels.
+
+Canonical form: uint8, (H, W, 3), RGB, turned upright. What is done to get there:
+  - EXIF orientation is applied; colour profiles are not (no ViT was trained with them applied);
+  - transparency of any kind (alpha, transparent palette entry or colour) is laid on white;
+  - 16-bit grey is scaled to 8 bit (65535 -> 255), where a plain conversion would clip it to white;
+  - float pixels must lie in 0..1 and are scaled; CMYK, YCbCr, palettes and 1-bit are converted;
+  - of an animation or a file of several pages the first is taken, and that is said once.
+"""
+
+# H W pixels
+
+from __future__ import annotations
+
+import functools
+import io
+import logging
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from finetune.errors import DataError
+
+__all__ = ["LIMIT_PIXELS", "decode", "notice", "open_regular", "printable"]
+
+LIMIT_PIXELS = 64_000_000
+# An allow-list: PIL would also start Ghostscript for an EPS, and guess at unsigned files.
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "ICO", "MPO")
+_ORIENTATION = 0x0112
+_EXIF_KEYS = ("exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif")
+_log = logging.getLogger("finetune")
+_said: set[str] = set()
+
+
+def notice(message: str, *, key: str | None = None) -> None:
+    """Tell the user something once per process.
+
+    Args:
+        message: the whole notice.
+        key: notices with the same key count as one; the message itself by default.
+    """
+    if (key or message) not in _said:
+        _said.add(key or message)
+        _log.warning(message)
+
+
+def decode(
+    data: bytes | str | Path | Image.Image,
+    *,
+    limit_pixels: int = LIMIT_PIXELS,
+    name: str | Callable[[], str] | None = None,
+) -> np.ndarray:
+    """Turn an encoded image, a file or a PIL image into canonical RGB.
+
+    Args:
+        data: the file's content as bytes, its path, or a PIL image (its current frame is taken).
+        limit_pixels: H*W above which the image is refused, read from its header.
+        name: what to call it in errors; a function is called only then.
+    Returns: (H, W, 3) uint8, contiguous and writable.
+    Raises: DataError, whatever is wrong with the image.
+    """
+    try:
+        if isinstance(data, Image.Image):
+            return _pixels(data, limit_pixels)
+        if isinstance(data, bytes):
+            return _from_stream(io.BytesIO(data), limit_pixels)
+        with open_regular(Path(data)) as stream:
+            return _from_stream(stream, limit_pixels)
+    except DataError as error:
+        cause = str(error)
+    # PIL's readers raise nearly everything on damaged files: a bare struct.error, KeyError, ...
+    except Exception as error:
+        cause = f"cannot be decoded ({type(error).__name__}: {error})"
+    if name is None:
+        name = printable(data) if isinstance(data, str | Path) else "image"
+    raise DataError(f"{name() if callable(name) else name}: {cause}")
+
+
+def printable(path: str | Path) -> str:
+    """A path as text that can be printed and written, also when its bytes are not UTF-8."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file: opening a named pipe would wait for ever."""
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISREG(mode):
+            return path.open("rb")
+    except FileNotFoundError:
+        link = path.is_symlink()
+        raise DataError("a link to nothing" if link else "no such file") from None
+    except OSError as error:
+        raise DataError(f"cannot be opened ({error.strerror or error})") from None
+    raise DataError("a folder, not an image" if stat.S_ISDIR(mode) else "a pipe or a device")
+
+
+@functools.lru_cache(maxsize=1)
+def _formats() -> list[str]:
+    """Those of the formats that the installed PIL was built with."""
+    Image.init()
+    return [name for name in _FORMATS if name in Image.OPEN]
+
+
+def _from_stream(stream: BinaryIO, limit_pixels: int) -> np.ndarray:
+    """Decode an open file. Returns: (H, W, 3) uint8."""
+    try:
+        image = Image.open(stream, formats=_formats())
+    except UnidentifiedImageError:
+        stream.seek(0)
+        raise DataError(_what_instead(stream.read(256))) from None
+    except Image.DecompressionBombError as error:
+        raise DataError(f"too large to be decoded ({error})") from None
+    with image:
+        frames = 1 if image.format in ("JPEG", "MPO") else getattr(image, "n_frames", 1)
+        if frames > 1:
+            notice("of animated images and files of several pages only the first frame is used")
+        return _pixels(image, limit_pixels)
+
+
+def _what_instead(head: bytes) -> str:
+    """Say what a file is that is no image, from its first bytes."""
+    text = head.lstrip().lower()
+    if not head:
+        return "zero bytes"
+    if text.startswith(b"version https://git-lfs"):
+        return "a Git LFS pointer, not the image itself; fetch it with `git lfs pull`"
+    if text.startswith((b"<!doctype html", b"<html")):
+        return "an HTML page, not an image; download it again"
+    if head[4:12] in (b"ftypheic", b"ftypheix", b"ftypmif1", b"ftypmsf1"):
+        return "a HEIC photo, which is not supported; convert it to JPEG"
+    return f"not an image, or of an unsupported format (it begins with {head[:12]!r})"
+
+
+def _pixels(image: Image.Image, limit_pixels: int) -> np.ndarray:
+    """Convert an opened PIL image. Returns: (H, W, 3) uint8."""
+    width, height = image.size
+    if width * height > limit_pixels:
+        raise DataError(
+            f"{width} x {height} pixels, more than the limit of {limit_pixels:,}; make it smaller"
+        )
+    if width * height == 0:
+        raise DataError(f"an image of {width} x {height} pixels")
+    image.load()
+    upright = _turn(_to_rgb(image), _orientation(image))
+    return np.ascontiguousarray(upright)
+
+
+def _to_rgb(image: Image.Image) -> np.ndarray:
+    """Bring any mode to RGB. Returns: (H, W, 3) uint8, not yet turned upright."""
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return np.array(image)
+    if image.mode.startswith("I") or image.mode == "F":
+        return np.repeat(_scale_grey(np.asarray(image), image.mode)[:, :, None], 3, axis=2)
+    if image.has_transparency_data:
+        # premultiplied modes and transparent greys have no direct way to RGBA in every PIL
+        straight = {"La": "LA", "RGBa": "RGBA"}.get(image.mode, image.mode)
+        rgba = image.convert(straight).convert("RGBA")
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        return np.array(Image.alpha_composite(white, rgba).convert("RGB"))
+    return np.array(image.convert("RGB"))
+
+
+def _scale_grey(grey: np.ndarray, mode: str) -> np.ndarray:
+    """Scale integer or float grey to 8 bit.
+
+    Args:
+        grey: (H, W), integers in 0..65535 or floats in 0..1.
+        mode: PIL's name of the mode, for the message.
+    Returns: (H, W) uint8, rounded to nearest.
+    Raises: DataError outside these ranges: the true white would be a guess.
+    """
+    white = 1.0 if mode == "F" else 65535.0
+    low, high = float(grey.min()), float(grey.max())
+    if not (low >= 0 and high <= white):  # written so that NaN fails too
+        raise DataError(
+            f"grey values from {low:g} to {high:g}; expected 0 to {white:g}; save it as 8-bit"
+        )
+    return np.rint(grey.astype(np.float64) * (255.0 / white)).astype(np.uint8)
+
+
+def _orientation(image: Image.Image) -> int:
+    """The EXIF orientation still to be applied, 1 to 8 (PIL's TIFF reader applies it itself)."""
+    # parsing EXIF costs as much as decoding a small JPEG: only where there is some
+    if image.format != "TIFF" and not any(key in image.info for key in _EXIF_KEYS):
+        return 1
+    try:
+        return int(image.getexif().get(_ORIENTATION, 1))
+    except Exception as error:
+        notice(
+            f"damaged EXIF data is ignored, the image taken as upright ({error})",
+            key="damaged EXIF",
+        )
+        return 1
+
+
+def _turn(image: np.ndarray, orientation: int) -> np.ndarray:
+    """Undo the camera's orientation.
+
+    Args:
+        image: (H, W, 3).
+        orientation: EXIF tag 274; values outside 1..8 mean upright.
+    Returns: (H, W, 3), or (W, H, 3) for 5 to 8.
+    Source: EXIF 2.32, tag 274 (where the 0th row and the 0th column are).
+    """
+    if orientation in (5, 6, 7, 8):
+        image = image.transpose(1, 0, 2)
+    if orientation in (3, 4, 7, 8):
+        image = image[::-1]
+    if orientation in (2, 3, 6, 7):
+        image = image[:, ::-1]
+    return image

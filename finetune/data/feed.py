@@ -1,0 +1,305 @@
+"""Which samples form step s on rank r, and how their pixels get there.
+
+Training is one endless stream: epoch after epoch, each in its own order. Step s takes positions
+[s*B, (s+1)*B) of it, and every rank a slice of those. So there is no sampler state and no padding,
+each sample comes exactly once per epoch, and any step can be reached at any number of processes.
+"""
+
+# B batch, K classes, C channels, H W pixels
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from finetune.data.augment import Pipeline
+from finetune.data.draws import sample_keys
+from finetune.data.scan import decoded_bytes, load_images, readable
+from finetune.data.sources import Split
+from finetune.errors import DataError, RecipeError
+
+__all__ = ["Batch", "Feed", "Store", "Stream", "crosses_epoch", "open_store"]
+
+_MEMORY_SHARE = 0.4  # of the host's memory, over all processes on it
+_DEVICE_SHARE = 0.25  # of what is free on the device
+
+
+def crosses_epoch(step: int, *, batch_size: int, num_samples: int) -> bool:
+    """Tell whether the `step`-th optimiser step (counted from 1) completes an epoch."""
+    return step * batch_size // num_samples > (step - 1) * batch_size // num_samples
+
+
+class Stream:
+    """The order of the samples, as arithmetic on (seed, step, rank).
+
+    Args:
+        num_samples: images in the training split.
+        batch_size: images per optimiser step over all processes.
+        seed: of the run.
+        unit: 2 when images are mixed in pairs, so that a pair stays on one rank, else 1.
+    """
+
+    def __init__(self, num_samples: int, *, batch_size: int, seed: int, unit: int = 1) -> None:
+        self.num_samples = num_samples
+        self.batch_size = batch_size
+        self.seed = seed
+        self.unit = unit
+        self._orders: dict[int, NDArray[np.int64]] = {}
+
+    def order(self, epoch: int) -> NDArray[np.int64]:
+        """The permutation of an epoch. Returns: (num_samples,)."""
+        if epoch not in self._orders:
+            # A batch touches two epochs, or more when it is larger than the data set.
+            self._orders = {e: o for e, o in self._orders.items() if e >= epoch - 1}
+            generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
+            self._orders[epoch] = generator.permutation(self.num_samples)
+        return self._orders[epoch]
+
+    def micro_batches(
+        self, step: int, *, rank: int = 0, world: int = 1, micro_batch: int | None = None
+    ) -> list[tuple[NDArray[np.uint64], NDArray[np.int64]]]:
+        """The samples of one rank in one step (counted from 0), cut to what fits at once.
+
+        Args:
+            step: number of optimiser steps done before.
+            rank, world: this process and how many there are.
+            micro_batch: largest number of images at once; None for the whole share.
+        Returns: for each micro-batch the keys of its augmentation (B,) uint64 and its sample
+            indices (B,) int64; the number of micro-batches is the same on every rank.
+        Raises: RecipeError if there is less than one image (or pair) for each process.
+        """
+        units = self.batch_size // self.unit
+        if units < world:
+            raise RecipeError(
+                f"data.batch_size: {self.batch_size} is too small for {world} processes; "
+                f"set at least {world * self.unit}"
+            )
+        share = -(-units // world)
+        at_once = max((micro_batch or self.batch_size) // self.unit, 1)
+        chunks = min(-(-share // at_once), units // world)
+        edges = [
+            units * (rank * chunks + i) // (world * chunks) * self.unit for i in range(chunks + 1)
+        ]
+        if rank == world - 1:
+            edges[-1] = self.batch_size
+        return [self._at(step, first, last) for first, last in zip(edges, edges[1:], strict=False)]
+
+    def _at(self, step: int, first: int, last: int) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+        """Positions `first`..`last` of a step's global batch, as (keys, indices)."""
+        positions = np.arange(step * self.batch_size + first, step * self.batch_size + last)
+        epochs, places = np.divmod(positions, self.num_samples)
+        indices, keys = np.empty_like(places), np.empty(len(places), dtype=np.uint64)
+        for epoch in np.unique(epochs).tolist():
+            chosen = epochs == epoch
+            indices[chosen] = self.order(epoch)[places[chosen]]
+            keys[chosen] = sample_keys(self.seed, epoch, indices[chosen])
+        return keys, indices
+
+
+class _Decoded(Dataset[Tensor | str]):
+    """Decodes one image in a worker; a failure travels as text, since it must not kill the loader."""
+
+    def __init__(self, split: Split) -> None:
+        self.split = split
+
+    def __getitem__(self, index: int) -> Tensor | str:
+        try:
+            return _to_chw(self.split.read(int(index)))
+        except DataError as error:
+            return str(error)
+
+
+def _to_chw(image: NDArray[np.uint8]) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)))
+
+
+def _checked(images: list[Tensor | str]) -> list[Tensor]:
+    for image in images:
+        if isinstance(image, str):
+            raise DataError(image)
+    return [image for image in images if isinstance(image, Tensor)]
+
+
+class Store:
+    """Where a split's pixels live: one tensor, a list of tensors, or still in their files.
+
+    Attributes:
+        split: the labelled items, without those in quarantine.
+        images: (N, C, H, W) uint8 when all have one size, a list of (C, H, W) when not, or None.
+    """
+
+    def __init__(
+        self, split: Split, images: Tensor | list[Tensor] | None, *, workers: int = 0
+    ) -> None:
+        self.split = split
+        self.images = images
+        self.workers = workers
+
+    def read_all(self, batches: Iterable[NDArray[np.int64]]) -> Iterator[Tensor | list[Tensor]]:
+        """Yield the pixels of each batch of sample indices, in order.
+
+        Raises: DataError if an image that lives in a file cannot be read any more.
+        """
+        if isinstance(self.images, Tensor):
+            for indices in batches:
+                yield self.images[torch.from_numpy(indices).to(self.images.device)]
+        elif self.images is not None:
+            for indices in batches:
+                yield [self.images[i] for i in indices]
+        else:
+            loader = DataLoader(
+                _Decoded(self.split),
+                batch_sampler=(indices.tolist() for indices in batches),
+                num_workers=self.workers,
+                collate_fn=_checked,
+                prefetch_factor=2 if self.workers else None,
+                # An iterator draws a seed when it is made: never from the global generator.
+                generator=torch.Generator(),
+            )
+            yield from loader
+
+
+def open_store(
+    split: Split,
+    *,
+    keep: str,
+    device: torch.device,
+    workers: int,
+    unreadable: str,
+    local_processes: int,
+    progress: bool,
+    notice: Callable[[str], None],
+) -> Store:
+    """Decode a split once and keep it where there is room, or check it and leave it in its files.
+
+    Args:
+        split: labelled items.
+        keep: "device", "memory", "none", or "auto" for the first that has room.
+        device: where training runs.
+        workers: threads that decode now, and processes that decode later if nothing is kept.
+        unreadable: "stop" or "quarantine".
+        local_processes: processes that share this host's memory.
+        progress: show a progress bar.
+        notice: told where the pixels went when that is not what was asked.
+    Returns: the store.
+    Raises: DataError listing every image that cannot be read.
+    """
+    needed = decoded_bytes(split)
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * _MEMORY_SHARE
+    fits = needed < host / local_processes
+    if keep == "none" or (keep == "auto" and not fits):
+        if keep == "auto":
+            notice(
+                f"{split.name}: about {needed / 2**30:.1f} GiB decoded do not fit in memory; "
+                f"{workers} workers decode it in every epoch"
+            )
+        kept = readable(split, workers=workers, unreadable=unreadable, progress=progress)
+        return Store(split.subset(kept), None, workers=workers)
+    images, kept = load_images(split, workers=workers, unreadable=unreadable, progress=progress)
+    if len(kept) < len(split):
+        split = split.subset(kept)
+    if isinstance(images, list):
+        return Store(split, [_to_chw(image) for image in images])
+    tensor = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
+    if device.type == "cuda" and keep in ("auto", "device"):
+        free, _ = torch.cuda.mem_get_info(device)
+        if keep == "device" or tensor.numel() < free * _DEVICE_SHARE:
+            tensor = tensor.to(device)
+    return Store(split, tensor)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the network sees.
+
+    Attributes:
+        images_BCHW: normalised pixels on the device.
+        labels_B: class indices; fewer than images when the rest only keeps ranks in step.
+        targets_BK: class weights when images are mixed, else None.
+    """
+
+    images_BCHW: Tensor
+    labels_B: Tensor
+    targets_BK: Tensor | None = None
+
+
+class Feed:
+    """Batches of a split: for training by step, for evaluation each image once."""
+
+    def __init__(
+        self,
+        store: Store,
+        pipeline: Pipeline,
+        *,
+        num_classes: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.store = store
+        self.pipeline = pipeline
+        self.num_classes = num_classes
+        self.device = device
+        self.dtype = dtype
+        self.labels = torch.from_numpy(np.asarray(store.split.labels, dtype=np.int64)).to(device)
+
+    def train(
+        self,
+        stream: Stream,
+        steps: range,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        micro_batch: int | None = None,
+    ) -> Iterator[list[Batch]]:
+        """Yield one step's micro-batches after another.
+
+        Args: as for `Stream.micro_batches`; `steps` are those still to be done.
+        """
+        plans = (
+            stream.micro_batches(step, rank=rank, world=world, micro_batch=micro_batch)
+            for step in steps
+        )
+        ahead, behind = itertools.tee(plans)  # workers read ahead of the step they are asked for
+        pixels = self.store.read_all(indices for plan in ahead for _, indices in plan)
+        for plan in behind:
+            yield [self._batch(next(pixels), *each) for each in plan]
+
+    def _batch(
+        self,
+        pixels: Tensor | list[Tensor],
+        keys: NDArray[np.uint64],
+        indices: NDArray[np.int64],
+    ) -> Batch:
+        images = self.pipeline(pixels, keys=keys, dtype=self.dtype, device=self.device)
+        labels = self.labels[torch.from_numpy(indices).to(self.device)]
+        if not self.pipeline.mixes:
+            return Batch(images, labels)
+        partner = torch.arange(len(labels)) ^ 1
+        partner = torch.where(partner < len(labels), partner, torch.arange(len(labels)))
+        targets = torch.nn.functional.one_hot(labels, self.num_classes).to(torch.float32)
+        images, targets = self.pipeline.mix(images, targets, keys, partner.to(self.device))
+        return Batch(images, labels, targets)
+
+    def once(self, *, rank: int = 0, world: int = 1, batch_size: int = 256) -> Iterator[Batch]:
+        """Yield this rank's share of the split, each image exactly once over all ranks.
+
+        Every rank yields the same number of batches, since a sharded network computes in step; one
+        that has no image left repeats the first one without a label.
+        """
+        total = len(self.labels)
+        largest_share = -(-total // world)
+        first, last = total * rank // world, total * (rank + 1) // world
+        starts = range(first, first + largest_share, batch_size)
+        batches = [np.arange(start, min(start + batch_size, last)) for start in starts]
+        padded = [batch if len(batch) else np.zeros(1, dtype=np.int64) for batch in batches]
+        for batch, pixels in zip(batches, self.store.read_all(padded), strict=True):
+            images = self.pipeline(pixels, keys=None, dtype=torch.float32, device=self.device)
+            yield Batch(images, self.labels[torch.from_numpy(batch).to(self.device)])

@@ -1,0 +1,347 @@
+"""A source string -> labelled splits of images, decoded when read.
+
+    hub:owner/name[@revision][:config]    a data set of the hub
+    parquet:PATH                          a file, a glob, or a folder in the hub's layout
+    folder:PATH                           train/, val/ and test/ with a folder per class in each,
+                                          or one folder of class folders (then all is train)
+    embedded:digits                       scikit-learn's 1,797 handwritten digits
+
+`valid` and `validation` are read as val. A source without a test split stays without one: a run on
+it reports no test figures. A new kind of source is one function here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import struct
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from finetune.data.columns import SPLITS, in_order, refuse_alike
+from finetune.data.decode import notice, printable
+from finetune.data.items import ArrayItems, FileItems, Items
+from finetune.data.tables import Tables, read_hub, read_parquet
+from finetune.errors import DataError, nearest
+
+__all__ = ["Source", "Split", "open_source", "split_train"]
+
+_KINDS = ("hub", "parquet", "folder", "embedded")
+_SUFFIXES = (
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".dib", ".tif", ".tiff"),
+    *(".ppm", ".pgm", ".pbm", ".pnm", ".avif", ".jp2", ".ico"),
+)
+# Fingerprints of larger splits are over names and sizes: hashing 150 GB would take minutes.
+_FINGERPRINT_BYTES = 2**30
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Labelled images. Nothing is decoded until it is read.
+
+    Attributes:
+        name: train, val or test.
+        labels: (N,) int64, indices of the source's class names.
+        items: where the images are.
+        rows: (N,) int64, which of the items belong to this split; None for all of them.
+    """
+
+    name: str
+    labels: np.ndarray
+    items: Items = field(repr=False)
+    rows: np.ndarray | None = field(default=None, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def _row(self, index: int) -> int:
+        return int(index) if self.rows is None else int(self.rows[index])
+
+    def read(self, index: int) -> np.ndarray:
+        """Decode one image.
+
+        Returns: (H, W, 3) uint8 RGB.
+        Raises: DataError naming the image.
+        """
+        return self.items.read(self._row(index))
+
+    def name_of(self, index: int) -> str:
+        """What to call an image: its path in the folder, or file and row."""
+        return self.items.name_of(self._row(index))
+
+    def subset(self, indices: np.ndarray) -> Split:
+        """The same split with only these images, in this order."""
+        chosen = np.asarray(indices, dtype=np.int64)
+        rows = chosen if self.rows is None else self.rows[chosen]
+        return dataclasses.replace(self, labels=self.labels[chosen], rows=rows)
+
+    def fingerprint(self) -> str:
+        """SHA-256 over every image's encoded bytes and label, in order.
+
+        Above 1 GiB of images, names and sizes in bytes stand for the bytes themselves. Images that
+        cannot be opened count as such.
+        """
+        rows = np.arange(len(self)) if self.rows is None else self.rows
+        sizes = self.items.sizes()
+        whole = int(sizes[rows].sum()) <= _FINGERPRINT_BYTES
+        digest = hashlib.sha256(b"content" if whole else b"names and sizes")
+        for row, label in zip(rows.tolist(), self.labels.tolist(), strict=True):
+            if whole:
+                body, size = _content(self.items, row)
+            else:
+                body, size = self.items.name_of(row).encode(), int(sizes[row])
+            digest.update(struct.pack("<qqq", size, len(body), label))
+            digest.update(body)
+        return digest.hexdigest()
+
+
+def _content(items: Items, row: int) -> tuple[bytes, int]:
+    try:
+        body = items.content(row)
+    except DataError:
+        return b"", -1
+    return body, len(body)
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A data set.
+
+    Attributes:
+        name: the source string.
+        splits: by name, among train, val and test.
+        class_names: in the order of the labels.
+        description: where it came from and how it was read, for people.
+    """
+
+    name: str
+    splits: dict[str, Split]
+    class_names: list[str]
+    description: str
+
+
+def open_source(
+    source: str, *, image_column: str | None = None, label_column: str | None = None
+) -> Source:
+    """Open a data set without decoding an image.
+
+    Args:
+        source: see the head of this file.
+        image_column, label_column: columns of hub: and parquet: sources; None to find them.
+    Returns: the splits that the source has; see split_train for a missing validation split.
+    Raises: DataError: no such source, or one that cannot be trained on.
+    """
+    kind, colon, rest = source.partition(":")
+    if not colon or kind not in _KINDS or not rest:
+        hint = nearest(kind, _KINDS)
+        if not colon and Path(source).expanduser().exists():
+            hint = f"; did you mean 'folder:{source}' or 'parquet:{source}'?"
+        raise DataError(
+            f"data.source: cannot read {source!r}{hint}; expected hub:owner/name, parquet:PATH, "
+            "folder:PATH or embedded:digits"
+        )
+    if kind in ("folder", "embedded") and (image_column or label_column):
+        raise DataError(f"data.image_column, data.label_column: {kind}: sources have no columns")
+    if kind == "folder":
+        opened = _open_folder(source, rest)
+    elif kind == "embedded":
+        opened = _open_embedded(source, rest)
+    else:
+        read = read_hub if kind == "hub" else read_parquet
+        opened = _from_tables(source, read(rest, image_column, label_column))
+    _check(opened)
+    return opened
+
+
+def _from_tables(source: str, tables: Tables) -> Source:
+    splits = {name: Split(name, tables.labels[name], tables.items[name]) for name in tables.labels}
+    return Source(source, splits, tables.class_names, tables.description)
+
+
+def _check(source: Source) -> None:
+    """Refuse what cannot be trained on or would be measured wrongly."""
+    if len(source.class_names) < 2:
+        raise DataError(f"{source.name}: only one class, {source.class_names}; two are needed")
+    train = source.splits.get("train")
+    if train is None:
+        return
+    known = set(np.unique(train.labels).tolist())
+    for name, split in source.splits.items():
+        unknown = sorted(set(np.unique(split.labels).tolist()) - known)
+        if unknown:
+            names = ", ".join(source.class_names[label] for label in unknown[:5])
+            raise DataError(
+                f"{source.name}: {len(unknown)} classes are in '{name}' but not in 'train': "
+                f"{names}; add training images or remove these"
+            )
+    missing = [name for label, name in enumerate(source.class_names) if label not in known]
+    if missing:
+        names = ", ".join(missing[:5])
+        notice(f"{source.name}: {len(missing)} declared classes have no image: {names}")
+
+
+def _open_folder(source: str, path: str) -> Source:
+    """Open a folder of splits of classes, or of classes."""
+    root = Path(path).expanduser().absolute()
+    if not root.is_dir():
+        siblings = [p.name for p in root.parent.iterdir()] if root.parent.is_dir() else []
+        cause = "a file, not a folder" if root.exists() else "no such folder"
+        hint = "" if root.exists() else nearest(root.name, siblings)
+        raise DataError(f"{source}: {cause}{hint}")
+    ignored: Counter[str] = Counter()
+    found = {
+        split: _find_classes(folder, source, ignored)
+        for split, folder in _split_folders(root, source).items()
+    }
+    if ignored:
+        examples = ", ".join(sorted(ignored)[:5])
+        notice(f"{source}: {ignored.total()} files that are not images are ignored: {examples}")
+    class_names = sorted({name for classes in found.values() for name in classes})
+    if not class_names:
+        raise DataError(f"{source}: no images in class folders; expected {path}/CLASS/IMAGE.jpg")
+    refuse_alike(class_names, source)
+    number = {name: label for label, name in enumerate(class_names)}
+    splits = {}
+    for split, classes in found.items():
+        files = sorted((file, number[name]) for name, listed in classes.items() for file in listed)
+        labels = np.array([label for _, label in files], dtype=np.int64)
+        items = FileItems(root, [file.removeprefix(f"{root}{os.sep}") for file, _ in files])
+        splits[split] = Split(split, labels, items)
+    return Source(source, splits, class_names, f"image files in {len(splits)} splits")
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    """Visible folders, sorted by name; `__MACOSX` is what archives leave behind."""
+    there = [p for p in folder.iterdir() if not p.name.startswith(".") and p.name != "__MACOSX"]
+    return sorted(p for p in there if p.is_dir())
+
+
+def _split_folders(root: Path, source: str) -> dict[str, Path]:
+    """Which folder holds which split; one folder of classes is all train."""
+    folders = _subfolders(root)
+    splits = [folder for folder in folders if folder.name.lower() in SPLITS]
+    others = [folder.name for folder in folders if folder not in splits]
+    if not splits:
+        return {"train": root}
+    found: dict[str, Path] = {}
+    for folder in splits:
+        split = SPLITS[folder.name.lower()]
+        if split in found:
+            raise DataError(f"{source}: {found[split].name!r} and {folder.name!r} are both {split}")
+        found[split] = folder
+    if others and "train" not in found:
+        raise DataError(
+            f"{source}: {splits[0].name!r} stands beside class folders ({', '.join(others[:3])}); "
+            "move these into 'train'"
+        )
+    if others:
+        notice(f"{source}: folders that are no split are ignored: {', '.join(others[:5])}")
+    return in_order(found)
+
+
+def _find_classes(folder: Path, source: str, ignored: Counter[str]) -> dict[str, list[str]]:
+    """List the image files of each class folder, also in folders below it.
+
+    Args:
+        folder: holds one folder per class.
+        ignored: counts the names of files that are no images.
+    Returns: class name -> paths. Links, pipes and damaged files are listed: a scan names them.
+    """
+    classes = {}
+    for class_folder in _subfolders(folder):
+        classes[printable(class_folder.name)] = list(_walk(class_folder, ignored))
+    ignored.update(printable(p.name) for p in folder.iterdir() if not p.is_dir())
+    empty = [name for name, files in classes.items() if not files]
+    if not classes:
+        raise DataError(f"{source}: no class folders in {printable(folder)}")
+    if empty:
+        raise DataError(
+            f"{source}: {len(empty)} class folders in {printable(folder)} have no images: "
+            f"{', '.join(empty[:5])}; fill or remove them"
+        )
+    return classes
+
+
+def _walk(folder: Path, ignored: Counter[str]) -> Iterable[str]:
+    """Paths of image files below a folder, following links to folders but never in circles."""
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{printable(error.filename)}: cannot be listed ({error.strerror})")
+
+    seen = set()
+    for parent, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
+        identity = os.path.realpath(parent)
+        if identity in seen:
+            folders.clear()
+            continue
+        seen.add(identity)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in files:
+            if name.startswith(".") or os.path.splitext(name)[1].lower() not in _SUFFIXES:
+                ignored[printable(name)] += 1
+            else:
+                yield os.path.join(parent, name)
+
+
+def _open_embedded(source: str, name: str) -> Source:
+    """scikit-learn's digits: 8x8 pixels of 0..16 scaled to 0..255, grey as RGB.
+
+    Every fifth image of each class, in scikit-learn's order, is the test split.
+    Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998.
+    """
+    if name != "digits":
+        raise DataError(f"{source}: no such embedded data set{nearest(name, ['digits'])}")
+    from sklearn.datasets import load_digits
+
+    grey, labels = load_digits(return_X_y=True)
+    pixels = np.rint(grey.reshape(-1, 8, 8, 1) * (255 / 16)).astype(np.uint8)
+    items = ArrayItems(np.repeat(pixels, 3, axis=3), "digits")
+    labels = labels.astype(np.int64)
+    test = np.zeros(len(labels), dtype=bool)
+    for label in range(10):
+        test[np.flatnonzero(labels == label)[4::5]] = True
+    splits = {
+        split: Split(split, labels[rows], items, rows)
+        for split, rows in (("train", np.flatnonzero(~test)), ("test", np.flatnonzero(test)))
+    }
+    description = "scikit-learn's handwritten digits, 8x8 grey; test is every fifth of each class"
+    return Source(source, splits, [str(digit) for digit in range(10)], description)
+
+
+def split_train(source: Source, val_fraction: float, seed: int) -> Source:
+    """Take a validation split from train, unless the source has one.
+
+    Each training image gets one raw 64-bit number of PCG64(seed), which unlike NumPy's shuffles is
+    the same in every version. Of each class those with the smallest numbers are taken:
+    round-half-up(fraction * images), at least 1, and never the last training image.
+
+    Args:
+        val_fraction: 0 <= fraction < 1; 0 takes nothing.
+        seed: the same seed gives the same split on every machine.
+    Returns: the source with "val"; unchanged where it has one or val_fraction is 0.
+    Raises: DataError without a train split, or when no class has two images.
+    """
+    if not 0 <= val_fraction < 1:
+        raise DataError(f"data.val_fraction: {val_fraction} is not in 0 <= fraction < 1")
+    if "val" in source.splits or val_fraction == 0:
+        return source
+    train = source.splits.get("train")
+    if train is None:
+        raise DataError(f"{source.name}: no train split to take a validation split from")
+    draws = np.random.PCG64(seed).random_raw(len(train))
+    in_val = np.zeros(len(train), dtype=bool)
+    for label in np.unique(train.labels):
+        members = np.flatnonzero(train.labels == label)
+        wanted = max(1, int(val_fraction * len(members) + 0.5))
+        ranked = members[np.argsort(draws[members], kind="stable")]
+        in_val[ranked[: min(wanted, len(members) - 1)]] = True
+    if not in_val.any():
+        raise DataError(f"{source.name}: every class has a single image; none can be validation")
+    val = dataclasses.replace(train.subset(np.flatnonzero(in_val)), name="val")
+    splits = {**source.splits, "train": train.subset(np.flatnonzero(~in_val)), "val": val}
+    return dataclasses.replace(source, splits=in_order(splits))

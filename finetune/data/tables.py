@@ -1,0 +1,248 @@
+"""Parquet files and hub data sets: the rows of a table -> encoded images and numbered labels."""
+
+from __future__ import annotations
+
+import functools
+import glob
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from finetune.data.columns import (
+    SPLITS,
+    declared_names,
+    features_of,
+    find_columns,
+    in_order,
+    number_labels,
+)
+from finetune.data.decode import notice
+from finetune.data.items import Chunk, RowItems
+from finetune.errors import DataError, nearest
+
+__all__ = ["Tables", "read_hub", "read_parquet"]
+
+# Above this the files are not held in memory: `datasets` turns them into memory-mapped Arrow once.
+_MEMORY_BYTES = 2 * 2**30
+_BATCH_ROWS = 4096  # keeps a chunk of nested binary far below Arrow's 2 GiB
+
+
+@dataclass
+class Tables:
+    """What was found in tables, by split."""
+
+    items: dict[str, RowItems]
+    labels: dict[str, np.ndarray]
+    class_names: list[str]
+    description: str
+
+
+def read_parquet(path: str, image_column: str | None, label_column: str | None) -> Tables:
+    """Read a parquet file, a glob of them, or a folder in the hub's layout.
+
+    Args:
+        path: what follows `parquet:`.
+        image_column, label_column: None to find them.
+    Raises: DataError for anything missing or damaged.
+    """
+    files = _split_files(_find_files(path), path)
+    if sum(file.stat().st_size for group in files.values() for file in group) > _MEMORY_BYTES:
+        return _from_datasets(_memory_mapped(files), f"parquet:{path}", image_column, label_column)
+    schemas = {split: _schema(group[0]) for split, group in files.items()}
+    image, label = find_columns(next(iter(schemas.values())), image_column, label_column)
+    labels = {split: _label_column(group, label) for split, group in files.items()}
+    names = {split: declared_names(features_of(schema), label) for split, schema in schemas.items()}
+    numbered, class_names = number_labels(labels, names)
+    items = {
+        split: RowItems(functools.partial(_load_files, tuple(files[split]), image))
+        for split in numbered
+    }
+    number = sum(len(group) for group in files.values())
+    description = f"{number} parquet files, columns {image!r} and {label!r}"
+    return Tables(items, numbered, class_names, description)
+
+
+def _find_files(path: str) -> list[Path]:
+    """The parquet files that a path means, sorted."""
+    given = Path(path).expanduser().absolute()
+    if given.is_file():
+        return [given]
+    if given.is_dir():
+        # the hub's layouts: *.parquet, data/*.parquet, CONFIG/*.parquet, CONFIG/SPLIT/*.parquet
+        parents = {file.parent for file in given.glob("*.parquet")}
+        parents = parents or {file.parent for file in given.glob("*/*.parquet")}
+        parents = parents or {file.parent for file in given.glob("*/*/*.parquet")}
+        if len(parents) > 1 and not all(parent.name in SPLITS for parent in parents):
+            names = ", ".join(sorted(str(parent) for parent in parents))
+            raise DataError(f"parquet:{path}: several data sets; name one of: {names}")
+        files = sorted(file for parent in parents for file in parent.glob("*.parquet"))
+    else:
+        files = sorted(Path(file) for file in glob.glob(str(given), recursive=True))
+        files = [file for file in files if file.is_file()]
+        if not files and not glob.has_magic(path):
+            siblings = [p.name for p in given.parent.iterdir()] if given.parent.is_dir() else []
+            raise DataError(f"parquet:{path}: no such path{nearest(given.name, siblings)}")
+    if not files:
+        raise DataError(f"parquet:{path}: no parquet file there")
+    return files
+
+
+def _split_files(files: Sequence[Path], path: str) -> dict[str, list[Path]]:
+    """Group files by the split that their name begins with, or that their folder is called."""
+    found: dict[str, list[Path]] = {}
+    rest = []
+    for file in files:
+        words = [re.split(r"[-_.]", file.name)[0].lower(), file.parent.name.lower()]
+        split = next((SPLITS[word] for word in words if word in SPLITS), None)
+        if split:
+            found.setdefault(split, []).append(file)
+        else:
+            rest.append(file)
+    if not found:
+        return {"train": rest}
+    if rest:
+        names = ", ".join(file.name for file in rest[:3])
+        notice(f"parquet:{path}: {len(rest)} files of no known split are left out: {names}")
+    return in_order(found)
+
+
+def _schema(file: Path) -> pa.Schema:
+    try:
+        return pq.read_schema(file)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{file}: not a parquet file, or a damaged one ({error})") from None
+
+
+def _label_column(files: Iterable[Path], column: str) -> pa.ChunkedArray:
+    try:
+        tables = [pq.ParquetFile(file).read(columns=[column]) for file in files]
+        columns = [table.column(column) for table in tables]
+        return pa.chunked_array([c for part in columns for c in part.chunks], columns[0].type)
+    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+        raise DataError(f"{column}: this column cannot be read ({error})") from None
+
+
+def _load_files(files: Iterable[Path], column: str) -> list[Chunk]:
+    chunks = []
+    for file in files:
+        row = 0
+        try:
+            for batch in pq.ParquetFile(file).iter_batches(_BATCH_ROWS, columns=[column]):
+                chunks.append(_chunk(file.name, file.parent, row, batch.column(column)))
+                row += batch.num_rows
+        except KeyError:
+            raise DataError(f"{file}: has no column {column!r}, which other files have") from None
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{file}: damaged parquet file ({error})") from None
+    return chunks
+
+
+def _chunk(title: str, folder: Path, first_row: int, array: pa.Array) -> Chunk:
+    kind = array.type
+    if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+        paths = array.field("path") if kind.get_field_index("path") >= 0 else None
+        return Chunk(title, first_row, array.field("bytes"), paths, folder)
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return Chunk(title, first_row, array, None, folder)
+    raise DataError(f"{title}: the image column holds {kind}; expected encoded images as bytes")
+
+
+def read_hub(text: str, image_column: str | None, label_column: str | None) -> Tables:
+    """Load a data set of the hub, from the cache when it is there.
+
+    Args:
+        text: `owner/name[@revision][:config]`.
+        image_column, label_column: None to find them.
+    Raises: DataError: no such data set, not reachable, no such configuration.
+    """
+    match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([^:]+))?(?::(.+))?", text)
+    if not match:
+        raise DataError(f"hub:{text}: expected hub:owner/name[@revision][:config]")
+    name, revision, config = match.groups()
+    if Path(name).is_dir():  # `datasets` would read it instead of the hub
+        raise DataError(f"hub:{text}: there is a folder {name!r} here; use parquet: or folder:")
+    loaded = _load_hub(text, name, revision, config)
+    tables = _from_datasets(loaded, f"hub:{text}", image_column, label_column)
+    commit = _commit(loaded)
+    if revision and re.fullmatch(r"[0-9a-f]{40}", revision) and commit not in (None, revision):
+        # offline, `datasets` takes whatever revision is cached
+        raise DataError(f"hub:{text}: only revision {commit} is cached; connect to fetch this one")
+    tables.description += f", revision {commit or revision or 'unknown'}"
+    return tables
+
+
+def _load_hub(text: str, name: str, revision: str | None, config: str | None) -> Any:
+    import datasets
+
+    try:
+        return datasets.load_dataset(name, config, revision=revision)
+    except datasets.exceptions.DatasetNotFoundError as error:
+        raise DataError(
+            f"hub:{text}: no such data set or revision, or a private or gated one ({error}); "
+            "check the name, or log in with `hf auth login`"
+        ) from None
+    except ConnectionError:
+        raise DataError(
+            f"hub:{text}: the hub cannot be reached and nothing is cached; connect once, or use "
+            "parquet: or folder: with a local copy"
+        ) from None
+    except Exception as error:  # `datasets` lets through what its builders and readers raise
+        cause = " ".join(str(error).split())
+        raise DataError(f"hub:{text}: cannot be loaded ({cause})") from None
+
+
+def _commit(loaded: Any) -> str | None:
+    """The hub commit that a loaded data set came from, where `datasets` recorded it."""
+    for dataset in loaded.values():
+        for url in dataset.info.download_checksums or {}:
+            match = re.search(r"@([0-9a-f]{40})/", url)
+            if match:
+                return match.group(1)
+    return None
+
+
+def _memory_mapped(files: dict[str, list[Path]]) -> Any:
+    import datasets
+
+    named = {split: [str(file) for file in group] for split, group in files.items()}
+    return datasets.load_dataset("parquet", data_files=named)
+
+
+def _from_datasets(
+    loaded: Any, title: str, image_column: str | None, label_column: str | None
+) -> Tables:
+    """Take the splits that we know out of a `datasets.DatasetDict`."""
+    found = in_order({SPLITS[name]: data for name, data in loaded.items() if name in SPLITS})
+    if not found and len(loaded) == 1:
+        found = {"train": next(iter(loaded.values()))}
+    if not found:
+        raise DataError(f"{title}: no split is called train, validation or test: {list(loaded)}")
+    others = [name for name in loaded if name not in SPLITS]
+    if others and len(loaded) > 1:
+        notice(f"{title}: splits of unknown use are left out: {', '.join(others)}")
+    schemas = {split: data.features.arrow_schema for split, data in found.items()}
+    image, label = find_columns(next(iter(schemas.values())), image_column, label_column)
+    names = {split: declared_names(features_of(schema), label) for split, schema in schemas.items()}
+    labels = {split: data.data.column(label) for split, data in found.items()}
+    numbered, class_names = number_labels(labels, names)
+    items = {
+        split: RowItems(functools.partial(_load_dataset, found[split], image, f"{title} {split}"))
+        for split in numbered
+    }
+    return Tables(items, numbered, class_names, f"columns {image!r} and {label!r}")
+
+
+def _load_dataset(dataset: Any, column: str, title: str) -> list[Chunk]:
+    # straight from its memory-mapped Arrow table: `datasets` would decode, and turn by EXIF, itself
+    chunks = []
+    row = 0
+    for array in dataset.data.column(column).chunks:
+        chunks.append(_chunk(title, Path(), row, array))
+        row += len(array)
+    return chunks

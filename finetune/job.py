@@ -1,0 +1,240 @@
+"""A recipe made concrete: data, network, pipelines and the number of steps, on a given device.
+
+Nothing here trains, and nothing knows how many processes there are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from finetune.data.augment import Pipeline
+from finetune.data.feed import Feed, Stream, crosses_epoch, open_store
+from finetune.data.sources import Source, Split, open_source, split_train
+from finetune.errors import DataError
+from finetune.models.build import Built, Preprocessing, build
+from finetune.recipe import Recipe
+
+__all__ = ["Job", "default_eval", "open_job"]
+
+
+def default_eval(preprocessing: Preprocessing) -> str:
+    """The evaluation sentence that the weights' configuration implies.
+
+    Args:
+        preprocessing: of the weights, with the recipe's overrides.
+    Returns: a sentence for `Pipeline`.
+    """
+    height, width = preprocessing.image_size
+    if preprocessing.crop_pct >= 1.0 or preprocessing.crop_mode == "squash":
+        return f"resize(({height}, {width}))"
+    # timm floors, and so do the figures that its weights are published with.
+    larger = (
+        math.floor(height / preprocessing.crop_pct),
+        math.floor(width / preprocessing.crop_pct),
+    )
+    resize = f"resize({larger[0]})" if height == width else f"resize({larger})"
+    return f"{resize} | center_crop(({height}, {width}))"
+
+
+@dataclasses.dataclass
+class Job:
+    """Everything that training needs, before it is spread over processes."""
+
+    recipe: Recipe
+    source: Source
+    built: Built
+    preprocessing: Preprocessing
+    train_pipeline: Pipeline
+    eval_pipeline: Pipeline
+    num_samples: int
+    device: torch.device
+    local_processes: int
+    notice: Callable[[str], None]
+    progress: bool
+
+    @property
+    def num_classes(self) -> int:
+        """K."""
+        return len(self.source.class_names)
+
+    def fingerprint(self) -> str:
+        """One sha256 over all splits: another image or label gives another one."""
+        digests = [split.fingerprint() for split in self.source.splits.values()]
+        return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+    @property
+    def stream(self) -> Stream:
+        """The order of the training images."""
+        return Stream(
+            self.num_samples,
+            batch_size=self.recipe.data.batch_size,
+            seed=self.recipe.run.seed,
+            unit=2 if self.train_pipeline.mixes else 1,
+        )
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Optimiser steps in which each training image comes once; need not be whole."""
+        return self.num_samples / self.recipe.data.batch_size
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps of the whole run; epochs are rounded up."""
+        optim = self.recipe.optim
+        return optim.steps or math.ceil(float(optim.epochs or 0) * self.steps_per_epoch)
+
+    @property
+    def warmup_steps(self) -> int:
+        """Optimiser steps of the warm-up, never more than the run has."""
+        optim = self.recipe.optim
+        if optim.warmup_epochs is None:
+            return min(optim.warmup_steps, self.steps)
+        return min(round(optim.warmup_epochs * self.steps_per_epoch), self.steps)
+
+    def evaluates_after(self, step: int) -> bool:
+        """Tell whether the validation split is due when `step` steps are done."""
+        every = self.recipe.run.eval_every
+        if every is not None:
+            return step % every == 0 or step == self.steps
+        return step == self.steps or crosses_epoch(
+            step, batch_size=self.recipe.data.batch_size, num_samples=self.num_samples
+        )
+
+    def saves_after(self, step: int) -> bool:
+        """Tell whether a checkpoint is due when `step` steps are done."""
+        every = self.recipe.run.save_every
+        return step == self.steps or (every is not None and step % every == 0)
+
+    def feed(self, split: Split, *, train: bool, dtype: torch.dtype = torch.float32) -> Feed:
+        """Decode a split and connect it with its pipeline.
+
+        Args:
+            split: one of the source's.
+            train: augment as the recipe says; else the evaluation pipeline, always in float32.
+            dtype: of the augmented images.
+        Raises: DataError naming every image that cannot be read.
+        """
+        data = self.recipe.data
+        store = open_store(
+            split,
+            keep=data.keep,
+            device=self.device,
+            workers=data.workers,
+            unreadable=data.unreadable,
+            local_processes=self.local_processes,
+            progress=self.progress,
+            notice=self.notice,
+        )
+        if train:  # without the images in quarantine
+            self.num_samples = len(store.split)
+        return Feed(
+            store,
+            self.train_pipeline if train else self.eval_pipeline,
+            num_classes=self.num_classes,
+            device=self.device,
+            dtype=dtype,
+        )
+
+    def plan(self) -> dict[str, Any]:
+        """What the run would do, for `--dry-run` and run.json."""
+        model = self.built.model
+        return {
+            "architecture": self.built.architecture,
+            "weights": self.built.provenance,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+            "classes": self.num_classes,
+            "images": {name: len(split) for name, split in self.source.splits.items()},
+            "image_size": list(self.preprocessing.image_size),
+            "train_pipeline": str(self.train_pipeline),
+            "eval_pipeline": str(self.eval_pipeline),
+            "steps": self.steps,
+            "steps_per_epoch": round(self.steps_per_epoch, 3),
+            "warmup_steps": self.warmup_steps,
+            "batch_size": self.recipe.data.batch_size,
+        }
+
+
+def open_job(
+    recipe: Recipe,
+    *,
+    device: torch.device,
+    local_processes: int = 1,
+    notice: Callable[[str], None],
+    progress: bool,
+) -> Job:
+    """Make a recipe concrete.
+
+    Args:
+        recipe: checked and complete.
+        device: where training runs.
+        local_processes: processes that share this host's memory.
+        notice: told once of each thing the user should know.
+        progress: show progress bars.
+    Returns: the job; no image is decoded yet.
+    Raises: RecipeError, DataError or WeightsError for what does not fit together.
+    """
+    data, seed = recipe.data, recipe.run.seed
+    source = open_source(
+        data.source, image_column=data.image_column, label_column=data.label_column
+    )
+    source = split_train(source, data.val_fraction, seed)
+    built = _build(recipe, num_classes=len(source.class_names))
+    preprocessing = _preprocessing(recipe, built, notice)
+    size = preprocessing.image_size
+    shared: dict[str, Any] = {
+        "image_size": size,
+        "mean": preprocessing.mean,
+        "std": preprocessing.std,
+        "interpolation": preprocessing.interpolation,
+    }
+    evaluation = data.eval or default_eval(preprocessing)
+    train_pipeline = Pipeline(data.train or f"{evaluation} | flip", train=True, **shared)
+    num_samples = len(source.splits["train"])
+    if num_samples == 0:
+        raise DataError(f"{data.source}: the training split is empty; see: finetune data info")
+    return Job(
+        recipe=recipe,
+        source=source,
+        built=built,
+        preprocessing=preprocessing,
+        train_pipeline=train_pipeline,
+        eval_pipeline=Pipeline(evaluation, train=False, **shared),
+        num_samples=num_samples,
+        device=device,
+        local_processes=local_processes,
+        notice=notice,
+        progress=progress,
+    )
+
+
+def _build(recipe: Recipe, *, num_classes: int) -> Built:
+    """Build the recipe's network, with the same random values in every process."""
+    torch.manual_seed(recipe.run.seed)
+    settings = recipe.model.model_dump(exclude={"name", "compile"})
+    return build(recipe.model.name, num_classes=num_classes, **settings)
+
+
+def _preprocessing(recipe: Recipe, built: Built, notice: Callable[[str], None]) -> Preprocessing:
+    """The weights' preprocessing, with what the recipe overrides; the user is told once."""
+    wished = recipe.data.model_dump(include={"mean", "std", "interpolation", "crop_pct"})
+    changes = {key: value for key, value in wished.items() if value is not None}
+    differing = {
+        key: value for key, value in changes.items() if value != getattr(built.preprocessing, key)
+    }
+    if differing and recipe.model.pretrained:
+        listed = ", ".join(
+            f"data.{key}={value} instead of {getattr(built.preprocessing, key)}"
+            for key, value in differing.items()
+        )
+        notice(
+            f"the recipe overrides the preprocessing that the weights were trained with: {listed}; "
+            "remove the key unless this is meant"
+        )
+    return dataclasses.replace(built.preprocessing, **differing)

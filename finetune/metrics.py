@@ -1,0 +1,209 @@
+"""Exact counts of an evaluation, and mean and spread over seeds.
+
+Everything is an integer, losses and confidences included (fixed point), so that the figures do not
+depend on how the samples were split over batches and processes: addition of integers has no order.
+"""
+
+# B batch, K classes
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from finetune.errors import DataError, DivergedError
+
+__all__ = ["NUM_BINS", "Counts", "mean_std"]
+
+NUM_BINS = 15  # calibration bins of equal width, as in Guo et al. 2017
+_FRACTION_BITS = 40  # of a loss or a confidence: 1e-12, and room for 8 million samples in a batch
+_ONE = 1 << _FRACTION_BITS
+_LARGEST_LOSS = float(1 << 31)  # beyond it a loss is as good as infinite
+_SUMS = 1 + NUM_BINS  # loss, confidence of each bin
+_HEAD = 4  # examples, samples with bad logits, samples with bad labels, top-5 hits
+
+
+class Counts:
+    """Sums over the samples of a split; merged over processes by adding `tensor()`.
+
+    `add` only queues work on the device; nothing is copied to the host before `result`.
+
+    Args:
+        num_classes: K; memory is K*K*8 bytes for the confusion matrix.
+        device: where the sums live; the device of the logits.
+    """
+
+    def __init__(self, num_classes: int, *, device: torch.device | str = "cpu") -> None:
+        device = torch.device(device)
+        if device.type == "mps":  # it has no float64
+            device = torch.device("cpu")
+        self.num_classes = num_classes
+        size = _HEAD + 2 * _SUMS + 2 * NUM_BINS + num_classes * num_classes
+        self._all = torch.zeros(size, dtype=torch.int64, device=device)
+        self._bind()
+
+    def add(self, logits_BK: Tensor, labels_B: Tensor) -> None:
+        """Count a batch; B may be 0.
+
+        Args:
+            logits_BK: any floating type; taken to float64 here.
+            labels_B: integers in [0, K).
+        """
+        num_classes, device = self.num_classes, self._all.device
+        logits_BK = logits_BK.detach().to(device, torch.float64)
+        labels_B = labels_B.to(device, torch.int64)
+        if logits_BK.shape != (len(labels_B), num_classes):
+            raise ValueError(
+                f"logits {tuple(logits_BK.shape)} do not fit {len(labels_B)} labels of "
+                f"{num_classes} classes"
+            )
+        if not len(labels_B):
+            return
+        label_ok_B = (labels_B >= 0) & (labels_B < num_classes)
+        labels_B = labels_B.clamp(0, num_classes - 1)
+        log_probs_BK = logits_BK.log_softmax(1)
+        losses_B = -log_probs_BK.gather(1, labels_B[:, None])[:, 0]
+        finite_B = logits_BK.isfinite().all(1) & (losses_B < _LARGEST_LOSS)
+        ok_B = label_ok_B & finite_B
+        one_B = ok_B.long()
+
+        ranks_B, predicted_B = _rank(logits_BK, labels_B)
+        self._head += torch.stack(
+            [
+                one_B.sum(),
+                (~finite_B).sum(),
+                (~label_ok_B).sum(),
+                (one_B * (ranks_B < min(5, num_classes))).sum(),
+            ]
+        )
+        confidence_B = torch.where(ok_B, log_probs_BK.amax(1).exp(), 0.5)
+        bins_B = ((confidence_B * NUM_BINS).ceil().long() - 1).clamp(0, NUM_BINS - 1)
+        self._bin_counts.index_add_(0, bins_B, one_B)
+        self._bin_correct.index_add_(0, bins_B, one_B * (ranks_B == 0))
+        self._confusion.index_add_(0, labels_B * num_classes + predicted_B, one_B)
+        self._add_fixed(torch.zeros_like(bins_B), torch.where(ok_B, losses_B, 0.0), one_B)
+        self._add_fixed(1 + bins_B, confidence_B, one_B)
+
+    def tensor(self) -> Tensor:
+        """All sums as one int64 vector, to be added over processes and given to `load`."""
+        return self._all
+
+    def load(self, sums: Tensor) -> Counts:
+        """Replace the sums, for instance by those of an all-reduce; returns itself."""
+        if sums.shape != self._all.shape or sums.dtype != torch.int64:
+            raise ValueError(f"expected {tuple(self._all.shape)} int64, got {tuple(sums.shape)}")
+        self._all = sums.clone()
+        self._bind()
+        return self
+
+    def result(self) -> dict[str, Any]:
+        """Figures as plain numbers and lists, ready for JSON.
+
+        "loss" is the mean cross-entropy in nats; "top5" counts the best min(5, K) classes, so it
+        is 1 for K <= 5; "ece" is the expected calibration error over 15 equal bins of the
+        confidence; "confusion" has a row per true class and a column per predicted one. In
+        "per_class", "recall" is None for a class without examples, "precision" for one that was
+        never predicted, "f1" for one that is neither. Among equal logits the lower class index
+        comes first.
+
+        Raises: DivergedError if a logit or a loss was not finite; DataError if a label was out of
+            range or there are no examples.
+        """
+        examples, bad_logits, bad_labels, top5 = self._head.tolist()
+        if bad_labels:
+            raise DataError(
+                f"evaluation: {bad_labels} labels are outside 0…{self.num_classes - 1}; "
+                "check that the model has the classes of the data"
+            )
+        if bad_logits:
+            raise DivergedError(
+                f"evaluation: {bad_logits} of {examples + bad_logits} samples have outputs that "
+                "are not finite; lower optim.lr, set optim.clip_norm or use run.precision=fp32"
+            )
+        if not examples:
+            raise DataError("evaluation: the split has no examples")
+        confusion = self._confusion.view(self.num_classes, self.num_classes)
+        whole, fraction = self._whole.tolist(), self._fraction.tolist()
+        sums = [w * _ONE + f for w, f in zip(whole, fraction, strict=True)]  # Python integers
+        gaps = sum(
+            abs(correct * _ONE - confidence)
+            for correct, confidence in zip(self._bin_correct.tolist(), sums[1:], strict=True)
+        )
+        return {
+            "loss": sums[0] / (_ONE * examples),
+            "top1": int(confusion.diagonal().sum()) / examples,
+            "top5": top5 / examples,
+            "ece": gaps / (_ONE * examples),
+            "examples": examples,
+            "per_class": _per_class(confusion),
+            "confusion": confusion.tolist(),
+        }
+
+    def _bind(self) -> None:
+        """Name the parts of the vector; they are views of it."""
+        sizes = [_HEAD, _SUMS, _SUMS, NUM_BINS, NUM_BINS, self.num_classes**2]
+        (
+            self._head,
+            self._whole,
+            self._fraction,
+            self._bin_counts,
+            self._bin_correct,
+            self._confusion,
+        ) = self._all.split(sizes)
+
+    def _add_fixed(self, slots_B: Tensor, values_B: Tensor, one_B: Tensor) -> None:
+        """Add non-negative values to the fixed-point sums, exactly whatever the order."""
+        whole_B = values_B.floor()
+        fraction_B = ((values_B - whole_B) * _ONE).round().long()
+        self._whole.index_add_(0, slots_B, whole_B.long() * one_B)
+        self._fraction.index_add_(0, slots_B, fraction_B * one_B)
+        # carry, so that the fractions cannot overflow
+        self._whole += self._fraction >> _FRACTION_BITS
+        self._fraction &= _ONE - 1
+
+
+def mean_std(values: Iterable[float]) -> tuple[float, float | None, int]:
+    """Mean, sample standard deviation (n - 1; None for a single value) and n."""
+    numbers = [float(value) for value in values]
+    if not numbers:
+        raise ValueError("mean_std needs at least one value")
+    mean = math.fsum(numbers) / len(numbers)
+    if len(numbers) == 1:
+        return mean, None, 1
+    squares = math.fsum((number - mean) ** 2 for number in numbers)
+    return mean, math.sqrt(squares / (len(numbers) - 1)), len(numbers)
+
+
+def _rank(logits_BK: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Rank of each label among the classes (0: the prediction) and the predicted class.
+
+    Counting gives the same answer on every device, where the order of topk among equal values
+    is undefined.
+    """
+    own_B1 = logits_BK.gather(1, labels_B[:, None])
+    classes_K = torch.arange(logits_BK.shape[1], device=logits_BK.device)
+    ahead_BK = (logits_BK > own_B1) | ((logits_BK == own_B1) & (classes_K < labels_B[:, None]))
+    best_B1 = logits_BK.amax(1, keepdim=True)
+    # the first class with the largest logit; class 0 when a NaN leaves none
+    predicted_B = (logits_BK == best_B1).long().argmax(1)
+    return ahead_BK.sum(1), predicted_B
+
+
+def _per_class(confusion: Tensor) -> list[dict[str, Any]]:
+    """Support, recall, precision and F1 of each class, from a (K, K) matrix."""
+    hits = confusion.diagonal().tolist()
+    support = confusion.sum(1).tolist()
+    predicted = confusion.sum(0).tolist()
+    return [
+        {
+            "support": s,
+            "recall": h / s if s else None,
+            "precision": h / p if p else None,
+            "f1": 2 * h / (s + p) if s + p else None,
+        }
+        for h, s, p in zip(hits, support, predicted, strict=True)
+    ]

@@ -1,0 +1,5 @@
+"""Networks and their weights; importing it registers our own networks with timm."""
+
+from finetune.models import representation
+
+__all__ = ["representation"]

@@ -1,0 +1,232 @@
+"""From a name to a network ready to train: weights, position embeddings, head, freezing."""
+
+# K classes
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import timm
+from timm.data.config import resolve_data_config
+from torch import nn
+
+from finetune.errors import RecipeError, nearest
+from finetune.models.built import Built, Preprocessing, save_model
+from finetune.models.fit import load, stride, timm_config
+from finetune.models.head import as_names, freeze_parameters, set_train_mode, zero_head
+from finetune.models.posemb import METHODS
+from finetune.models.weights import Weights, resolve
+
+__all__ = ["Built", "Preprocessing", "build", "save_model", "set_train_mode"]
+
+# Arguments of build() that are not timm's: they say how to read a file.
+READING_ARGS = ("architecture", "pre_logits")
+# Recipe key to timm's keywords, first the ones that match the ViT paper's dropout places.
+DROPOUT_KEYWORDS = {
+    "dropout": (("pos_drop_rate", "proj_drop_rate"), ("proj_drop_rate",), ("drop_rate",)),
+    "attention_dropout": (("attn_drop_rate",),),
+    "drop_path": (("drop_path_rate",),),
+}
+
+
+def build(
+    name: str,
+    *,
+    num_classes: int | None = None,
+    pretrained: bool = True,
+    image_size: int | tuple[int, int] | None = None,
+    posemb: str = "paper",
+    head_init: str = "zeros",
+    freeze: str | int = "none",
+    dropout: float = 0.0,
+    attention_dropout: float = 0.0,
+    drop_path: float = 0.0,
+    grad_checkpointing: bool = False,
+    args: Mapping[str, Any] | None = None,
+) -> Built:
+    """Build a network from weights, ready to be fine-tuned or to predict.
+
+    Args:
+        name: see finetune.models.weights.resolve.
+        num_classes: K for a new head; None keeps the weights' own classes and head.
+        pretrained: False builds the same network with random weights.
+        image_size: pixels, or (height, width); None takes the weights' own.
+        posemb: how position embeddings are resized, "paper" or "timm".
+        head_init: "zeros", or "default" for timm's initialisation; for a new head only.
+        freeze: "none", "backbone" (all but the head), or the number of first blocks to freeze
+            together with the patch, position and class-token embeddings.
+        dropout: on position embeddings and in the blocks' projections where the network has these
+            places (the ViT paper's), else before the head.
+        attention_dropout: on attention weights.
+        drop_path: stochastic depth at the last block, growing linearly from 0.
+        grad_checkpointing: recompute activations to save memory.
+        args: further keyword arguments of timm.
+    Raises: WeightsError, or RecipeError for an argument that the network does not take.
+    """
+    if posemb not in METHODS:
+        raise RecipeError(f"model.posemb: unknown '{posemb}'; use one of: {', '.join(METHODS)}")
+    weights = resolve(name, pretrained=pretrained, args=args)
+    model_args, size = _arguments(weights, args or {}, image_size)
+    rates = {"dropout": dropout, "attention_dropout": attention_dropout, "drop_path": drop_path}
+    classes = _source_classes(weights) if num_classes is None else num_classes
+
+    model, dropouts = _create(weights, model_args, rates, classes, size)
+    _check_divisible(model, size, weights.architecture)
+    resized = "none"
+    if weights.state is not None:
+        create_args = {**model_args, **dropouts, "num_classes": classes}
+        model, resized = load(
+            model, weights, create_args, posemb=posemb, keep_head=num_classes is None
+        )
+    if num_classes is not None and head_init == "zeros":
+        zero_head(model, weights.architecture)
+    freeze_parameters(model, freeze)
+    if grad_checkpointing:
+        _checkpoint_gradients(model, weights.architecture)
+    return Built(
+        model=model,
+        architecture=weights.architecture,
+        model_args=model_args,
+        preprocessing=_preprocessing(weights.config, size),
+        provenance=_provenance(model, weights, posemb=resized, dropout=dropouts),
+        class_names=weights.class_names if num_classes is None else None,
+    )
+
+
+def _provenance(model: nn.Module, weights: Weights, **done: Any) -> dict[str, Any]:
+    """Where the weights come from, and what was done to them and to the network."""
+    parameters = list(model.parameters())
+    return {
+        **weights.provenance,
+        "architecture": weights.architecture,
+        "pretrained": weights.state is not None,
+        **done,
+        "parameters": sum(p.numel() for p in parameters),
+        "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
+    }
+
+
+# --- creating ------------------------------------------------------------------------------------
+
+
+def _arguments(
+    weights: Weights, args: Mapping[str, Any], image_size: int | tuple[int, int] | None
+) -> tuple[dict[str, Any], tuple[int, int]]:
+    """timm's keyword arguments, and the (height, width) that the network is built for."""
+    own = {k: v for k, v in args.items() if k not in READING_ARGS}
+    model_args = {**weights.model_args, **own}
+    model_args.pop("num_classes", None)
+    size = image_size if image_size is not None else model_args.get("img_size")
+    if size is None:
+        size = tuple(weights.config.get("input_size", (3, 224, 224)))[-2:]
+    height, width = (size, size) if isinstance(size, int) else size
+    if weights.config.get("fixed_input_size") or "img_size" in model_args:
+        model_args["img_size"] = [int(height), int(width)]
+    return model_args, (int(height), int(width))
+
+
+def _source_classes(weights: Weights) -> int:
+    """How many classes the weights' own head has; 0 when they come without one."""
+    if weights.state is not None:
+        for name in as_names(weights.config.get("classifier")):
+            weight = weights.state.get(f"{name}.weight")
+            if weight is not None:
+                return weight.shape[0] - int(weights.config.get("label_offset") or 0)
+    return int(weights.config.get("num_classes") or 0)
+
+
+def _create(
+    weights: Weights,
+    model_args: Mapping[str, Any],
+    rates: Mapping[str, float],
+    num_classes: int,
+    size: tuple[int, int],
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Create the network with random weights.
+
+    Returns: it, and timm's keyword arguments for its dropout.
+    Raises: RecipeError naming the argument that the network does not take.
+    """
+    places = {key: list(DROPOUT_KEYWORDS[key]) for key, rate in rates.items() if rate}
+    while True:
+        extra = {kw: rates[key] for key, options in places.items() for kw in options[0]}
+        kwargs = {**model_args, **extra, "num_classes": num_classes}
+        config = timm_config(weights)
+        try:
+            model = timm.create_model(weights.architecture, pretrained_cfg=config, **kwargs)
+        except TypeError as error:
+            refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if refused is None:
+                raise _cannot_create(weights.architecture, size, error) from error
+            key = next((k for k, o in places.items() if refused[1] in o[0]), None)
+            if key is None:
+                raise _refused(weights.architecture, refused[1], error) from error
+            places[key].pop(0)
+            if not places[key]:
+                raise RecipeError(
+                    f"model.{key}: {weights.architecture} has no such dropout; set it to 0"
+                ) from error
+        except (AssertionError, ValueError, RuntimeError, NotImplementedError) as error:
+            raise _cannot_create(weights.architecture, size, error) from error
+        else:
+            return model, extra
+
+
+def _refused(architecture: str, argument: str, error: Exception) -> RecipeError:
+    names: list[str] = []
+    trace = error.__traceback__
+    while trace is not None:  # the innermost frame created the network: its parameters are known
+        owner = trace.tb_frame.f_locals.get("model_cls")
+        if callable(owner):
+            names = list(inspect.signature(owner).parameters)
+        trace = trace.tb_next
+    key = "image_size" if argument == "img_size" else f"args.{argument}"
+    return RecipeError(
+        f"model.{key}: {architecture} takes no argument '{argument}'{nearest(argument, names)}"
+    )
+
+
+def _cannot_create(architecture: str, size: tuple[int, int], error: Exception) -> RecipeError:
+    cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return RecipeError(
+        f"model: {architecture} cannot be built at {size[0]}x{size[1]} px ({cause}); check "
+        f"model.image_size and model.args"
+    )
+
+
+def _check_divisible(model: nn.Module, size: tuple[int, int], architecture: str) -> None:
+    step = stride(model)
+    if step is None or getattr(model.patch_embed, "dynamic_img_pad", False):
+        return
+    for pixels, patch in zip(size, step, strict=True):
+        if pixels % patch or not pixels:
+            below, above = pixels // patch * patch, (pixels // patch + 1) * patch
+            near = f"{below} or {above}" if below else f"{above}"
+            raise RecipeError(
+                f"model.image_size: {pixels} px is not divided by the patch of {patch} px of "
+                f"{architecture}; use {near}"
+            )
+
+
+def _checkpoint_gradients(model: nn.Module, architecture: str) -> None:
+    try:
+        model.set_grad_checkpointing(True)  # type: ignore[operator]
+    except (AttributeError, AssertionError) as error:
+        raise RecipeError(
+            f"model.grad_checkpointing: {architecture} does not support it; set it to false"
+        ) from error
+
+
+def _preprocessing(config: Mapping[str, Any], size: tuple[int, int]) -> Preprocessing:
+    data = resolve_data_config({}, pretrained_cfg=dict(config) or {"input_size": (3, *size)})
+    return Preprocessing(
+        image_size=size,
+        mean=tuple(data["mean"]),
+        std=tuple(data["std"]),
+        interpolation=data["interpolation"],
+        crop_pct=float(data["crop_pct"]),
+        crop_mode=data["crop_mode"],
+    )

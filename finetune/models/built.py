@@ -1,0 +1,126 @@
+"""What building gives, and how it is saved: timm's hub format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from finetune.errors import FinetuneError
+
+__all__ = ["Built", "Preprocessing", "save_model"]
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """What turns an image into the network's input.
+
+    Attributes:
+        image_size: (height, width) in pixels.
+        mean: per channel, of pixel values in [0, 1].
+        std: per channel.
+        interpolation: nearest, bilinear, bicubic or lanczos.
+        crop_pct: share of the resized image's side that the centre crop keeps.
+        crop_mode: timm's: center, squash or border.
+    """
+
+    image_size: tuple[int, int]
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    interpolation: str
+    crop_pct: float
+    crop_mode: str
+
+
+@dataclass(frozen=True)
+class Built:
+    """A network and everything needed to save it so that timm alone can load it.
+
+    Attributes:
+        model: on the CPU, in float32, frozen parts with requires_grad False.
+        architecture: timm's name, without a tag.
+        model_args: timm's keyword arguments without the training-only ones (dropout).
+        preprocessing: the weights' own, at the size the network was built for.
+        provenance: source, revision, sha256, what happened to the position embeddings, …
+        class_names: when the weights carry them and the head was kept.
+    """
+
+    model: nn.Module
+    architecture: str
+    model_args: dict[str, Any]
+    preprocessing: Preprocessing
+    provenance: dict[str, Any]
+    class_names: list[str] | None
+
+
+def save_model(
+    folder: str | Path,
+    built: Built,
+    state_dict: Mapping[str, Tensor],
+    *,
+    class_names: Sequence[str],
+    preprocessing: Preprocessing,
+    card: str,
+) -> None:
+    """Write config.json, model.safetensors and README.md in timm's hub format.
+
+    `timm.create_model("local-dir:FOLDER", pretrained=True)` then gives the same logits.
+
+    Args:
+        folder: an existing folder; the caller publishes it atomically.
+        built: what build() gave.
+        state_dict: the trained weights, by the names of `built.model`.
+        class_names: in the order of the logits.
+        preprocessing: what evaluation used.
+        card: the text of README.md.
+    Raises: FinetuneError if a tensor or the number of classes is not the network's.
+    """
+    folder = Path(folder)
+    own = built.model.state_dict()
+    if {k: v.shape for k, v in state_dict.items()} != {k: v.shape for k, v in own.items()}:
+        odd = sorted(set(state_dict) ^ set(own))[:3] or "shapes"
+        raise FinetuneError(f"{folder}: the weights to save are not the network's ({odd})")
+    num_classes = int(getattr(built.model, "num_classes", len(class_names)))
+    if len(class_names) != num_classes:
+        raise FinetuneError(
+            f"{folder}: {len(class_names)} class names for {num_classes} classes; give one each"
+        )
+    tensors = {k: v.detach().cpu().contiguous().clone() for k, v in state_dict.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = _saved_config(built, class_names, preprocessing)
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def _saved_config(
+    built: Built, class_names: Sequence[str], preprocessing: Preprocessing
+) -> dict[str, Any]:
+    source = dict(getattr(built.model, "pretrained_cfg", {}))
+    kept = ["architecture", "fixed_input_size", "first_conv", "classifier"]
+    if built.provenance.get("pretrained"):
+        kept += ["tag", "license"]  # of the weights that it comes from
+    pretrained_cfg = {key: source[key] for key in kept if source.get(key) is not None}
+    pretrained_cfg |= {
+        "custom_load": False,
+        "num_classes": len(class_names),
+        "input_size": [3, *preprocessing.image_size],
+        "mean": list(preprocessing.mean),
+        "std": list(preprocessing.std),
+        "interpolation": preprocessing.interpolation,
+        "crop_pct": preprocessing.crop_pct,
+        "crop_mode": preprocessing.crop_mode,
+    }
+    return {
+        "architecture": built.architecture,
+        "num_classes": len(class_names),
+        "num_features": getattr(built.model, "num_features", None),
+        "label_names": list(class_names),
+        "model_args": dict(built.model_args),
+        "pretrained_cfg": pretrained_cfg,
+    }

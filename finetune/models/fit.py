@@ -1,0 +1,145 @@
+"""Put weights into a network: resize what may be resized, load all or nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, cast
+
+import timm
+from torch import Tensor, nn
+
+from finetune.errors import WeightsError
+from finetune.models.head import classifier_names
+from finetune.models.posemb import resize_grid, square_grid
+from finetune.models.weights import Weights
+
+__all__ = ["load", "stride", "timm_config"]
+
+_log = logging.getLogger(__name__)
+
+
+def load(
+    model: nn.Module,
+    weights: Weights,
+    create_args: Mapping[str, Any],
+    *,
+    posemb: str,
+    keep_head: bool,
+) -> tuple[nn.Module, str]:
+    """Put the weights into the network, all of them or none.
+
+    What fits after the position embeddings are resized is loaded as it is; anything else (another
+    layout, relative position tables at another size) goes through timm's own conversion, strictly.
+
+    Args:
+        model: with random weights.
+        weights: with tensors.
+        create_args: what `model` was created with, `num_classes` included.
+        posemb: "paper" or "timm".
+        keep_head: False leaves the network's fresh head in place.
+    Returns: the network, and how position embeddings were resized: none, paper or timm.
+    Raises: WeightsError naming the tensors that do not fit.
+    """
+    assert weights.state is not None
+    state, own = dict(weights.state), model.state_dict()
+    num_classes = create_args["num_classes"]
+    if not keep_head or not num_classes:
+        # The head's place is filled with the fresh one, so that loading can be strict.
+        for module in classifier_names(model):
+            for key in [k for k in state if k.startswith(f"{module}.")]:
+                del state[key]
+            state |= {k: v for k, v in own.items() if k.startswith(f"{module}.")}
+    resized = _resize_position(model, state, weights, posemb)
+    if {k: v.shape for k, v in state.items()} == {k: v.shape for k, v in own.items()}:
+        model.load_state_dict(state)
+        return model, resized
+    config = {**(timm_config(weights) or {}), "state_dict": state, "num_classes": num_classes}
+    if not keep_head:
+        config["label_offset"] = 0
+    try:
+        converted = timm.create_model(
+            weights.architecture, pretrained=True, pretrained_cfg=config, **create_args
+        )
+    except (RuntimeError, KeyError, ValueError, AssertionError, AttributeError) as error:
+        raise _does_not_fit(state, own, weights, error) from error
+    # The configuration would keep the weights in memory a second time.
+    cast(dict[str, Any], converted.pretrained_cfg).pop("state_dict", None)
+    after = converted.state_dict()
+    changed = [k for k, v in state.items() if k in after and v.shape != after[k].shape]
+    if changed and posemb != "timm":
+        _log.warning(
+            "model.posemb: '%s' does not apply to %s of %s; timm's own resizing was used",
+            posemb,
+            changed[0],
+            weights.architecture,
+        )
+    return converted, "timm" if changed else resized
+
+
+def _resize_position(
+    model: nn.Module, state: dict[str, Tensor], weights: Weights, method: str
+) -> str:
+    """Resize the learned position embeddings in `state` to the network's grid, where it has any."""
+    source, target = state.get("pos_embed"), getattr(model, "pos_embed", None)
+    grid = getattr(getattr(model, "patch_embed", None), "grid_size", None)
+    if source is None or not isinstance(target, Tensor) or grid is None:
+        return "none"
+    num_prefix = target.shape[1] - grid[0] * grid[1]
+    if source.ndim != 3 or target.ndim != 3 or num_prefix < 0 or source.shape[1] <= num_prefix:
+        return "none"
+    source_grid = _source_grid(model, weights, source.shape[1] - num_prefix)
+    if source_grid == tuple(grid):
+        return "none"
+    state["pos_embed"] = resize_grid(
+        source, tuple(grid), method=method, num_prefix=num_prefix, source_grid=source_grid
+    )
+    return method
+
+
+def _source_grid(model: nn.Module, weights: Weights, num_patches: int) -> tuple[int, int] | None:
+    """The weights' own grid: from the image size that they record, else a square."""
+    size, step = weights.model_args.get("img_size"), stride(model)
+    size = size or tuple(weights.config.get("input_size", ()))[-2:]
+    if size and step:
+        height, width = (size, size) if isinstance(size, int) else size
+        grid = (height // step[0], width // step[1])
+        if grid[0] * grid[1] == num_patches:
+            return grid
+    return square_grid(num_patches)
+
+
+def _does_not_fit(
+    state: Mapping[str, Tensor], own: Mapping[str, Tensor], weights: Weights, error: Exception
+) -> WeightsError:
+    """Say which tensors do not fit: three of each kind."""
+    parts = []
+    shapes = [k for k in own if k in state and state[k].shape != own[k].shape]
+    if shapes:
+        pairs = [f"{k} {tuple(state[k].shape)} for {tuple(own[k].shape)}" for k in shapes[:3]]
+        parts.append(f"{len(shapes)} tensors of another shape: {', '.join(pairs)}")
+    missing = [k for k in own if k not in state]
+    if missing:
+        parts.append(f"{len(missing)} missing: {', '.join(missing[:3])}")
+    unknown = [k for k in state if k not in own]
+    if unknown:
+        parts.append(f"{len(unknown)} not of this network: {', '.join(unknown[:3])}")
+    detail = "; ".join(parts) or str(error).splitlines()[0]
+    return WeightsError(
+        f"{weights.provenance.get('source')}: the weights do not fit {weights.architecture} "
+        f"({detail}); check model.name and model.args"
+    )
+
+
+def timm_config(weights: Weights) -> dict[str, Any] | None:
+    return {**weights.config, "architecture": weights.architecture} if weights.config else None
+
+
+def stride(model: nn.Module) -> tuple[int, int] | None:
+    """Pixels from one token to the next, (vertical, horizontal); None without a token grid."""
+    embed = getattr(model, "patch_embed", None)
+    if embed is None or not hasattr(embed, "patch_size"):
+        return None
+    ratio = embed.feat_ratio() if hasattr(embed, "feat_ratio") else embed.patch_size
+    vertical, horizontal = (ratio, ratio) if isinstance(ratio, int) else ratio
+    return int(vertical), int(horizontal)

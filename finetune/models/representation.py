@@ -1,0 +1,65 @@
+"""The ViT of pre-training, with its representation layer (tanh) before the head, known to timm."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
+from torch import nn
+
+__all__ = ["vit_representation"]
+
+default_cfgs = generate_default_cfgs(
+    {
+        "vit_representation": {
+            "input_size": (3, 224, 224),
+            "fixed_input_size": True,
+            "first_conv": "patch_embed.proj",
+            "classifier": "head",
+            "mean": (0.5, 0.5, 0.5),
+            "std": (0.5, 0.5, 0.5),
+        }
+    }
+)
+
+
+def _representation_vit(*, representation_size: int, **kwargs: Any) -> VisionTransformer:
+    num_classes = kwargs.pop("num_classes", 1000)
+    model = VisionTransformer(num_classes=0, **{"fc_norm": False, **kwargs})
+    model.fc_norm = nn.Sequential(
+        OrderedDict(fc=nn.Linear(model.embed_dim, representation_size), act=nn.Tanh())
+    )
+    model.num_classes = num_classes
+    model.head_hidden_size = representation_size
+    if num_classes:
+        model.head = nn.Linear(representation_size, num_classes)
+    return model
+
+
+@register_model
+def vit_representation(
+    pretrained: bool = False, *, representation_size: int = 768, **kwargs: Any
+) -> VisionTransformer:
+    """ViT with `Linear + tanh` between the pooled token and the classifier.
+
+    timm's own ViT has no such layer, since fine-tuning usually drops it. Here it takes the place
+    of the norm after pooling, which this network does not use, so forward(), checkpointing and
+    get_classifier() stay timm's. A folder saved from it loads in timm once `finetune.models` is
+    imported.
+
+    Args:
+        pretrained: load the weights that timm's pretrained configuration points to.
+        representation_size: outputs of the layer, and inputs of the head.
+        kwargs: as for timm's VisionTransformer.
+    Source: vision_transformer, vit_jax/models_vit.py, representation_size.
+    """
+    return build_model_with_cfg(
+        _representation_vit,
+        "vit_representation",
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        representation_size=representation_size,
+        **kwargs,
+    )

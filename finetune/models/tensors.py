@@ -1,0 +1,134 @@
+"""Read tensors from a file without trusting it: formats, truncation, pickles, NaN, checksums."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from timm.models import load_state_dict
+from torch import Tensor
+
+from finetune.errors import WeightsError
+
+__all__ = ["read_tensors", "sha256_of"]
+
+LFS_POINTER = b"version https://git-lfs"
+
+
+def sha256_of(path: Path) -> str:
+    """The sha256 of a file, in hexadecimal, read in pieces of 1 MiB."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read every tensor of a .safetensors, .npz or pickled PyTorch file onto the CPU.
+
+    Pickled files go through torch's restricted reader, which builds tensors and plain containers
+    and refuses everything else; NumPy archives are read without pickle.
+
+    Returns: name to tensor, every floating one finite.
+    Raises: WeightsError for a web page, an LFS pointer, a truncated or damaged file, a file that
+        would run code, an empty one, or NaN and infinities.
+    """
+    _sniff(path)
+    if path.suffix == ".safetensors":
+        content: dict[str, Any] = _read_safetensors(path)
+    elif path.suffix == ".npz":
+        content = _read_npz(path)
+    else:
+        content = _read_pickled(path)
+    tensors = {name: value for name, value in content.items() if isinstance(value, Tensor)}
+    if not tensors:
+        raise WeightsError(f"{path.name}: holds no tensors; is it a file of weights?")
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            bad = int((~torch.isfinite(tensor)).sum())
+            raise WeightsError(
+                f"{path.name}: tensor '{name}' holds {bad} NaN or infinite values; the training "
+                f"that wrote it diverged, use an earlier checkpoint"
+            )
+    return tensors
+
+
+def _sniff(path: Path) -> None:
+    """Refuse the two things that are found under the name of weights: a page and a pointer."""
+    with path.open("rb") as file:
+        head = file.read(256)
+    text = head.lstrip().lower()
+    if head.startswith(LFS_POINTER):
+        raise WeightsError(
+            f"{path.name}: is a Git LFS pointer, not the weights; run `git lfs pull` in its folder"
+        )
+    if text.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
+        raise WeightsError(
+            f"{path.name}: is a web page, not weights; download the file itself (on the hub: "
+            f"/resolve/ in the address, not /blob/)"
+        )
+    if not head:
+        raise WeightsError(f"{path.name}: is empty; download it again")
+
+
+def _truncated(path: Path, detail: object) -> WeightsError:
+    return WeightsError(f"{path.name}: truncated or damaged ({detail}); download it again")
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        (header_size,) = struct.unpack("<Q", prefix) if len(prefix) == 8 else (size,)
+        if 8 + header_size > size:
+            raise _truncated(path, f"{size} bytes, the header alone needs more")
+        try:
+            header = json.loads(file.read(header_size))
+            ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            raise _truncated(path, "its header is not safetensors'") from error
+    expected = 8 + header_size + max(ends, default=0)
+    if size < expected:
+        raise _truncated(path, f"{size} of {expected} bytes")
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise _truncated(path, error) from error
+
+
+def _read_npz(path: Path) -> dict[str, Tensor]:
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    except ValueError as error:
+        raise WeightsError(
+            f"{path.name}: holds Python objects or is not a NumPy archive ({error}); it is not "
+            f"read, since that could run code"
+        ) from error
+    except (zipfile.BadZipFile, EOFError, OSError) as error:
+        raise _truncated(path, error) from error
+    numeric = {name: a for name, a in arrays.items() if a.dtype.kind in "fiu"}
+    return {name: torch.from_numpy(array) for name, array in numeric.items()}
+
+
+def _read_pickled(path: Path) -> dict[str, Any]:
+    try:
+        return load_state_dict(str(path), weights_only=True)
+    except (EOFError, zipfile.BadZipFile) as error:
+        raise _truncated(path, error) from error
+    except Exception as error:  # torch raises a different type for each way a file is broken
+        if "weights_only" in str(error) or "globals" in str(error):
+            raise WeightsError(
+                f"{path.name}: refused, since reading it would run code that it carries; convert "
+                f"it to .safetensors where you trust it"
+            ) from error
+        raise _truncated(path, str(error).splitlines()[0]) from error

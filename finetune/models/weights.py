@@ -1,0 +1,322 @@
+"""Where pretrained weights come from: one verified road from a name to tensors in memory."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import timm
+from timm.data.imagenet_info import ImageNetInfo, infer_imagenet_subset
+from timm.models import PretrainedCfg, split_model_name_tag
+from torch import Tensor
+
+from finetune.errors import WeightsError, nearest
+from finetune.models import google
+from finetune.models.hub_files import download, first_of, hub_file
+from finetune.models.tensors import read_tensors, sha256_of
+
+__all__ = ["Weights", "locate", "resolve"]
+
+# What a folder or a repository in timm's format may hold, best first.
+WEIGHT_FILES = (
+    "model.safetensors",
+    "open_clip_model.safetensors",
+    "pytorch_model.bin",
+    "open_clip_pytorch_model.bin",
+)
+PICKLED = (".bin", ".pth", ".pt", ".tar")
+FILES = (".safetensors", ".npz", *PICKLED)
+# What an architecture fixes, where an old config.json leaves it out.
+STRUCTURE_KEYS = ("classifier", "first_conv", "fixed_input_size", "input_size")
+# Keys of timm's pretrained configuration that say where weights were, not what they are.
+PLACE_KEYS = ("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "custom_load")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """An architecture with its arguments and, unless it starts from scratch, its tensors.
+
+    Attributes:
+        architecture: timm's name, without a tag.
+        model_args: keyword arguments of timm that the tensors need.
+        config: timm's pretrained configuration (mean, std, input_size, classifier, …).
+        state: name to tensor on the CPU, all finite; None when training starts from scratch.
+        class_names: in the order of the classifier's outputs, when the weights carry them.
+        provenance: source, revision, file, sha256, license.
+    """
+
+    architecture: str
+    model_args: dict[str, Any]
+    config: dict[str, Any]
+    state: dict[str, Tensor] | None = None
+    class_names: list[str] | None = None
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+
+def resolve(
+    name: str, *, pretrained: bool = True, args: Mapping[str, Any] | None = None
+) -> Weights:
+    """Find, verify and read the weights that a name stands for.
+
+    Args:
+        name: a timm name with or without a tag, `hf-hub:owner/name@revision`, `embedded:name`, a
+            folder in timm's hub format, a run directory, or a .safetensors, .npz or pickled file.
+        pretrained: False reads the configuration only.
+        args: the recipe's model.args; `architecture` (for files without a config.json),
+            `num_heads` and `pre_logits` (for Google's .npz) matter here.
+    Raises: WeightsError with one message for each way this can go wrong.
+    """
+    args = args or {}
+    if name.startswith(("hf-hub:", "hf_hub:")):
+        return _from_hub(name, pretrained)
+    architecture, _ = split_model_name_tag(name)
+    if timm.is_model(architecture) and not name.startswith((".", "/", "~")):
+        return _from_registry(name, pretrained)
+    path = locate(name)
+    if path is None:
+        raise WeightsError(f"model.name: unknown '{name}'{_suggest(name)}")
+    if path.is_dir():
+        return _from_folder(path, pretrained, source=name)
+    return _from_file(path, pretrained, args, source=name)
+
+
+def locate(name: str) -> Path | None:
+    """The local file or folder that a name stands for; None when the name is not a local one.
+
+    Raises: WeightsError when the name is local and nothing usable is there.
+    """
+    if name.startswith("embedded:"):
+        return _embedded(name.removeprefix("embedded:"))
+    path = Path(name.removeprefix("local-dir:")).expanduser()
+    if not path.exists():
+        looks_local = name.startswith((".", "/", "~", "local-dir:")) or path.suffix in FILES
+        if looks_local:
+            raise WeightsError(f"model.name: no such file or folder '{name}'; check the path")
+        if "/" in name or "\\" in name:
+            raise WeightsError(
+                f"model.name: no such file or folder '{name}'; for a repository on the hub write "
+                f"'hf-hub:{name}'"
+            )
+        return None
+    if path.is_file():
+        return path
+    inner = path / "model"
+    if not (path / "config.json").is_file() and inner.is_dir():
+        return inner
+    if (path / "run.json").is_file():
+        raise WeightsError(
+            f"{name}: this run has no model/ yet; let it finish, or continue it with --resume"
+        )
+    return path
+
+
+def _embedded(name: str) -> Path:
+    root = Path(str(resources.files("finetune.models"))) / "embedded"
+    there = sorted(p.name for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
+    if name not in there:
+        known = f"; there is: {', '.join(there)}" if there else "; this installation has none"
+        raise WeightsError(
+            f"embedded:{name}: no such embedded weights{known}{nearest(name, there)}"
+        )
+    return root / name
+
+
+def _suggest(name: str) -> str:
+    """The nearest registry name: among the tags when the architecture is known, else overall."""
+    architecture, tag = split_model_name_tag(name)
+    close = nearest(architecture, timm.list_models())
+    if not close:
+        return "; `timm.list_models()` lists the names, hub repositories begin with 'hf-hub:'"
+    if tag:
+        tagged = difflib.get_close_matches(name, timm.list_pretrained(), n=1)
+        close = f"; did you mean '{tagged[0]}'?" if tagged else close
+    return close
+
+
+# --- from the registry and the hub -------------------------------------------------------------
+
+
+def _from_registry(name: str, pretrained: bool) -> Weights:
+    architecture, tag = split_model_name_tag(name)
+    tags = timm.list_pretrained(f"{architecture}.*")
+    try:
+        config = timm.get_pretrained_cfg(name)
+    except RuntimeError:
+        config = None
+    if config is None and tag:
+        known = f"; there is: {', '.join(tags)}" if tags else "; it has no pretrained weights"
+        raise WeightsError(f"model.name: {architecture} has no weights '{tag}'{known}")
+    entry = asdict(config) if config is not None else {}
+    if not pretrained:
+        return Weights(architecture, {}, _clean(entry), provenance={"source": name})
+    repository, url = entry.get("hf_hub_id"), entry.get("url")
+    if repository:
+        wanted = (entry["hf_hub_filename"],) if entry.get("hf_hub_filename") else WEIGHT_FILES
+        path, revision = first_of(repository, wanted, entry.get("hf_hub_revision"))
+    elif url:
+        path, revision = download(url), None
+    else:
+        raise WeightsError(
+            f"model.name: timm has no pretrained weights for {architecture}; choose another name, "
+            f"or train from scratch with model.pretrained=false"
+        )
+    provenance = {
+        "source": name,
+        "tag": entry.get("tag"),
+        "repository": repository or url,
+        "revision": revision,
+        "license": entry.get("license"),
+    }
+    names = _imagenet_names(entry.get("num_classes"))
+    return _read(path, architecture, {}, _clean(entry), provenance, names)
+
+
+def _from_hub(name: str, pretrained: bool) -> Weights:
+    repository, _, wanted = name.split(":", 1)[1].partition("@")
+    config_path, revision = hub_file(repository, "config.json", wanted or None)
+    architecture, model_args, config, class_names = _read_config(config_path, name)
+    provenance = {"source": name, "repository": repository, "revision": revision}
+    provenance["license"] = config.get("license")
+    if not pretrained:
+        return Weights(architecture, model_args, config, None, class_names, provenance)
+    if class_names is None and repository.startswith("timm/"):
+        class_names = _imagenet_names(config.get("num_classes"))
+    # Pinned to the configuration's commit: a push in between cannot mix two versions.
+    path, _ = first_of(repository, WEIGHT_FILES, revision or wanted or None)
+    return _read(path, architecture, model_args, config, provenance, class_names)
+
+
+# --- from local folders and files ----------------------------------------------------------------
+
+
+def _from_folder(folder: Path, pretrained: bool, *, source: str) -> Weights:
+    config_path = folder / "config.json"
+    if not config_path.is_file():
+        raise WeightsError(
+            f"{source}: no config.json in this folder; give a folder in timm's hub format, a run "
+            f"directory, or one .safetensors or .npz file"
+        )
+    architecture, model_args, config, class_names = _read_config(config_path, source)
+    provenance = {"source": source, "license": config.get("license")}
+    if not pretrained:
+        return Weights(architecture, model_args, config, None, class_names, provenance)
+    found = [folder / name for name in WEIGHT_FILES if (folder / name).is_file()]
+    for suffix in (".safetensors", *PICKLED):
+        found += sorted(folder.glob(f"*{suffix}"))
+    if not found:
+        raise WeightsError(f"{source}: no weights beside config.json; expected model.safetensors")
+    return _read(found[0], architecture, model_args, config, provenance, class_names)
+
+
+def _from_file(path: Path, pretrained: bool, args: Mapping[str, Any], *, source: str) -> Weights:
+    if path.suffix not in FILES:
+        raise WeightsError(f"{source}: not a weights file; expected one of {', '.join(FILES)}")
+    named = args.get("architecture")
+    if named is not None and not timm.is_model(named):
+        raise WeightsError(
+            f"model.args.architecture: unknown '{named}'{nearest(named, timm.list_models())}"
+        )
+    provenance: dict[str, Any] = {"source": source, "license": None}
+    if path.suffix == ".npz":
+        tensors = read_tensors(path)
+        architecture, model_args, state = google.convert(tensors, source=source, args=args)
+        config = google.config_of(architecture, model_args, state)
+        provenance |= {"file": path.name, "sha256": sha256_of(path)}
+        kept = state if pretrained else None
+        return Weights(architecture, model_args, config, kept, None, provenance)
+    beside = path.with_name("config.json")
+    class_names: list[str] | None = None
+    if named is not None:
+        entry = timm.get_pretrained_cfg(named)
+        architecture, model_args = named, {}
+        config = _clean(asdict(entry)) if entry is not None else {}
+    elif beside.is_file():
+        architecture, model_args, config, class_names = _read_config(beside, source)
+    else:
+        raise WeightsError(
+            f"{source}: tensors alone do not say which network they are; put its config.json "
+            f"beside them, or set model.args.architecture, for instance vit_base_patch16_224"
+        )
+    if not pretrained:
+        return Weights(architecture, model_args, config, None, class_names, provenance)
+    return _read(path, architecture, model_args, config, provenance, class_names)
+
+
+def _read(
+    path: Path,
+    architecture: str,
+    model_args: dict[str, Any],
+    config: dict[str, Any],
+    provenance: dict[str, Any],
+    class_names: list[str] | None = None,
+) -> Weights:
+    tensors = read_tensors(path)
+    provenance = {**provenance, "file": path.name, "sha256": sha256_of(path)}
+    if path.suffix == ".npz":
+        _, npz_args, tensors = google.convert(tensors, source=path.name, args={})
+        model_args = {**npz_args, **model_args}
+    return Weights(architecture, model_args, config, tensors, class_names, provenance)
+
+
+def _read_config(
+    path: Path, source: str
+) -> tuple[str, dict[str, Any], dict[str, Any], list[str] | None]:
+    """timm's config.json: architecture, model_args, pretrained configuration, class names."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise WeightsError(f"{source}: config.json is not JSON ({error}); get it again") from error
+    if not isinstance(content, dict) or "architecture" not in content:
+        kind = "transformers" if isinstance(content, dict) and "architectures" in content else ""
+        cause = f"config.json is in {kind}'s format" if kind else "config.json has no architecture"
+        raise WeightsError(f"{source}: {cause}; choose weights in timm's format (hf-hub:timm/…)")
+    architecture = content["architecture"]
+    if not timm.is_model(architecture):
+        close = nearest(architecture, timm.list_models())
+        raise WeightsError(f"{source}: this timm does not know '{architecture}'{close}")
+    # Older folders hold the pretrained configuration at the top level.
+    given = dict(content.get("pretrained_cfg") or content)
+    entry = timm.get_pretrained_cfg(architecture)
+    structure = {key: getattr(entry, key, None) for key in STRUCTURE_KEYS}
+    known = {f.name for f in fields(PretrainedCfg)}
+    config = structure | {k: v for k, v in given.items() if k in known}
+    config["architecture"] = architecture
+    config["num_classes"] = content.get("num_classes", config.get("num_classes"))
+    names = content.get("label_names") or given.get("label_names") or content.get("labels")
+    return architecture, dict(content.get("model_args") or {}), _clean(config), _names(names)
+
+
+def _names(names: Any) -> list[str] | None:
+    """Class names as a list; timm also allows {index: name} and {name: index}."""
+    if isinstance(names, Mapping) and names:
+        by_index = {int(k): v for k, v in names.items() if str(k).isdigit()}
+        if sorted(by_index) != list(range(len(names))):
+            return None  # gaps in the numbering: no list can hold them
+        return [str(by_index[i]) for i in range(len(names))]
+    return [str(name) for name in names] if isinstance(names, list | tuple) and names else None
+
+
+def _imagenet_names(num_classes: int | None) -> list[str] | None:
+    """ImageNet's class names for timm's own weights, which do not carry them."""
+    subset = infer_imagenet_subset({"num_classes": num_classes})
+    if subset is None:
+        return None
+    info = ImageNetInfo(subset)
+    names, synsets = info.label_descriptions(), info.label_names()
+    twice = {name for name, count in Counter(names).items() if count > 1}  # the two cranes
+    return [
+        f"{name} ({synset})" if name in twice else name
+        for name, synset in zip(names, synsets, strict=True)
+    ]
+
+
+def _clean(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A pretrained configuration without the places that its weights once came from."""
+    drop = (*PLACE_KEYS, "label_names", "label_descriptions")
+    return {k: v for k, v in config.items() if k not in drop and v is not None}

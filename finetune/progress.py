@@ -1,0 +1,119 @@
+"""What a run says while it works: the lines of metrics.jsonl, the progress bar, and stop signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+__all__ = ["Meter", "StopSignals", "bar", "say"]
+
+
+def say(message: str) -> None:
+    """Tell the user one line on standard error, without breaking a progress bar."""
+    tqdm.write(f"finetune: {message}", file=sys.stderr)
+
+
+def bar(*, total: int, start: int, shown: bool) -> tqdm[Any]:
+    """The training bar: steps done, time left, and what `Meter.line` found last."""
+    return tqdm(
+        total=total,
+        initial=start,
+        unit="step",
+        file=sys.stderr,
+        dynamic_ncols=True,
+        mininterval=0.5,
+        disable=not shown,
+    )
+
+
+class Meter:
+    """Sums over the images since the last log line, kept on the device until the line is written."""
+
+    def __init__(self, device: torch.device, seconds_before: float) -> None:
+        """Start the clock; `seconds_before` is what earlier parts of a resumed run took."""
+        self._device = device
+        self._started = time.perf_counter() - seconds_before
+        self._restart()
+
+    def _restart(self) -> None:
+        self._sums = torch.zeros(4, dtype=torch.float64, device=self._device)
+        self._since = time.perf_counter()
+
+    def add(self, loss_sum: Tensor, logits_BK: Tensor, labels_B: Tensor) -> None:
+        """Count one micro-batch of this rank."""
+        ranked = logits_BK.topk(min(5, logits_BK.shape[1]), dim=1).indices
+        hits = ranked == labels_B[:, None]
+        self._sums += torch.stack(
+            [
+                loss_sum.double(),
+                hits[:, 0].sum().double(),
+                hits.sum().double(),
+                torch.tensor(float(len(labels_B)), dtype=torch.float64, device=self._device),
+            ]
+        )
+
+    @property
+    def seconds(self) -> float:
+        """Time spent on the run, with its earlier parts."""
+        return time.perf_counter() - self._started
+
+    def sums(self) -> Tensor:
+        """Loss, top-1 hits, top-5 hits and images of this rank, to be summed over ranks: (4,)."""
+        return self._sums
+
+    def line(self, sums: Tensor, *, step: int, samples_seen: int, lr: float) -> dict[str, Any]:
+        """Make the log line from the sums over all ranks, and start anew."""
+        # The one device-to-host copy per log line.
+        loss, top1, top5, images = sums.tolist()
+        elapsed = time.perf_counter() - self._since
+        self._restart()
+        counted = max(images, 1.0)
+        return {
+            "step": step,
+            "samples_seen": samples_seen,
+            "split": "train",
+            "loss": loss / counted if images else None,
+            "top1": top1 / counted if images else None,
+            "top5": top5 / counted if images else None,
+            "lr": lr,
+            "images_per_second": round(images / elapsed, 2),
+            "seconds": round(self.seconds, 3),
+        }
+
+    def pause(self) -> float:
+        """Note the moment at which something other than training begins."""
+        return time.perf_counter()
+
+    def resume(self, paused_at: float) -> None:
+        """Leave the time since `paused_at` out of the images per second."""
+        self._since += time.perf_counter() - paused_at
+
+
+class StopSignals:
+    """Turns the first SIGTERM or SIGINT into a request; the second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.received: int = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received:
+            os._exit(128 + number)
+        self.received = number
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

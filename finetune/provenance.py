@@ -1,0 +1,122 @@
+"""Where a run comes from: versions, machine, commit, launch line."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["describe_machine", "pick_precision", "requested_processes"]
+
+_PACKAGES = (
+    "finetune",
+    "torch",
+    "torchvision",
+    "timm",
+    "accelerate",
+    "datasets",
+    "huggingface_hub",
+    "safetensors",
+    "numpy",
+    "pillow",
+)
+
+
+def describe_machine(device: torch.device, num_processes: int) -> dict[str, Any]:
+    """Collect what run.json says about the run's surroundings."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    return {
+        "versions": {"python": platform.python_version(), **_versions()},
+        "device": {"type": device.type, "name": name, "threads": torch.get_num_threads()},
+        "num_processes": num_processes,
+        "commit": _commit(),
+        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # run from a checkout that is not installed
+            continue
+    return found
+
+
+def _cpu_name() -> str:
+    with (
+        Path("/proc/cpuinfo").open(encoding="utf-8")
+        if Path("/proc/cpuinfo").exists()
+        else open(os.devnull, encoding="utf-8") as file
+    ):
+        for line in file:
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that runs, with "+changes" when it differs; None if installed."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        commit = _git(root, "rev-parse", "HEAD")
+        return commit + ("+changes" if _git(root, "status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(root: Path, *arguments: str) -> str:
+    answer = subprocess.run(
+        ["git", *arguments], cwd=root, capture_output=True, text=True, timeout=10, check=True
+    )
+    return answer.stdout.strip()
+
+
+def pick_precision(wanted: str, device: torch.device) -> str:
+    """Choose the numbers that the network computes with.
+
+    Args:
+        wanted: "auto", "fp32", "bf16" or "fp16".
+        device: where training runs.
+    Returns: "bf16" for "auto" where the processor multiplies bf16 natively, else "fp32"; any other
+        wish as it is.
+    """
+    if wanted != "auto":
+        return wanted
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    # Without native support a CPU emulates bf16 more slowly than it computes float32.
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    native = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
+    return "bf16" if device.type == "cpu" and native else "fp32"
+
+
+def requested_processes() -> int | None:
+    """Read how many processes the launcher was asked for, from its command line.
+
+    `accelerate launch --cpu --num_processes 2` starts one process and says nothing.
+
+    Returns: the number, or None if the parent is no launcher or does not say.
+    """
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return None
+    arguments = words.split("\0")
+    if not any("accelerate" in word for word in arguments[:3]) or "launch" not in arguments:
+        return None
+    for flag, value in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, _, attached = flag.partition("=")
+        if name in ("--num_processes", "--num-processes"):
+            number = attached or value
+            return int(number) if number.isdigit() else None
+    return None

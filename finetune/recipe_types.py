@@ -1,0 +1,175 @@
+"""The types of a recipe's values: strict about kinds, lax about how a number is written.
+
+Each type says in one phrase what it expects; the phrase becomes the error message.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from finetune.errors import RecipeError
+
+__all__ = [
+    "Arguments",
+    "Betas",
+    "Blocks",
+    "EvalSentence",
+    "Mean",
+    "Metric",
+    "Range",
+    "Real",
+    "Size",
+    "Std",
+    "Text",
+    "TrainSentence",
+    "When",
+    "Whole",
+    "number",
+]
+
+_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+_LARGEST_WHOLE = 2**53  # beyond it a float cannot count
+_METRIC = re.compile(r"(train|val|test)\.(top1|top5|loss|ece)")
+_WHEN = re.compile(r"end|first|best|(after )?epoch [1-9][0-9]*")
+
+
+def _expected(what: str) -> PydanticCustomError:
+    return PydanticCustomError("expected", "expected {what}", {"what": what})
+
+
+def number(value: Any) -> float | int:
+    """Accept a finite number, also one written as text; a boolean is not a number."""
+    if isinstance(value, str) and len(value) < 64 and _NUMBER.fullmatch(value.strip()):
+        value = float(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise _expected("a number")
+    if abs(value) > 1e300 or not math.isfinite(value):
+        raise _expected("a finite number")
+    return value
+
+
+def _whole(value: Any) -> int:
+    try:
+        found = number(value)
+    except PydanticCustomError:
+        raise _expected("a whole number") from None
+    if found != int(found) or abs(found) > _LARGEST_WHOLE:
+        raise _expected("a whole number")
+    return int(found)
+
+
+def _text(value: Any) -> Any:
+    if not isinstance(value, str) or not value.strip():
+        raise _expected("text")
+    return value
+
+
+def _three(value: Any) -> Any:
+    if not isinstance(value, (list, tuple)) or len(value) != 3:
+        raise _expected("a list of 3 numbers, each between 0 and 1 (not 0 to 255)")
+    return value
+
+
+def _two(value: Any) -> Any:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise _expected("a list of 2 numbers")
+    return value
+
+
+def _image_size(value: Any) -> Any:
+    try:
+        pair = _two(value) if isinstance(value, (list, tuple)) else (value, value)
+        sizes = tuple(_whole(item) for item in pair)
+    except PydanticCustomError:
+        sizes = (0, 0)
+    if min(sizes) < 1:
+        raise _expected("pixels: a whole number above 0, or a list [height, width]")
+    return sizes if isinstance(value, (list, tuple)) else sizes[0]
+
+
+def _freeze(value: Any) -> Any:
+    if value in ("none", "backbone"):
+        return value
+    try:
+        blocks = _whole(value)
+    except PydanticCustomError:
+        blocks = -1
+    if blocks < 0:
+        raise _expected("'none', 'backbone' or a number of blocks")
+    return blocks
+
+
+def _plain_values(value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise _expected("a mapping of keyword arguments")
+    _check_plain(value)
+    return value
+
+
+def _check_plain(value: Any) -> None:
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            raise _expected("arguments whose names are text")
+        for item in value.values():
+            _check_plain(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _check_plain(item)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise _expected("arguments that are finite numbers")
+    elif value is not None and not isinstance(value, (bool, int, float, str)):
+        raise _expected("arguments that are plain values")
+
+
+def _train_sentence(value: str) -> str:
+    return _sentence(value, train=True)
+
+
+def _eval_sentence(value: str) -> str:
+    return _sentence(value, train=False)
+
+
+def _sentence(value: str, *, train: bool) -> str:
+    from finetune.data import sentence
+
+    try:
+        sentence.parse(value, train=train)
+    except RecipeError as error:
+        raise PydanticCustomError("sentence", "{cause}", {"cause": str(error)}) from None
+    return value
+
+
+def _metric(value: str) -> str:
+    if not _METRIC.fullmatch(value):
+        raise _expected("train, val or test, a dot, and top1, top5, loss or ece: 'val.top1'")
+    return value
+
+
+def _when(value: str) -> str:
+    if not _WHEN.fullmatch(value):
+        raise _expected("'end', 'first', 'best', 'epoch N' or 'after epoch N'")
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Real = Annotated[float, BeforeValidator(number)]
+Text = Annotated[str, BeforeValidator(_text)]
+Size = Annotated[int | tuple[int, int], BeforeValidator(_image_size)]
+Blocks = Annotated[Literal["none", "backbone"] | int, BeforeValidator(_freeze)]
+Arguments = Annotated[dict[str, Any], BeforeValidator(_plain_values)]
+TrainSentence = Annotated[Text, AfterValidator(_train_sentence)]
+EvalSentence = Annotated[Text, AfterValidator(_eval_sentence)]
+Metric = Annotated[Text, AfterValidator(_metric)]
+When = Annotated[Text, AfterValidator(_when)]
+_Colour = Annotated[Real, Field(ge=0, le=1)]
+_Spread = Annotated[Real, Field(gt=0, le=1)]
+_Beta = Annotated[Real, Field(ge=0, lt=1)]
+Mean = Annotated[tuple[_Colour, _Colour, _Colour], BeforeValidator(_three)]
+Std = Annotated[tuple[_Spread, _Spread, _Spread], BeforeValidator(_three)]
+Betas = Annotated[tuple[_Beta, _Beta], BeforeValidator(_two)]
+Range = Annotated[tuple[Real, Real], BeforeValidator(_two)]

@@ -1,0 +1,320 @@
+"""The run directory: its lock, atomic files, and checkpoints that are complete or absent.
+
+A checkpoint is a directory that is written under a temporary name, synced to the disk, described by
+a manifest of sizes and sha256, and published by one rename. Whoever reads it verifies the manifest
+before anything live is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from finetune.errors import CheckpointError, SetupError
+
+__all__ = ["RunDir", "sha256_of", "write_atomically"]
+
+MANIFEST = "manifest.json"
+_CHECKPOINT = re.compile(r"step-(\d{8})")
+_NO_SPACE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
+_NOT_WRITABLE = {errno.EACCES, errno.EROFS, errno.EPERM}
+
+
+def sha256_of(path: Path) -> str:
+    """Hash a file. Returns: the hexadecimal sha256 of its bytes."""
+    with path.open("rb") as file:
+        return (
+            hashlib.file_digest(file, "sha256").hexdigest()
+            if hasattr(hashlib, "file_digest")
+            else _digest_in_blocks(file)
+        )
+
+
+def _digest_in_blocks(file: IO[bytes]) -> str:
+    """Python 3.10 has no `hashlib.file_digest`."""
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a text file in one step: a reader sees the old content or the new, never a part.
+
+    Raises: SetupError if the disk is full or the folder cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with disk_errors(path, needed=len(text)):
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(text)
+                _sync(file)
+            os.replace(temporary, path)
+            _sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path, *, needed: int) -> Iterator[None]:
+    """Turn the operating system's refusals into one clear message.
+
+    Args:
+        path: what was being written.
+        needed: bytes that the write needs.
+    Raises: SetupError for a full disk, a quota, or a folder without write permission.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_SPACE:
+            raise SetupError(
+                f"{path}: the disk is full ({needed:,} bytes are needed); what was saved before is "
+                "kept: free space, then run again with --resume"
+            ) from error
+        if error.errno in _NOT_WRITABLE:
+            raise SetupError(
+                f"{path}: cannot be written ({error.strerror}); choose another folder with --out"
+            ) from error
+        raise
+
+
+def _sync(file: IO[Any]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """A rename is durable only when its folder has reached the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class RunDir:
+    """One run's folder; rank 0 alone writes to it."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.checkpoints = self.path / "checkpoints"
+        self.model = self.path / "model"
+        self._lock: IO[str] | None = None
+        self._metrics: IO[str] | None = None
+
+    def open(self) -> None:
+        """Create the folder, take its lock, and clear what an interrupted write left behind.
+
+        Raises: SetupError if another live process holds the folder or it cannot be written.
+        """
+        with disk_errors(self.path, needed=4096):
+            try:
+                self.checkpoints.mkdir(parents=True, exist_ok=True)
+            except (FileExistsError, NotADirectoryError) as error:
+                raise SetupError(
+                    f"{self.path}: a file is in the way; choose another --out"
+                ) from error
+            self._lock = (self.path / ".lock").open("a+")
+        try:
+            # The kernel drops the lock with its process: a stale one cannot exist.
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.seek(0)
+            holder = self._lock.read().strip() or "unknown"
+            self._lock.close()
+            raise SetupError(
+                f"{self.path}: in use by process {holder}; wait for it, stop it, or choose another --out"
+            ) from None
+        self._lock.truncate(0)
+        self._lock.write(f"{os.getpid()} on {socket.gethostname()}\n")
+        self._lock.flush()
+        for left_over in [*self.checkpoints.glob(".*"), *self.path.glob(".*.tmp")]:
+            shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink()
+
+    def close(self) -> None:
+        """Close the metrics file and give the lock back."""
+        for file in (self._metrics, self._lock):
+            if file is not None:
+                file.close()
+        self._metrics = self._lock = None
+
+    # Files of the run -----------------------------------------------------------------------
+
+    def write_json(self, name: str, content: dict[str, Any]) -> None:
+        """Write `name` atomically as indented JSON."""
+        write_atomically(self.path / name, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """Read a JSON file of the run. Returns: its content, or None when there is none."""
+        path = self.path / name
+        if not path.exists():
+            return None
+        try:
+            return dict(json.loads(path.read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise CheckpointError(
+                f"{path}: is not valid JSON ({error}); restore or remove it"
+            ) from error
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Append one line to metrics.jsonl."""
+        path = self.path / "metrics.jsonl"
+        text = json.dumps(line) + "\n"
+        with disk_errors(path, needed=len(text)):
+            if self._metrics is None:
+                self._metrics = path.open("a", encoding="utf-8")
+            self._metrics.write(text)
+            self._metrics.flush()
+
+    def history(self) -> list[dict[str, Any]]:
+        """Read metrics.jsonl; a last line that a kill cut short is left out."""
+        path = self.path / "metrics.jsonl"
+        lines: list[dict[str, Any]] = []
+        if path.exists():
+            for text in path.read_text(encoding="utf-8").splitlines():
+                try:
+                    lines.append(json.loads(text))
+                except ValueError:
+                    break
+        return lines
+
+    def forget_after(self, step: int) -> None:
+        """Drop the metrics of steps that will be trained again after a resume from `step`."""
+        kept = [line for line in self.history() if line["step"] <= step]
+        write_atomically(
+            self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept)
+        )
+
+    # Checkpoints ----------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """Steps of the published checkpoints, in ascending order, verified or not."""
+        found = (_CHECKPOINT.fullmatch(entry.name) for entry in self.checkpoints.glob("step-*"))
+        return sorted(int(match.group(1)) for match in found if match)
+
+    def folder(self, step: int) -> Path:
+        """The folder of the checkpoint at `step`."""
+        return self.checkpoints / f"step-{step:08d}"
+
+    def save(self, step: int, write: Callable[[Path], None], *, needed: int) -> None:
+        """Publish the checkpoint of `step`, or leave everything as it was.
+
+        Args:
+            step: number of optimiser steps done.
+            write: puts the checkpoint's files into the folder it is given.
+            needed: estimate of the bytes to be written, for the message of a full disk.
+        Raises: SetupError if the disk is full or not writable.
+        """
+        target = self.folder(step)
+        temporary = self.checkpoints / f".{target.name}.{os.getpid()}"
+        try:
+            with disk_errors(target, needed=needed):
+                _write_folder(temporary, write)
+                if target.exists():  # a damaged one that a resume fell back from
+                    shutil.rmtree(target)
+                os.replace(temporary, target)
+                _sync_folder(self.checkpoints)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def publish_model(self, write: Callable[[Path], None], *, needed: int) -> None:
+        """Replace `model/` as a whole by what `write` puts into the folder it is given."""
+        temporary = self.path / f".model.{os.getpid()}.tmp"
+        old = self.path / f".model.old.{os.getpid()}.tmp"
+        try:
+            with disk_errors(self.model, needed=needed):
+                temporary.mkdir()
+                write(temporary)
+                for file in temporary.iterdir():
+                    with file.open("rb") as handle:
+                        os.fsync(handle.fileno())
+                if self.model.exists():
+                    os.replace(self.model, old)
+                os.replace(temporary, self.model)
+                _sync_folder(self.path)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
+
+    def verify(self, step: int) -> str | None:
+        """Compare every file of a checkpoint with its manifest.
+
+        Returns: None if all is well, else what is wrong.
+        """
+        folder = self.folder(step)
+        try:
+            manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+            files = manifest["files"]
+            if manifest["step"] != step or manifest["sha256"] != _digest_of(files):
+                return f"{folder / MANIFEST}: was changed"
+            for name, facts in files.items():
+                path = folder / name
+                if not path.is_file():
+                    return f"{path}: is missing"
+                if path.stat().st_size != facts["bytes"]:
+                    return f"{path}: {path.stat().st_size:,} bytes instead of {facts['bytes']:,}"
+                if sha256_of(path) != facts["sha256"]:
+                    return f"{path}: its sha256 is not the manifest's"
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return f"{folder / MANIFEST}: {type(error).__name__}: {error}"
+        return None
+
+    def newest(self, notice: Callable[[str], None]) -> int | None:
+        """Find the newest checkpoint that verifies; `notice` is told of each that does not.
+
+        Returns: its step, or None when the run has no checkpoint yet.
+        Raises: CheckpointError if there are checkpoints and none verifies.
+        """
+        steps = self.steps()
+        for step in reversed(steps):
+            problem = self.verify(step)
+            if problem is None:
+                return step
+            notice(f"checkpoint of step {step} is damaged and is passed over: {problem}")
+        if steps:
+            raise CheckpointError(
+                f"{self.checkpoints}: none of the {len(steps)} checkpoints is intact; "
+                "train again without --resume in another --out"
+            )
+        return None
+
+    def prune(self, keep: set[int]) -> None:
+        """Remove all checkpoints except those of the steps in `keep`."""
+        for step in self.steps():
+            if step not in keep:
+                # Renamed first: a kill in the middle must not leave half a checkpoint published.
+                doomed = self.checkpoints / f".doomed-{step}"
+                os.replace(self.folder(step), doomed)
+                shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _digest_of(files: dict[str, Any]) -> str:
+    """The manifest protects itself too: one flipped bit in it must not go unseen."""
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def _write_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """Fill `folder`, sync every file, and write the manifest last."""
+    folder.mkdir()
+    write(folder)
+    files = {}
+    for path in sorted(folder.iterdir()):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+    step = int(folder.name.split("-")[1].split(".")[0])
+    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
+        json.dump({"step": step, "files": files, "sha256": _digest_of(files)}, file, indent=2)
+        _sync(file)
+    _sync_folder(folder)

@@ -1,0 +1,131 @@
+"""What a checkpoint holds: the network, the optimiser's moments, the EMA, and the counters.
+
+Tensors go to safetensors and numbers to JSON, so that loading can never run code. Names are those
+of the plain network, whatever it is wrapped in: a checkpoint of eight sharded processes loads into
+one. There is no random state in it, because every random draw is keyed by the step or the sample.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+__all__ = ["Snapshot", "capture", "read_weights", "restore", "set_weights"]
+
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+class Snapshot:
+    """A copy of the training state on the host, ready to be written."""
+
+    def __init__(
+        self,
+        weights: dict[str, Tensor],
+        moments: dict[str, Tensor],
+        ema: dict[str, Tensor] | None,
+        counters: dict[str, Any],
+    ) -> None:
+        self.weights = weights
+        self.moments = moments
+        self.ema = ema
+        self.counters = counters
+
+    @property
+    def best_weights(self) -> dict[str, Tensor]:
+        """What evaluation sees: the EMA where there is one, else the network's own weights."""
+        return self.weights if self.ema is None else self.ema
+
+    def num_bytes(self) -> int:
+        """Size on disk, without the few hundred bytes of headers."""
+        tensors = [*self.weights.values(), *self.moments.values(), *(self.ema or {}).values()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def write(self, folder: Path) -> None:
+        """Put the checkpoint's files into `folder`."""
+        save_file(self.weights, folder / "model.safetensors")
+        save_file(self.moments, folder / "optimizer.safetensors")
+        if self.ema is not None:
+            save_file(self.ema, folder / "ema.safetensors")
+        (folder / "state.json").write_text(json.dumps(self.counters, indent=2), encoding="utf-8")
+
+
+def capture(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ema: nn.Module | None,
+    counters: dict[str, Any],
+) -> Snapshot:
+    """Copy the training state to the host; every rank must call it when the network is sharded.
+
+    Args:
+        model: the network, wrapped by DDP or FSDP or not at all.
+        optimizer: its optimiser, unwrapped.
+        ema: the averaged network, or None.
+        counters: what JSON can hold: step, best, early stopping, loss scale.
+    Returns: a snapshot that shares no memory with the live state.
+    """
+    moments = {}
+    # An optimiser that has not stepped has no state, and asking for it would make one up.
+    if optimizer.state:
+        state: Any = get_optimizer_state_dict(model, optimizer, options=_WHOLE)["state"]
+        for name, values in state.items():
+            for key, value in values.items():
+                moments[f"{name}/{key}"] = _own(torch.as_tensor(value))
+    weights: Any = get_model_state_dict(model, options=_WHOLE)
+    return Snapshot(
+        {name: _own(tensor) for name, tensor in weights.items()},
+        moments,
+        None if ema is None else {name: _own(t) for name, t in ema.state_dict().items()},
+        counters,
+    )
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().clone().contiguous()
+
+
+def restore(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ema: nn.Module | None
+) -> dict[str, Any]:
+    """Load a verified checkpoint into the live network, optimiser and EMA.
+
+    Args: as for `capture`; `folder` is the checkpoint's.
+    Returns: the counters.
+    """
+    set_weights(model, load_file(folder / "model.safetensors"))
+    state: dict[str, dict[str, Any]] = {}
+    for key, tensor in load_file(folder / "optimizer.safetensors").items():
+        name, _, moment = key.rpartition("/")
+        state.setdefault(name, {})[moment] = tensor
+    if state:
+        # The groups (rates, decay) come from the recipe; only the moments are restored.
+        groups: Any = get_optimizer_state_dict(model, optimizer, options=_WHOLE)["param_groups"]
+        set_optimizer_state_dict(
+            model, optimizer, {"state": state, "param_groups": groups}, options=_WHOLE
+        )
+    if ema is not None:
+        ema.load_state_dict(load_file(folder / "ema.safetensors"))
+    return dict(json.loads((folder / "state.json").read_text(encoding="utf-8")))
+
+
+def set_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Load whole tensors, by the plain network's names, into a network that may be sharded."""
+    set_model_state_dict(model, weights, options=_WHOLE)
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Read what evaluation sees from a checkpoint: its EMA where there is one, else its weights."""
+    ema = folder / "ema.safetensors"
+    return load_file(ema if ema.exists() else folder / "model.safetensors")

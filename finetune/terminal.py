@@ -1,0 +1,188 @@
+"""How the command line talks: answers on standard output, everything else on standard error.
+
+A verb returns an `Answer`; `run` prints it, turns errors into one message and an exit code, and
+keeps tracebacks for --debug.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from finetune.errors import FinetuneError, RecipeError, nearest
+
+__all__ = ["Answer", "Verbs", "debug_option", "figures", "flat", "run", "to_json", "verb"]
+
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a verb found: as data for --json, as text otherwise, and what is wrong, if anything."""
+
+    data: Any
+    text: str
+    problem: FinetuneError | None = None
+
+
+class Verbs(click.Group):
+    """A group that suggests the nearest verb."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        name = args[0]
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            ctx.fail(f"no such verb '{name}'{nearest(name, self.list_commands(ctx))}")
+        return super().resolve_command(ctx, args)
+
+
+def _note_debug(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:
+        ctx.find_root().obj["debug"] = True
+
+
+debug_option = click.option(
+    "--debug",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_note_debug,
+    help="Show tracebacks.",
+)
+
+
+def verb(group: click.Group, name: str) -> Callable[[Callable[..., Answer]], click.Command]:
+    """Make a function a verb of a group: with --json, --debug, and its answer printed."""
+
+    def decorate(function: Callable[..., Answer]) -> click.Command:
+        @functools.wraps(function)
+        def run(as_json: bool, **arguments: Any) -> None:
+            state = click.get_current_context().find_root().obj
+            state["json"] = as_json
+            # what libraries print is not an answer
+            with contextlib.redirect_stdout(sys.stderr):
+                answer = function(**arguments)
+            if os.environ.get("RANK", "0") == "0":
+                shown = to_json(answer.data) if as_json else answer.text
+                state["answered"] = bool(shown)
+                click.echo(shown, nl=bool(shown))
+            if answer.problem:
+                raise answer.problem
+
+        json_option = click.option(
+            "--json", "as_json", is_flag=True, help="Print machine-readable output."
+        )
+        return group.command(name)(json_option(debug_option(run)))
+
+    return decorate
+
+
+def run(group: click.Group, arguments: Sequence[str]) -> int:
+    """Carry out a command line and report what goes wrong in one message.
+
+    Args:
+        group: the verbs.
+        arguments: what stands behind the name of the program.
+    Returns: the exit code.
+    """
+    state: dict[str, bool] = {}
+    if "_FINETUNE_COMPLETE" in os.environ:  # the shell asks for completions
+        group.main(prog_name="finetune")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # file names need not be valid text
+    try:
+        with group.make_context("finetune", list(arguments), obj=state) as context:
+            group.invoke(context)
+        sys.stdout.flush()
+        return 0
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except BrokenPipeError:
+        # the reader has left; without this, Python complains again when it closes the stream
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("interrupted", err=True)
+        return EXIT_INTERRUPTED
+    except FinetuneError as error:
+        return _fail(str(error), error.exit_code, state, expected=isinstance(error, RecipeError))
+    except Exception as error:
+        kind = type(error).__name__
+        message = f"internal error: {kind}: {error}".strip().splitlines()[0]
+        return _fail(f"{message}; run again with --debug", 1, state, expected=False)
+
+
+def _fail(message: str, code: int, state: dict[str, bool], *, expected: bool) -> int:
+    """Report an error on standard error and, where JSON was asked for, on standard output."""
+    if state.get("debug"):
+        traceback.print_exc()
+    rank = os.environ.get("RANK", "0")
+    # all ranks find the same mistakes in a recipe; one report is enough
+    if rank == "0":
+        click.echo(message, err=True)
+        if state.get("json") and not state.get("answered"):
+            click.echo(to_json({"error": message, "exit_code": code}))
+    elif not expected:
+        click.echo(f"rank {rank}: {message}", err=True)
+    return code
+
+
+def to_json(data: Any) -> str:
+    """Write data as JSON that every reader takes; what is not finite becomes null."""
+    return json.dumps(_finite(data), indent=2, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """Make a value fit for JSON, which has neither NaN nor arrays nor paths."""
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    return _finite(value.tolist()) if hasattr(value, "tolist") else str(value)
+
+
+def figures(results: dict[str, Any]) -> str:
+    """One line for each split, one for each claim."""
+    lines = []
+    for split in ("train", "val", "test"):
+        found = results.get(split) or {}
+        shown = [
+            f"{key} {found[key]:.4f}"
+            for key in ("top1", "top5", "loss", "ece")
+            if isinstance(found.get(key), (int, float))
+        ]
+        if shown:
+            images = f"  ({found['examples']} images)" if "examples" in found else ""
+            lines.append(f"{split}: {'  '.join(shown)}{images}")
+    for claim in results.get("claims") or []:
+        measured = claim.get("measured")
+        figure = f"{measured:.4f}" if isinstance(measured, float) else measured
+        lines.append(f"claim {claim.get('metric')}: {claim.get('verdict')}, measured {figure}")
+    return "\n".join(lines)
+
+
+def flat(data: Any, name: str = "") -> str:
+    """Write nested data as lines of `name: value`."""
+    if isinstance(data, dict):
+        return "\n".join(
+            line for key, item in data.items() if (line := flat(item, f"{name}.{key}".lstrip(".")))
+        )
+    return f"{name}: {', '.join(map(str, data)) if isinstance(data, (list, tuple)) else data}"

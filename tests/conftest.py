@@ -1,0 +1,166 @@
+"""What every test stands on: an offline, repeatable process, and the shared data where it is."""
+
+from __future__ import annotations
+
+import atexit
+import ipaddress
+import os
+import random
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+# What a launcher leaves in the environment; a suite started from such a shell must not notice.
+_LAUNCHER_PREFIXES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "PARALLELISM_CONFIG_")
+_LAUNCHER_NAMES = {
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+}
+
+
+def _from_launcher(name: str) -> bool:
+    return name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES)
+
+
+def _prepare_environment() -> None:
+    """Set what the libraries read when they are first imported, here and in subprocesses."""
+    for name in [name for name in os.environ if _from_launcher(name)]:
+        del os.environ[name]
+    hub_home = tempfile.mkdtemp(prefix="finetune-tests-hub-")
+    atexit.register(shutil.rmtree, hub_home, ignore_errors=True)
+    os.environ.update(
+        HF_HOME=hub_home,  # nobody's cache decides whether a test passes
+        HF_HUB_OFFLINE="1",
+        HF_HUB_DISABLE_TELEMETRY="1",
+        MPLBACKEND="Agg",
+        OMP_NUM_THREADS="1",  # the networks are tiny, and sums of one thread are repeatable
+        TOKENIZERS_PARALLELISM="false",
+    )
+    for name in ("HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_TOKEN"):
+        os.environ.pop(name, None)
+
+
+_prepare_environment()  # before any test module imports torch or huggingface_hub
+
+
+class NetworkBlocked(ConnectionError):
+    """A test tried to leave this machine."""
+
+
+def _is_local(host: str | bytes | None) -> bool:
+    if host is None:
+        return True
+    text = host.decode() if isinstance(host, bytes) else host
+    if text in ("", "localhost", socket.gethostname()):
+        return True
+    try:
+        address = ipaddress.ip_address(text.split("%")[0])
+    except ValueError:
+        return False
+    return address.is_loopback or address.is_unspecified
+
+
+def _refuse_if_remote(host: str | bytes | None) -> None:
+    if not _is_local(host):
+        raise NetworkBlocked(f"{host!r}: tests run without a network; use a local file or a double")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_network() -> Iterator[None]:
+    """Refuse names and connections beyond loopback in this process."""
+    patch = pytest.MonkeyPatch()
+    resolve = socket.getaddrinfo
+
+    def local_getaddrinfo(host: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_if_remote(host)
+        return resolve(host, *args, **kwargs)
+
+    def guarded(connect: Callable[..., Any]) -> Callable[..., Any]:
+        def local_connect(self: socket.socket, address: Any) -> Any:
+            if self.family in (socket.AF_INET, socket.AF_INET6):
+                _refuse_if_remote(address[0])
+            return connect(self, address)
+
+        return local_connect
+
+    patch.setattr(socket, "getaddrinfo", local_getaddrinfo)
+    patch.setattr(socket.socket, "connect", guarded(socket.socket.connect))
+    patch.setattr(socket.socket, "connect_ex", guarded(socket.socket.connect_ex))
+    yield
+    patch.undo()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Sum in one order: equal inputs then give equal bits."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def repeatable() -> Iterator[None]:
+    """Start each test from the same seeds, and leave no launcher's variables to the next."""
+    import numpy as np
+    import torch
+
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    before = {name: value for name, value in os.environ.items() if _from_launcher(name)}
+    yield
+    for name in [name for name in os.environ if _from_launcher(name)]:
+        del os.environ[name]
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The top of the source tree."""
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Real data and reference outputs: $FINETUNE_SHARED, or `shared` beside the repository."""
+    folder = Path(os.environ.get("FINETUNE_SHARED") or REPOSITORY.parent / "shared")
+    if not folder.is_dir():
+        pytest.skip(f"no shared data: {folder} does not exist; set FINETUNE_SHARED to the folder")
+    return folder
+
+
+@pytest.fixture
+def image_folder(tmp_path: Path) -> Path:
+    """A data set that a small network can learn: 8 train and 4 test images in each of 3 classes.
+
+    The class is the brightest channel; sizes differ from image to image, as in real folders.
+    """
+    import numpy as np
+    from PIL import Image
+
+    generator = np.random.default_rng(0)
+    top = tmp_path / "colours"
+    for split, count in (("train", 8), ("test", 4)):
+        for channel, name in enumerate(("red", "green", "blue")):
+            folder = top / split / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                height, width = generator.integers(20, 41, size=2)
+                pixels = generator.integers(0, 96, size=(height, width, 3), dtype=np.uint8)
+                pixels[..., channel] += 140
+                Image.fromarray(pixels).save(folder / f"{name}-{number}.png")
+    return top

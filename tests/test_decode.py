@@ -1,0 +1,314 @@
+"""The decoder: every kind of image file gives the pixels that a viewer would show."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from finetune.data import decode as module
+from finetune.data.decode import decode
+from finetune.errors import DataError
+
+GREY16 = np.array([[0, 128, 129, 257], [32768, 40000, 65407, 65535]], dtype=np.uint16)
+GREY8 = np.array([[0, 0, 1, 1], [128, 156, 255, 255]], dtype=np.uint8)  # by hand: round(v / 257)
+
+
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Notices are said once per process: each test starts anew."""
+    monkeypatch.setattr(module, "_said", set())
+
+
+def picture(height: int = 6, width: int = 9) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, kind, **options)
+    return stream.getvalue()
+
+
+def grey(values: np.ndarray) -> np.ndarray:
+    return np.repeat(values[:, :, None], 3, axis=2)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "PPM", "WEBP"])
+def test_lossless_files_give_their_pixels(kind: str) -> None:
+    pixels = picture()
+    options = {"lossless": True} if kind == "WEBP" else {}
+    result = decode(encoded(Image.fromarray(pixels), kind, **options))
+    assert np.array_equal(result, pixels)
+    assert result.dtype == np.uint8
+    assert result.flags.c_contiguous
+    assert result.flags.writeable
+
+
+def test_bytes_path_and_pil_image_are_alike(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = encoded(Image.fromarray(picture()), "JPEG", exif=exif)
+    file = tmp_path / "a.jpg"
+    file.write_bytes(data)
+    expected = decode(data)
+    assert expected.shape == (9, 6, 3)
+    assert np.array_equal(decode(file), expected)
+    assert np.array_equal(decode(str(file)), expected)
+    with Image.open(file) as image:
+        assert np.array_equal(decode(image), expected)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "JPEG", "WEBP"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation(kind: str, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    options = {"lossless": True} if kind == "WEBP" else {}
+    data = encoded(Image.fromarray(picture()), kind, exif=exif.tobytes(), **options)
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    assert np.array_equal(decode(data), np.asarray(upright.convert("RGB")))
+    assert decode(data).shape == ((9, 6, 3) if orientation > 4 else (6, 9, 3))
+
+
+def test_orientation_six_puts_the_left_edge_on_top() -> None:
+    pixels = picture()
+    exif = Image.Exif()
+    exif[0x0112] = 6  # "the 0th row is the right side, the 0th column the top"
+    result = decode(encoded(Image.fromarray(pixels), "PNG", exif=exif))
+    assert np.array_equal(result[0], pixels[::-1, 0])
+
+
+def test_damaged_exif_is_ignored_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    pixels = picture()
+    data = encoded(Image.fromarray(pixels), "PNG", exif=b"Exif\0\0MM\0*\xff\xff\xff\xff" + b"x" * 9)
+    assert np.array_equal(decode(data), pixels)
+    # PIL's own tolerance differs by version: it reads no orientation, or raises and we say so
+    assert len(caplog.records) <= 1
+
+
+def test_palette() -> None:
+    image = Image.new("P", (2, 1))
+    image.putpalette([10, 20, 30, 200, 150, 100])
+    image.putdata([1, 0])
+    for kind in ("PNG", "GIF", "BMP"):
+        expected = [[[200, 150, 100], [10, 20, 30]]]
+        assert decode(encoded(image, kind)).tolist() == expected, kind
+
+
+def test_transparent_palette_entries_become_white() -> None:
+    image = Image.new("P", (3, 1))
+    image.putpalette([10, 20, 30, 200, 150, 100, 0, 0, 0])
+    image.putdata([1, 0, 2])
+    data = encoded(image, "PNG", transparency=bytes([255, 0, 102]))
+    # the third: black at 102/255 = 0.4 over white = 153
+    assert decode(data).tolist() == [[[255] * 3, [10, 20, 30], [153] * 3]]
+    data = encoded(image, "PNG", transparency=0)
+    assert decode(data).tolist() == [[[200, 150, 100], [255] * 3, [0] * 3]]
+
+
+def test_alpha_is_laid_on_white() -> None:
+    rgba = np.array([[[255, 0, 0, 255], [255, 0, 0, 0], [0, 0, 0, 102]]], dtype=np.uint8)
+    expected = [[[255, 0, 0], [255, 255, 255], [153, 153, 153]]]
+    assert decode(encoded(Image.fromarray(rgba), "PNG")).tolist() == expected
+    la = np.array([[[0, 255], [0, 0], [0, 102]]], dtype=np.uint8)
+    expected = [[[0] * 3, [255] * 3, [153] * 3]]
+    assert decode(encoded(Image.fromarray(la, "LA"), "PNG")).tolist() == expected
+
+
+def test_premultiplied_alpha() -> None:
+    straight = Image.fromarray(np.array([[[200, 100, 50, 255], [0, 0, 0, 0]]], dtype=np.uint8))
+    assert decode(straight.convert("RGBa")).tolist() == [[[200, 100, 50], [255, 255, 255]]]
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "1"])
+def test_a_transparent_colour_becomes_white(mode: str) -> None:
+    image = Image.new(mode, (2, 1), 0)
+    image.putpixel((1, 0), (9, 9, 9) if mode == "RGB" else 9 if mode == "L" else 1)
+    data = encoded(image, "PNG", transparency=(0, 0, 0) if mode == "RGB" else 0)
+    shown = 255 if mode == "1" else 9
+    assert decode(data).tolist() == [[[255] * 3, [shown] * 3]]
+
+
+def test_one_bit_and_grey() -> None:
+    pixels = np.array([[0, 255, 0], [255, 255, 0]], dtype=np.uint8)
+    bilevel = Image.fromarray(pixels).convert("1")
+    assert np.array_equal(decode(encoded(bilevel, "PNG")), grey(pixels))
+    assert np.array_equal(decode(encoded(bilevel, "TIFF")), grey(pixels))
+    assert np.array_equal(decode(encoded(Image.fromarray(pixels), "PNG")), grey(pixels))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
+def test_sixteen_bit_grey_is_scaled_not_clipped(kind: str) -> None:
+    data = encoded(Image.fromarray(GREY16), kind)
+    assert np.array_equal(decode(data), grey(GREY8))
+
+
+def test_sixteen_bit_big_endian_and_integer_modes() -> None:
+    big = Image.frombytes("I;16B", (4, 2), GREY16.astype(">u2").tobytes())
+    assert np.array_equal(decode(encoded(big, "TIFF")), grey(GREY8))
+    wide = Image.fromarray(GREY16.astype(np.int32))
+    assert wide.mode == "I"
+    assert np.array_equal(decode(wide), grey(GREY8))
+    with pytest.raises(DataError, match="from 0 to 65536; expected 0 to 65535"):
+        decode(Image.fromarray(np.array([[0, 65536]], dtype=np.int32)))
+    with pytest.raises(DataError, match="from -1 to 5"):
+        decode(Image.fromarray(np.array([[-1, 5]], dtype=np.int32)))
+
+
+def test_float_tiff_is_scaled_or_refused() -> None:
+    values = np.array([[0.0, 0.5, 1.0]], dtype=np.float32)
+    data = encoded(Image.fromarray(values), "TIFF")
+    assert decode(data).tolist() == [[[0] * 3, [128] * 3, [255] * 3]]
+    for wrong in (255.0, -0.1, np.nan, np.inf):
+        bad = Image.fromarray(np.array([[0.0, wrong]], dtype=np.float32))
+        with pytest.raises(DataError, match=r"grey values from .* save it as 8-bit"):
+            decode(encoded(bad, "TIFF"))
+
+
+def test_cmyk() -> None:
+    inks = np.array([[[0, 0, 0, 0], [255, 0, 0, 0], [0, 0, 0, 255]]], dtype=np.uint8)
+    image = Image.fromarray(inks, "CMYK")
+    assert decode(encoded(image, "TIFF")).tolist() == [[[255] * 3, [0, 255, 255], [0] * 3]]
+    flat = Image.new("CMYK", (16, 16), (0, 255, 255, 0))
+    red = decode(encoded(flat, "JPEG", quality=100))
+    assert np.abs(red.astype(int) - [255, 0, 0]).max() <= 3  # JPEG's own rounding
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "TIFF"])
+def test_first_frame_with_one_notice(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    frames = [Image.new("RGB", (4, 4), colour) for colour in ("#ff0000", "#00ff00", "#0000ff")]
+    options = {"lossless": True} if kind == "WEBP" else {}
+    data = encoded(frames[0], kind, save_all=True, append_images=frames[1:], **options)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert np.array_equal(decode(data), np.asarray(frames[0]))
+    assert [record.message for record in caplog.records].count(
+        "of animated images and files of several pages only the first frame is used"
+    ) == 1
+
+
+def test_a_still_image_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    for kind in ("JPEG", "PNG", "GIF", "WEBP", "TIFF"):
+        decode(encoded(Image.fromarray(picture()), kind))
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "WEBP", "TIFF", "BMP", "PPM"])
+def test_every_truncation_is_a_data_error(kind: str) -> None:
+    data = encoded(Image.fromarray(picture(40, 40)), kind)
+    for part in (0.1, 0.5, 0.9):
+        with pytest.raises(DataError, match=r"^image: \w+"):
+            decode(data[: int(len(data) * part)])
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")  # PIL on damaged TIFF tags
+def test_flipped_bytes_never_escape_as_another_error() -> None:
+    generator = np.random.default_rng(1)
+    failed = 0
+    for kind in ("JPEG", "PNG", "GIF", "WEBP", "TIFF"):
+        data = np.frombuffer(encoded(Image.fromarray(picture(16, 16)), kind), dtype=np.uint8)
+        for _ in range(60):
+            broken = data.copy()
+            places = generator.integers(0, len(data), 8)
+            broken[places] = generator.integers(0, 256, 8)
+            try:
+                result = decode(broken.tobytes())
+            except DataError:
+                failed += 1
+            else:
+                assert result.dtype == np.uint8
+                assert result.ndim == 3
+    assert failed > 100
+
+
+@pytest.mark.parametrize(
+    "data,said",
+    [
+        (b"", "zero bytes"),
+        (b"hello, this is text", r"not an image.*begins with b'hello"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "Git LFS pointer"),
+        (b"\n<!DOCTYPE html><html></html>", "HTML page"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0", "HEIC"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image"),
+    ],
+)
+def test_what_is_no_image(data: bytes, said: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=said) as caught:
+        decode(data)
+    assert caught.value.exit_code == 3
+    file = tmp_path / "cat.jpg"
+    file.write_bytes(data)
+    with pytest.raises(DataError, match=said) as caught:
+        decode(file)
+    assert str(caught.value).startswith(f"{file}: ")
+    with pytest.raises(DataError, match=r"^row 7: "):
+        decode(data, name=lambda: "row 7")
+
+
+def test_paths_that_are_no_files(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "broken.png").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "circle.png").symlink_to(tmp_path / "circle.png")
+    (tmp_path / "locked.png").write_bytes(encoded(Image.fromarray(picture()), "PNG"))
+    (tmp_path / "locked.png").chmod(0)
+    expected = {
+        "pipe.png": "a pipe or a device",
+        "folder.png": "a folder, not an image",
+        "broken.png": "a link to nothing",
+        "circle.png": "cannot be opened",
+        "absent.png": "no such file",
+    }
+    if os.geteuid() != 0:  # root may read everything
+        expected["locked.png"] = "cannot be opened"
+    for name, cause in expected.items():
+        with pytest.raises(DataError, match=f"{name}: {cause}"):
+            decode(tmp_path / name)
+
+
+def test_names_that_are_not_utf8(tmp_path: Path) -> None:
+    file = os.fsdecode(os.path.join(os.fsencode(tmp_path), b"caf\xe9.png"))
+    try:
+        Path(file).write_bytes(encoded(Image.fromarray(picture()), "PNG"))
+    except OSError:
+        pytest.skip("this file system takes only UTF-8 names")
+    assert np.array_equal(decode(file), picture())
+    Path(file).write_bytes(b"")
+    with pytest.raises(DataError, match="zero bytes") as caught:
+        decode(file)
+    assert "caf\\xe9.png" in str(caught.value)
+    str(caught.value).encode("utf-8")
+
+
+def empty_png(width: int, height: int) -> bytes:
+    """A PNG that promises a size and holds no pixels."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        )
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+def test_too_large_is_refused_from_the_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    # decoding these would report missing pixels instead
+    with pytest.raises(DataError, match=r"8001 x 8000 pixels, more than the limit of 64,000,000"):
+        decode(empty_png(8001, 8000))
+    with pytest.raises(DataError, match="cannot be decoded"):
+        decode(empty_png(800, 800))
+    with pytest.raises(DataError, match=r"100 x 100 pixels, more than the limit of 9,999"):
+        decode(Image.new("RGB", (100, 100)), limit_pixels=9_999)
+    assert decode(Image.new("RGB", (100, 100)), limit_pixels=10_000).shape == (100, 100, 3)
+    with pytest.raises(DataError, match="too large"):
+        decode(empty_png(30_000, 30_000))  # PIL's own limit, twice MAX_IMAGE_PIXELS

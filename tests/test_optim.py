@@ -1,0 +1,340 @@
+"""Parameter groups, optimisers by name, and the learning rate of a step."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch import nn
+
+from finetune.errors import RecipeError, SetupError
+from finetune.optim import SCHEDULES, build_optimizer, lr_at, param_groups, set_lr
+
+
+def vit(**kwargs: Any) -> nn.Module:
+    sizes: dict[str, Any] = {
+        "img_size": 32,
+        "patch_size": 8,
+        "embed_dim": 16,
+        "depth": 3,
+        "num_heads": 2,
+    }
+    return timm.create_model("vit_tiny_patch16_224", num_classes=5, **{**sizes, **kwargs})
+
+
+def by_name(model: nn.Module, groups: list[dict]) -> dict[str, dict]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = {names[id(p)]: group for group in groups for p in group["params"]}
+    assert len(found) == sum(len(group["params"]) for group in groups), "a parameter came twice"
+    return found
+
+
+# --- the learning rate ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear"])
+@pytest.mark.parametrize("warmup_steps", [0, 100])
+def test_lr_follows_googles_schedule(shared: Path, kind: str, warmup_steps: int) -> None:
+    with np.load(shared / "oracles" / "oracle_vit.npz") as oracle:
+        steps, expected = oracle["lr/steps"], oracle[f"lr/{kind}_wu{warmup_steps}"]
+    assert len(steps) > 10
+    assert len(np.unique(expected)) > 10
+    found = [
+        lr_at(
+            int(step),
+            lr=0.03,
+            schedule=kind,
+            steps=1000,
+            warmup_steps=warmup_steps,
+            min_lr=1e-5 if kind == "linear" else 0.0,
+        )
+        for step in steps
+    ]
+    # theirs is float32: 1e-7 of the highest rate is one rounding of it
+    np.testing.assert_allclose(found, expected, rtol=0, atol=0.03 * 1e-7)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_lr_at_the_boundaries(schedule: str) -> None:
+    def at(step: int, *, warmup_steps: int = 4, steps: int = 12, warmup_lr: float = 0.1) -> float:
+        return lr_at(
+            step,
+            lr=1.0,
+            schedule=schedule,
+            steps=steps,
+            warmup_steps=warmup_steps,
+            warmup_lr=warmup_lr,
+            min_lr=0.25,
+        )
+
+    end = 1.0 if schedule == "constant" else 0.25
+    assert at(0) == 0.1
+    assert at(3) == pytest.approx(0.1 + 0.9 * 3 / 4, rel=1e-15)
+    assert at(4) == 1.0  # the first step at the full rate
+    assert at(12) == at(13) == at(10**9) == pytest.approx(end, rel=1e-15)
+    if schedule != "constant":
+        assert 0.25 < at(11) < at(10) < 1.0  # the last step is still above the end
+    # no warm-up: full rate at once, and warmup_lr is not used
+    assert at(0, warmup_steps=0) == 1.0
+    # all warm-up: the rise only, and the end beyond the last step
+    assert at(11, warmup_steps=12) == pytest.approx(0.1 + 0.9 * 11 / 12, rel=1e-15)
+    assert at(12, warmup_steps=12) == end
+    # a single step
+    assert at(0, steps=1, warmup_steps=0) == 1.0
+    assert at(0, steps=1, warmup_steps=1) == 0.1
+
+
+def test_lr_half_way_and_last_step_in_closed_form() -> None:
+    def cosine(step: int) -> float:
+        return lr_at(step, lr=2.0, schedule="cosine", steps=110, warmup_steps=10, min_lr=1.0)
+
+    assert cosine(60) == pytest.approx(1.5, rel=1e-15)
+    assert cosine(109) == pytest.approx(1 + 0.5 * (1 + math.cos(math.pi * 0.99)), rel=1e-15)
+    assert lr_at(60, lr=2.0, schedule="linear", steps=110, warmup_steps=10, min_lr=1.0) == 1.5
+
+
+def test_lr_drops_in_steps_counted_from_the_start() -> None:
+    def at(step: int, warmup_steps: int = 0, min_lr: float = 0.0) -> float:
+        return lr_at(
+            step,
+            lr=1.0,
+            schedule="step",
+            steps=100,
+            warmup_steps=warmup_steps,
+            min_lr=min_lr,
+            step_every=10,
+            step_factor=0.5,
+        )
+
+    assert [at(s) for s in (0, 9, 10, 19, 20, 99)] == [1, 1, 0.5, 0.5, 0.25, 0.5**9]
+    assert [at(s, warmup_steps=5) for s in (0, 4, 5, 9, 10)] == [0, 0.8, 1, 1, 0.5]
+    assert at(99, min_lr=0.1) == 0.1
+
+
+def test_lr_never_jumps_by_more_than_a_warmup_step() -> None:
+    for schedule in ("constant", "linear", "cosine"):
+        rates = [
+            lr_at(s, lr=1.0, schedule=schedule, steps=200, warmup_steps=50) for s in range(220)
+        ]
+        assert max(abs(a - b) for a, b in itertools.pairwise(rates)) <= 1 / 50 + 1e-12
+        assert min(rates) == 0
+        assert max(rates) == 1
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"schedule": "cosin"}, ["optim.schedule", "'cosin'", "'cosine'", *SCHEDULES]),
+        ({"schedule": "step"}, ["optim.step_every"]),
+        ({"warmup_steps": 11}, ["optim.warmup_steps", "11", "10"]),
+    ],
+)
+def test_lr_refuses(changes: dict, words: list[str]) -> None:
+    with pytest.raises(RecipeError) as error:
+        lr_at(0, **{"lr": 1.0, "schedule": "cosine", "steps": 10, **changes})
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_importing_optim_does_not_import_torch() -> None:
+    code = "import sys, finetune.optim as o; o.lr_at(1, lr=1, schedule='cosine', steps=2); "
+    code += "assert not {'torch', 'timm', 'numpy'} & set(sys.modules), 'a heavy import'"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- groups -----------------------------------------------------------------------------------
+
+
+def test_only_matrices_are_decayed() -> None:
+    model = vit(reg_tokens=2)
+    groups = by_name(model, param_groups(model, lr=0.1, weight_decay=0.05))
+    assert set(groups) == {name for name, _ in model.named_parameters()}
+    decayed = {name for name, group in groups.items() if group["weight_decay"] == 0.05}
+    linear = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    assert decayed == linear | {"patch_embed.proj.weight"}
+    assert {groups[name]["weight_decay"] for name in set(groups) - decayed} == {0.0}
+    assert {"pos_embed", "cls_token", "reg_token"} <= set(groups) - decayed
+    assert all(group["lr_scale"] == 1.0 and group["lr"] == 0.1 for group in groups.values())
+
+
+def test_bias_tables_of_a_windowed_net_are_spared() -> None:
+    model = timm.create_model(
+        "swin_tiny_patch4_window7_224", embed_dim=12, depths=(1, 1, 1, 1), num_heads=(1, 1, 1, 1)
+    )
+    groups = by_name(model, param_groups(model, lr=1.0, weight_decay=0.1))
+    tables = [name for name in groups if name.endswith("relative_position_bias_table")]
+    assert len(tables) == 4
+    assert {groups[name]["weight_decay"] for name in tables} == {0.0}
+
+
+def test_names_in_no_weight_decay_are_spared_and_embedding_layers_too() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pos_embed = nn.Embedding(4, 4)
+            self.special = nn.Parameter(torch.zeros(2, 2))
+            self.head = nn.Linear(4, 2)
+
+        def no_weight_decay(self) -> set[str]:
+            return {"special"}
+
+    model = Net()
+    groups = by_name(model, param_groups(model, lr=1.0, weight_decay=0.1))
+    assert {n for n, g in groups.items() if g["weight_decay"]} == {"head.weight"}
+
+
+def test_decay_all_decays_all() -> None:
+    model = vit()
+    for layer_decay in (None, 0.5):
+        groups = by_name(
+            model,
+            param_groups(model, lr=1.0, weight_decay=0.1, decay="all", layer_decay=layer_decay),
+        )
+        spared = {name for name, group in groups.items() if group["weight_decay"] != 0.1}
+        # the model's own list is not asked either
+        assert spared == set()
+        assert len(groups) == len(list(model.parameters()))
+
+
+def test_frozen_parameters_are_left_out_and_all_frozen_is_an_error() -> None:
+    model = vit()
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    for layer_decay in (None, 0.5):
+        groups = by_name(
+            model, param_groups(model, lr=1.0, weight_decay=0.1, layer_decay=layer_decay)
+        )
+        assert set(groups) == {"head.weight", "head.bias"}
+        assert {group["lr_scale"] for group in groups.values()} == {1.0}
+    model.requires_grad_(False)
+    for layer_decay in (None, 0.5):
+        with pytest.raises(RecipeError, match=r"model\.freeze"):
+            param_groups(model, lr=1.0, weight_decay=0.1, layer_decay=layer_decay)
+
+
+def test_layer_decay_scales_each_block() -> None:
+    model = vit()
+    groups = by_name(model, param_groups(model, lr=0.2, weight_decay=0.1, layer_decay=0.5))
+    assert set(groups) == {name for name, _ in model.named_parameters()}
+    expected = {"head": 1.0, "norm": 0.5, "blocks.2": 0.5, "blocks.1": 0.25, "blocks.0": 0.125}
+    expected |= {"patch_embed": 0.0625, "pos_embed": 0.0625, "cls_token": 0.0625}
+    for name, group in groups.items():
+        scale = next(v for prefix, v in expected.items() if name.startswith(prefix))
+        assert group["lr_scale"] == scale, name
+        assert group["lr"] == pytest.approx(0.2 * scale)
+    assert groups["pos_embed"]["weight_decay"] == 0
+    assert groups["blocks.1.mlp.fc1.weight"]["weight_decay"] == 0.1
+
+
+def test_unknown_decay_is_an_error() -> None:
+    with pytest.raises(RecipeError, match=r"optim\.decay.*'matrix'"):
+        param_groups(vit(), lr=1.0, weight_decay=0.1, decay="matrix")
+
+
+# --- optimisers -------------------------------------------------------------------------------
+
+
+def test_set_lr_keeps_the_scales_also_for_tensors() -> None:
+    optimizer = build_optimizer(vit(), name="adamw", lr=1.0, layer_decay=0.5)
+    optimizer.param_groups[0]["lr"] = tensor = torch.tensor(1.0)
+    scales = [group["lr_scale"] for group in optimizer.param_groups]
+    assert len(set(scales)) == 5
+    set_lr(optimizer, 0.3)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx(
+        [0.3 * scale for scale in scales]
+    )
+    assert optimizer.param_groups[0]["lr"] is tensor
+
+
+def test_sgd_is_plain_momentum_and_nesterov_is_an_argument() -> None:
+    plain = build_optimizer(vit(), name="sgd", lr=0.1, momentum=0.8)
+    assert type(plain) is torch.optim.SGD
+    assert {(g["nesterov"], g["momentum"]) for g in plain.param_groups} == {(False, 0.8)}
+    nesterov = build_optimizer(vit(), name="sgd", lr=0.1, args={"nesterov": True})
+    assert {g["nesterov"] for g in nesterov.param_groups} == {True}
+    assert {g["momentum"] for g in nesterov.param_groups} == {0.9}
+
+
+def test_adamw_takes_betas_and_further_arguments() -> None:
+    optimizer = build_optimizer(
+        vit(), name="adamw", lr=0.1, betas=[0.8, 0.95], weight_decay=0.2, args={"eps": 1e-6}
+    )
+    assert type(optimizer) is torch.optim.AdamW
+    assert {(g["betas"], g["eps"]) for g in optimizer.param_groups} == {((0.8, 0.95), 1e-6)}
+    assert {g["weight_decay"] for g in optimizer.param_groups} == {0.0, 0.2}
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw", "rmsprop", "lamb", "lion"])
+def test_optimisers_by_name_lower_a_loss(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    inputs = torch.randn(16, 4)
+    optimizer = build_optimizer(model, name=name, lr=0.01, weight_decay=0.01)
+    losses = []
+    for _ in range(5):
+        loss = (model(inputs) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"name": "adamww"}, ["optim.name", "'adamww'", "did you mean 'adamw'?"]),
+        ({"name": "adahessian"}, ["optim.name", "'adahessian'", "second derivatives"]),
+        ({"args": {"nestrov": True}}, ["optim.args.nestrov", "'sgd'", "'nesterov'"]),
+        (
+            {"args": {"foo": 1, "lr": 3}},
+            ["optim.args.foo", "optim.args.lr: write optim.lr instead"],
+        ),
+        ({"betas": (0.9, 0.99)}, ["optim.betas", "'sgd'"]),
+        ({"momentum": -1.0}, ["optim", "'sgd'", "momentum"]),
+        ({"momentum": 0.0, "args": {"nesterov": True}}, ["'sgd'", "Nesterov"]),
+        ({"name": "adamw", "betas": (0.9, 2.0)}, ["'adamw'", "beta"]),
+        ({"name": "adamw", "args": {"eps": "small"}}, ["'adamw'"]),
+    ],
+)
+def test_wrong_optimiser_arguments_name_the_key(changes: dict, words: list[str]) -> None:
+    with pytest.raises(RecipeError) as error:
+        build_optimizer(vit(), **{"name": "sgd", "lr": 0.1, **changes})
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="apex may be there with a GPU")
+def test_an_optimiser_that_needs_another_package_says_so() -> None:
+    with pytest.raises(SetupError, match="fusedadam"):
+        build_optimizer(vit(), name="fusedadam", lr=0.1)
+
+
+def test_sgd_with_clipping_follows_optax(shared: Path) -> None:
+    """Eight steps of clip_by_global_norm(1) and momentum 0.9 under a schedule with warm-up."""
+    with np.load(shared / "oracles" / "oracle_vit.npz") as oracle:
+        assert "sgd/grads" in oracle
+        start, grads = oracle["sgd/w0"], oracle["sgd/grads"]
+        expected_w, expected_b = oracle["sgd/float32/w"], oracle["sgd/float32/b"]
+    model = nn.Linear(6, 4)
+    model.weight = nn.Parameter(torch.from_numpy(start))  # (4, 6)
+    model.bias = nn.Parameter(torch.zeros(6))
+    optimizer = build_optimizer(model, name="sgd", lr=0.03)
+    norms = []
+    for step, flat in enumerate(grads):  # (30,): the 24 of the matrix, then the bias
+        model.weight.grad = torch.from_numpy(flat[:24].reshape(4, 6).copy())
+        model.bias.grad = torch.from_numpy(flat[24:].copy())
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        set_lr(optimizer, lr_at(step, lr=0.03, schedule="cosine", steps=10, warmup_steps=2))
+        optimizer.step()
+        # a few float32 roundings of values near 1; torch divides by norm + 1e-6, optax by norm
+        np.testing.assert_allclose(model.weight.detach(), expected_w[step], rtol=0, atol=5e-7)
+        np.testing.assert_allclose(model.bias.detach(), expected_b[step], rtol=0, atol=5e-7)
+    assert len(norms) == 8
+    assert min(norms) < 1 < max(norms), "clipping must matter, and not always"

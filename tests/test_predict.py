@@ -1,0 +1,357 @@
+"""Prediction: the pixels and logits of evaluation, for any list of files, however named."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+
+from finetune import predict as predict_module
+from finetune.data.feed import Feed, open_store
+from finetune.data.sources import open_source
+from finetune.errors import DataError, RecipeError, SetupError, WeightsError
+from finetune.models.build import Built, Preprocessing, save_model
+from finetune.predict import Classifier, describe, find_files, predict, unreadable
+
+MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)
+NAMES = ["blue", "green", "=red"]
+SIZES: dict[str, Any] = {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder in timm's hub format, with a head that tells images apart."""
+    torch.manual_seed(3)
+    network = timm.create_model("vit_tiny_patch16_224", img_size=24, num_classes=3, **SIZES)
+    torch.nn.init.normal_(network.get_classifier().weight, std=2.0)  # type: ignore[operator]
+    preprocessing = Preprocessing(
+        image_size=(24, 24),
+        mean=MEAN,
+        std=STD,
+        interpolation="bilinear",
+        crop_pct=0.75,
+        crop_mode="center",
+    )
+    built = Built(
+        model=network,
+        architecture="vit_tiny_patch16_224",
+        model_args={"img_size": 24, **SIZES},
+        preprocessing=preprocessing,
+        provenance={},
+        class_names=None,
+    )
+    folder = tmp_path_factory.mktemp("model")
+    save_model(
+        folder,
+        built,
+        network.state_dict(),
+        class_names=NAMES,
+        preprocessing=preprocessing,
+        card="a test",
+    )
+    return folder
+
+
+def paint(path: str | Path, seed: int = 0, size: tuple[int, int] = (30, 40)) -> Path:
+    pixels = np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path, format="PNG")
+    return Path(path)
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Five images of different sizes in two folders, a text, and two that cannot be read."""
+    folder = tmp_path / "photos"
+    for number in range(3):
+        paint(folder / f"{number}.png", number, (20 + 7 * number, 33))
+    paint(folder / "below" / "deep" / "3.PNG", 3)
+    paint(folder / "below" / "4.png", 4)
+    (folder / "notes.txt").write_text("no image")
+    (folder / "5-empty.jpg").touch()
+    (folder / "6-page.png").write_text("<html>moved</html>")
+    return folder
+
+
+def test_predictions_are_those_of_evaluation(model: Path, image_folder: Path) -> None:
+    """The same files through Feed, as `eval` reads them, and through the classifier."""
+    classifier = Classifier.load(model, device="cpu")
+    split = open_source(f"folder:{image_folder}").splits["test"]
+    store = open_store(
+        split,
+        keep="memory",
+        device=torch.device("cpu"),
+        workers=0,
+        unreadable="stop",
+        local_processes=1,
+        progress=False,
+        notice=print,
+    )
+    feed = Feed(store, classifier.pipeline, num_classes=3, device=torch.device("cpu"))
+    (batch,) = feed.once(batch_size=100)
+    with torch.inference_mode():
+        expected_BK = classifier.network(batch.images_BCHW).double().softmax(1)
+    files = {Path(split.name_of(i)).name: row for i, row in enumerate(expected_BK.tolist())}
+    assert len(files) == 12
+    rows = classifier.predict(image_folder / "test", top_k=3, batch_size=5)
+    assert len(rows) == 12
+    for row in rows:
+        found = {one["index"]: one["confidence"] for one in row["predictions"]}
+        # other batch sizes sum in another order: a few float32 roundings of logits of about 10
+        assert [found[i] for i in range(3)] == pytest.approx(
+            files[Path(row["path"]).name], abs=1e-5
+        )
+
+
+def test_the_network_sees_the_pixels_of_evaluation(model: Path, tmp_path: Path) -> None:
+    """Odd files: turned by EXIF, transparent, 16-bit grey, palette; all as the decoder gives."""
+    turned = Image.new("RGB", (50, 30), (200, 10, 10))
+    exif = turned.getexif()
+    exif[0x0112] = 6
+    turned.save(tmp_path / "turned.jpg", exif=exif)
+    Image.new("RGBA", (30, 30), (0, 0, 255, 0)).save(tmp_path / "clear.png")
+    Image.fromarray(np.full((30, 30), 40_000, np.uint16)).save(tmp_path / "deep.png")
+    classifier = Classifier.load(model, device="cpu")
+    seen: list[torch.Tensor] = []
+    classifier.network.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    rows = classifier.predict(tmp_path)
+    (images,) = seen
+    assert [Path(row["path"]).name for row in rows] == ["clear.png", "deep.png", "turned.jpg"]
+    assert images.shape == (3, 3, 24, 24)
+    white = (1 - torch.tensor(MEAN)) / torch.tensor(STD)
+    torch.testing.assert_close(images[0], white.view(3, 1, 1).expand(3, 24, 24))
+    grey = round(40_000 * 255 / 65_535) / 255
+    scaled = (grey - torch.tensor(MEAN)) / torch.tensor(STD)
+    torch.testing.assert_close(images[1], scaled.view(3, 1, 1).expand(3, 24, 24))
+
+
+def test_rows_are_sorted_complete_and_the_same_for_any_batch(model: Path, photos: Path) -> None:
+    classifier = Classifier.load(model, device="cpu")
+    rows = classifier.predict(photos, top_k=2)
+    names = [os.path.relpath(row["path"], photos) for row in rows]
+    expected = "0.png 1.png 2.png 5-empty.jpg 6-page.png below/4.png below/deep/3.PNG"
+    assert names == expected.split()
+    for batch_size in (1, 2, 3, 100):
+        again = classifier.predict([photos], top_k=2, batch_size=batch_size)
+        assert [row["path"] for row in again] == [row["path"] for row in rows]
+        for one, other in zip(again, rows, strict=True):
+            assert one.keys() == other.keys()
+            for a, b in zip(one.get("predictions", []), other.get("predictions", []), strict=True):
+                assert a["confidence"] == pytest.approx(b["confidence"], abs=1e-5)
+    good = [row for row in rows if "error" not in row]
+    assert len(good) == 5
+    assert len({row["predictions"][0]["confidence"] for row in good}) == 5
+    for row in good:
+        first, second = row["predictions"]
+        assert first["label"] == NAMES[first["index"]]
+        assert 1 > first["confidence"] > second["confidence"] > 0
+    errors = {Path(row["path"]).name: row["error"] for row in rows if "error" in row}
+    assert errors.keys() == {"5-empty.jpg", "6-page.png"}
+    assert "zero bytes" in errors["5-empty.jpg"]
+    assert errors["6-page.png"].startswith("an HTML page")
+
+
+def test_top_k_is_cut_to_the_classes_and_sums_to_one(model: Path, photos: Path) -> None:
+    (row,) = Classifier.load(model, device="cpu").predict(str(photos / "0.png"), top_k=50)
+    assert sorted(one["index"] for one in row["predictions"]) == [0, 1, 2]
+    assert sum(one["confidence"] for one in row["predictions"]) == pytest.approx(1, abs=1e-12)
+
+
+def test_equal_classes_come_by_index(model: Path, photos: Path) -> None:
+    classifier = Classifier.load(model, device="cpu")
+    torch.nn.init.zeros_(classifier.network.get_classifier().weight)  # type: ignore[operator]
+    torch.nn.init.zeros_(classifier.network.get_classifier().bias)  # type: ignore[operator]
+    (row,) = classifier.predict([photos / "0.png"])
+    assert [one["index"] for one in row["predictions"]] == [0, 1, 2]
+
+
+def test_files_folders_patterns_and_what_is_not_there(tmp_path: Path) -> None:
+    for name in ("b.png", "a.png", "star[1].png", "sub/c.png"):
+        paint(tmp_path / name)
+    (tmp_path / "bare").mkdir()
+    here = str(tmp_path)
+
+    def names(*paths: str) -> list[str]:
+        found = find_files(f"{here}/{path}" for path in paths)
+        assert all(error is None for _, error in found)
+        return [os.path.relpath(path, here) for path, _ in found]
+
+    assert names("b.png", "a.png", "b.png") == ["b.png", "a.png", "b.png"]
+    assert names("[ab].png") == ["a.png", "b.png"]
+    assert names("**/c.png") == ["sub/c.png"]
+    assert names("star[1].png") == ["star[1].png"], "an existing name is no pattern"
+    assert names("sub") == ["sub/c.png"]
+    assert find_files([f"{here}/none-*.png"]) == [
+        (f"{here}/none-*.png", "no file matches this pattern")
+    ]
+    assert find_files([tmp_path / "bare"]) == [(f"{here}/bare", "a folder without images")]
+    assert find_files([f"{here}/gone.png"]) == [(f"{here}/gone.png", None)]
+    assert find_files([]) == []
+
+
+def test_a_missing_file_is_a_row_and_not_the_end(model: Path, photos: Path) -> None:
+    rows = Classifier.load(model, device="cpu").predict(["gone.png", photos / "0.png", "no*.png"])
+    assert ["error" in row for row in rows] == [True, False, True]
+    assert rows[0]["error"] == "no such file"
+
+
+def test_jsonl_is_exact(model: Path, photos: Path, tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    rows = predict(str(model), [str(photos)], out=out)
+    assert len(rows) == 7
+    assert [json.loads(line) for line in out.read_text("utf-8").splitlines()] == rows
+    assert [path.name for path in tmp_path.iterdir() if "rows" in path.name] == ["rows.jsonl"]
+
+
+def test_csv_escapes_formulas_in_names_and_labels(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    odd = ["=cmd.png", "+1.png", "-2.png", "@3.png", 'comma, "quote"\nline.png', "plain.png"]
+    for number, name in enumerate(odd):
+        paint(name, number)
+    Path("-broken.png").touch()
+    rows = predict(str(model), [*odd, "-broken.png"], top_k=2, out="rows.csv")
+    with open("rows.csv", encoding="utf-8", newline="") as file:
+        header, *lines = list(csv.reader(file))
+    assert header == ["path", "label_1", "confidence_1", "label_2", "confidence_2", "error"]
+    escaped = ["'=cmd.png", "'+1.png", "'-2.png", "'@3.png", *odd[4:], "'-broken.png"]
+    assert [line[0] for line in lines] == escaped
+    labels = {cell for line in lines for cell in (line[1], line[3])}
+    assert labels <= {"blue", "green", "'=red", ""}
+    assert "'=red" in labels
+    assert not any(cell.startswith(("=", "+", "-", "@")) for line in lines for cell in line)
+    for line, row in zip(lines[:-1], rows[:-1], strict=True):
+        assert float(line[2]) == pytest.approx(row["predictions"][0]["confidence"], abs=1e-6)
+        assert line[5] == ""
+    assert lines[-1][1:] == ["", "", "", "", "zero bytes"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such names")
+def test_names_that_are_not_utf8_keep_their_bytes(model: Path, tmp_path: Path) -> None:
+    raw = os.fsencode(tmp_path / "in") + b"/caf\xe9.png"
+    os.mkdir(tmp_path / "in")
+    os.rename(paint(tmp_path / "plain.png"), raw)
+    for suffix in ("csv", "jsonl"):
+        out = tmp_path / f"rows.{suffix}"
+        rows = predict(str(model), [str(tmp_path / "in")], out=out)
+        assert [os.fsencode(row["path"]) for row in rows] == [raw]
+        assert "predictions" in rows[0]
+    assert b"caf\xe9.png," in (tmp_path / "rows.csv").read_bytes()
+    line = json.loads((tmp_path / "rows.jsonl").read_text("ascii"))
+    assert os.fsencode(line["path"]) == raw
+    describe(rows).encode("utf-8")
+
+
+def test_a_list_on_standard_input(
+    model: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [f"{photos}/1.png", f"{photos}/0.png"]
+    for text in ("\n".join(given) + "\n", "\r\n".join(given), "\0".join(given) + "\0"):
+        stdin = SimpleNamespace(buffer=io.BytesIO(text.encode()))
+        monkeypatch.setattr(predict_module.sys, "stdin", stdin)
+        rows = predict(str(model), ["-", f"{photos}/2.png"])
+        assert [row["path"] for row in rows] == [*given, f"{photos}/2.png"]
+
+
+def test_a_run_directory_is_read_with_its_own_evaluation(
+    model: Path, photos: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "model").symlink_to(model)
+    (run / "recipe.yaml").write_text(
+        "model: {name: vit_tiny_patch16_224}\n"
+        "data: {source: 'embedded:digits', eval: 'resize((24, 24))'}\n"
+        "optim: {lr: 0.1, steps: 1}\n"
+    )
+    assert Classifier.load(run, device="cpu").pipeline.sentence == "resize((24, 24))"
+    # the weights' crop_pct of 0.75: 24 px of 32
+    assert Classifier.load(model, device="cpu").pipeline.sentence == (
+        "resize(32) | center_crop((24, 24))"
+    )
+
+
+@pytest.mark.parametrize("out", ["rows.txt", "rows", "csv"])
+def test_an_unknown_suffix_is_refused_before_any_work(out: str) -> None:
+    with pytest.raises(RecipeError, match=r"--out.*\.csv or \.jsonl"):
+        predict("no such model", ["x"], out=out)
+
+
+def test_an_output_that_cannot_be_written(model: Path, photos: Path, tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="does not exist"):
+        predict("no such model", ["x"], out=tmp_path / "gone" / "rows.csv")
+    (tmp_path / "taken.csv").mkdir()
+    with pytest.raises(SetupError, match="cannot be written"):
+        predict(str(model), [str(photos / "0.png")], out=tmp_path / "taken.csv")
+    assert not list(tmp_path.glob(".taken*"))
+
+
+@pytest.mark.parametrize("wrong", [{"top_k": 0}, {"batch_size": 0}])
+def test_counts_below_one_are_refused(model: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError, match=f"{next(iter(wrong))}: got 0"):
+        Classifier.load(model, device="cpu").predict([], **wrong)
+
+
+def test_outputs_that_are_not_finite_are_no_prediction(model: Path, photos: Path) -> None:
+    classifier = Classifier.load(model, device="cpu")
+    with torch.no_grad():
+        classifier.network.get_classifier().bias[1] = float("nan")  # type: ignore[operator]
+    with pytest.raises(WeightsError, match="not finite"):
+        classifier.predict(photos)
+
+
+def test_weights_without_a_classifier_are_refused(tmp_path: Path) -> None:
+    network = timm.create_model("vit_tiny_patch16_224", img_size=24, num_classes=0, **SIZES)
+    preprocessing = Preprocessing((24, 24), (0.5,) * 3, (0.5,) * 3, "bicubic", 0.9, "center")
+    args = {"img_size": 24, **SIZES}
+    built = Built(network, "vit_tiny_patch16_224", args, preprocessing, {}, None)
+    save_model(
+        tmp_path,
+        built,
+        network.state_dict(),
+        class_names=[],
+        preprocessing=preprocessing,
+        card="a test",
+    )
+    with pytest.raises(WeightsError, match="no classifier"):
+        Classifier.load(tmp_path)
+
+
+def test_unreadable_names_the_files_and_counts_the_rest() -> None:
+    assert unreadable([{"path": "a.png", "predictions": []}]) is None
+    rows = [{"path": f"{n}\x1b[2J.png", "error": "zero bytes"} for n in range(25)]
+    error = unreadable([*rows, {"path": "good.png", "predictions": []}])
+    assert isinstance(error, DataError)
+    assert error.exit_code == 3
+    lines = str(error).splitlines()
+    assert lines[0].startswith("25 files were not classified")
+    assert lines[1] == r"  0\x1b[2J.png: zero bytes"
+    assert lines[-1] == "  … and 5 more"
+    assert len(lines) == 22
+
+
+def test_describe() -> None:
+    one = [{"label": "cat\x07", "index": 1, "confidence": 0.987}]
+    rows: list[dict[str, Any]] = [
+        {"path": "a.png", "predictions": one},
+        {"path": "longer.png", "predictions": one},
+        {"path": "b.png", "error": "zero bytes"},
+    ]
+    assert describe(rows).splitlines() == [
+        r"a.png       cat\x07 98.7 %",
+        r"longer.png  cat\x07 98.7 %",
+    ]
+    assert describe(rows, out="x.csv") == "x.csv: 2 of 3 files classified"
+    assert describe([]) == ""

@@ -12,15 +12,18 @@ from typing import Any
 
 import click
 
-from finetune import __version__
 from finetune.errors import DataError, RecipeError
-from finetune.terminal import Answer, Verbs, debug_option, figures, flat, run, to_json, verb
+from finetune.terminal import Answer, Verbs, answers, debug_option, figures, flat, run, to_json
 
 __all__ = ["cli", "main"]
 
 
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="finetune", message="%(prog)s %(version)s")
+@click.version_option(
+    sys.modules["finetune"].__version__,  # the package itself; it imports nothing from here
+    prog_name="finetune",
+    message="%(prog)s %(version)s",
+)
 @debug_option
 def cli() -> None:
     """Fine-tune pretrained vision models from a recipe.
@@ -31,12 +34,13 @@ def cli() -> None:
     """
 
 
-@verb(cli, "train")
+@cli.command("train")
 @click.argument("recipe")
 @click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
 @click.option("--out", metavar="DIR", help="Run directory; by default runs/<name of the recipe>.")
 @click.option("--resume", is_flag=True, help="Continue from the newest intact checkpoint.")
 @click.option("--dry-run", is_flag=True, help="Check everything, train nothing.")
+@answers
 def train(
     recipe: str, overrides: tuple[str, ...], out: str | None, resume: bool, dry_run: bool
 ) -> Answer:
@@ -46,10 +50,9 @@ def train(
     """
     from finetune.recipe import load_recipe
 
-    path = Path(recipe)
-    if resume and (path / "recipe.yaml").is_file():
-        path = path / "recipe.yaml"
-    loaded = load_recipe(path, overrides)
+    if resume and (Path(recipe) / "recipe.yaml").is_file():
+        recipe = str(Path(recipe) / "recipe.yaml")
+    loaded, path = load_recipe(recipe, overrides), Path(recipe)
     # a run's own copy of its recipe belongs to that run, whatever the name of the file
     own = path.name == "recipe.yaml" and (path.parent / "run.json").is_file()
     folder = Path(out) if out else path.parent if own else Path("runs") / path.stem
@@ -61,10 +64,11 @@ def train(
     return Answer(results, text)
 
 
-@verb(cli, "eval")
+@cli.command("eval")
 @click.argument("model")
 @click.option("--data", metavar="SOURCE", help="By default the data that MODEL was trained on.")
 @click.option("--split", default="test", show_default=True, help="train, val or test.")
+@answers
 def evaluate(model: str, data: str | None, split: str) -> Answer:
     """Measure MODEL on a split: a run directory, a model folder, hf-hub:owner/name or timm name."""
     from finetune.evaluate import evaluate_model
@@ -73,11 +77,12 @@ def evaluate(model: str, data: str | None, split: str) -> Answer:
     return Answer(results, figures({split: results}))
 
 
-@verb(cli, "predict")
+@cli.command("predict")
 @click.argument("model")
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True)
 @click.option("--top-k", default=3, show_default=True, type=click.IntRange(min=1))
 @click.option("--out", metavar="FILE", help="Write a .csv or .jsonl file.")
+@answers
 def predict(model: str, paths: tuple[str, ...], top_k: int, out: str | None) -> Answer:
     """Classify images: files, folders, patterns, or "-" for a list on standard input."""
     from finetune.predict import describe, unreadable
@@ -93,8 +98,9 @@ def recipes() -> None:
     """List, check and explain recipes."""
 
 
-@verb(recipes, "list")
+@recipes.command("list")
 @click.argument("folder", default="recipes")
+@answers
 def list_recipes(folder: str) -> Answer:
     """List the recipes of FOLDER (by default ./recipes) with their network and data."""
     from finetune.recipe_help import list_folder
@@ -105,8 +111,9 @@ def list_recipes(folder: str) -> Answer:
     return Answer(rows, "\n".join(lines))
 
 
-@verb(recipes, "check")
+@recipes.command("check")
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
+@answers
 def check(files: tuple[str, ...]) -> Answer:
     """Check recipes and print every problem of each."""
     from finetune.recipe import load_recipe
@@ -126,8 +133,9 @@ def check(files: tuple[str, ...]) -> Answer:
     )
 
 
-@verb(recipes, "help")
+@recipes.command("help")
 @click.argument("topic", metavar="[SECTION[.KEY]]", default="")
+@answers
 def explain(topic: str) -> Answer:
     """Explain the keys of a recipe: types, defaults, meaning; data.train: the operations."""
     from finetune.recipe_help import help_table, help_text
@@ -135,7 +143,8 @@ def explain(topic: str) -> Answer:
     return Answer(help_table(topic), help_text(topic))
 
 
-@verb(recipes, "schema")
+@recipes.command("schema")
+@answers
 def schema() -> Answer:
     """Print the JSON schema of a recipe, for editors."""
     from finetune.recipe_help import json_schema
@@ -150,8 +159,9 @@ def data() -> None:
     """Look into data sets."""
 
 
-@verb(data, "info")
+@data.command("info")
 @click.argument("source")
+@answers
 def info(source: str) -> Answer:
     """Show the splits, classes and image sizes of SOURCE."""
     from finetune.data.scan import info as describe
@@ -161,19 +171,22 @@ def info(source: str) -> Answer:
     return Answer(found, flat(found))
 
 
-@verb(data, "scan")
+@data.command("scan")
 @click.argument("source")
+@answers
 def scan(source: str) -> Answer:
     """Decode every image of SOURCE and list those that cannot be read."""
     from finetune.data.scan import scan as find_unreadable
     from finetune.data.sources import open_source
 
-    found = find_unreadable(open_source(source))
+    opened = open_source(source)
+    found = find_unreadable(opened)
     problem = None
     if found:
+        total = sum(len(split) for split in opened.splits.values())
         problem = DataError(
-            f"{source}: {len(found)} images cannot be read; mend or remove them, or train with "
-            "data.unreadable=quarantine"
+            f"{source}: {len(found)} of {total} images cannot be read; mend or remove them, or "
+            "train with data.unreadable=quarantine"
         )
     lines = [f"{row['split']}: {row['name']}: {row['error']}" for row in found]
     return Answer(found, "\n".join(lines) or f"{source}: every image can be read", problem)

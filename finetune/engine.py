@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import broadcast_object_list
+from accelerate.state import AcceleratorState
+from accelerate.utils import broadcast_object_list, parse_flag_from_env
 from torch import nn
 
 from finetune.card import write_card
@@ -54,7 +55,7 @@ def launch(run: RunSection, *, out: Path | None = None) -> Accelerator:
     """
     if run.threads is not None:
         torch.set_num_threads(run.threads)
-    processes = PartialState()
+    processes = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     for asked in (run.num_processes, requested_processes()):
         if asked is not None and asked != processes.num_processes:
             device = "" if processes.device.type == "cuda" else "ACCELERATE_USE_CPU=true "
@@ -64,6 +65,8 @@ def launch(run: RunSection, *, out: Path | None = None) -> Accelerator:
                 f"{device}accelerate launch {multi}--num_processes {asked} -m finetune train …"
             )
     precision = pick_precision(run.precision, processes.device)
+    # Accelerate keeps the precision of the process's first run; a second one may have another.
+    AcceleratorState._reset_state()
     try:
         return Accelerator(
             mixed_precision="no" if precision == "fp32" else precision,
@@ -138,14 +141,14 @@ def _fit(live: Live, train_feed: Feed, val_feed: Feed | None, stop: StopSignals)
             if step % run_keys.log_every == 0 or step == job.steps:
                 shown.set_postfix(_postfix(live.log(meter)))
             paused = meter.pause()
-            evaluates = job.evaluates_after(step)
-            if evaluates and val_feed is not None:
+            best = False
+            if val_feed is not None and job.evaluates_after(step):
                 batch_size = live.recipe.data.eval_batch_size
                 result = evaluate(live.evaluated(), val_feed, accelerator, batch_size=batch_size)
-                live.log_validation(result, meter)
+                best = live.log_validation(result, meter)
                 set_train_mode(live.model)
             signal_number = live.agree_to_stop(stop.received)
-            if evaluates or signal_number or job.saves_after(step):
+            if best or signal_number or job.saves_after(step):
                 live.save(meter)
             meter.resume(paused)
             if signal_number:
@@ -249,8 +252,8 @@ def _check_same(run: RunDir, recipe: Recipe, record: dict[str, Any], fingerprint
         )
     if record.get("data_fingerprint") != fingerprint:
         raise DataError(
-            f"{recipe.data.source}: the data is not what the run in {run.path} began with (an image "
-            "or label was added, removed or changed); restore it, or choose another --out"
+            f"{recipe.data.source}: the data is not what the run in {run.path} began with (an "
+            "image or label was added, removed or changed); restore it, or choose another --out"
         )
 
 

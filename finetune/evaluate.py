@@ -33,7 +33,7 @@ def evaluate_model(model: str, *, data: str | None = None, split: str = "test") 
     recorded = Path(model) / "recipe.yaml"
     recipe = load_recipe(recorded) if recorded.is_file() else None
     section, seed = _data_section(model, recipe, data)
-    accelerator = launch(RunSection())
+    accelerator = launch(RunSection() if recipe is None else recipe.run)
     source = open_source(
         section.source, image_column=section.image_column, label_column=section.label_column
     )
@@ -69,7 +69,7 @@ def evaluate_model(model: str, *, data: str | None = None, split: str = "test") 
 
 
 def _data_section(model: str, recipe: Recipe | None, data: str | None) -> tuple[DataSection, int]:
-    """How to read the data, and the seed that split it: the run's own where it is the run's data."""
+    """How to read the data, and the seed that splits it: the run's own for the run's data."""
     if recipe is not None and data in (None, recipe.data.source):
         return recipe.data, recipe.run.seed
     if data is None:

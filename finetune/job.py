@@ -109,7 +109,8 @@ class Job:
     def saves_after(self, step: int) -> bool:
         """Tell whether a checkpoint is due when `step` steps are done."""
         every = self.recipe.run.save_every
-        return step == self.steps or (every is not None and step % every == 0)
+        due = self.evaluates_after(step) if every is None else step % every == 0
+        return due or step == self.steps
 
     def feed(self, split: Split, *, train: bool, dtype: torch.dtype = torch.float32) -> Feed:
         """Decode a split and connect it with its pipeline.

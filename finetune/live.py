@@ -157,11 +157,11 @@ class Live:
         counters, limit = self.counters, self.recipe.run.max_skipped
         counters.skipped += 1
         counters.skipped_in_row += 1
-        if counters.skipped_in_row >= limit:
+        if counters.skipped_in_row >= max(limit, 1):
             raise DivergedError(
                 f"{self.run.path}: the gradient was not finite in {limit} steps in a row, up to "
                 f"step {counters.step}; lower optim.lr or set optim.clip_norm. "
-                + (f"The best checkpoint is of step {counters.best_step}." if counters.best else "")
+                + (f"The best checkpoint is of step {counters.best_step}." if counters.best_step is not None else "")
             )
 
     # Around the steps -------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a run says while it works: the lines of metrics.jsonl, the progress bar, and stop signals."""
+"""What a run says while it works: log lines, the progress bar; and what it hears: stop signals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def bar(*, total: int, start: int, shown: bool) -> tqdm[Any]:
 
 
 class Meter:
-    """Sums over the images since the last log line, kept on the device until the line is written."""
+    """Sums over the images since the last log line, kept on the device until it is written."""
 
     def __init__(self, device: torch.device, seconds_before: float) -> None:
         """Start the clock; `seconds_before` is what earlier parts of a resumed run took."""

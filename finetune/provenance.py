@@ -51,15 +51,10 @@ def _versions() -> dict[str, str]:
 
 
 def _cpu_name() -> str:
-    with (
-        Path("/proc/cpuinfo").open(encoding="utf-8")
-        if Path("/proc/cpuinfo").exists()
-        else open(os.devnull, encoding="utf-8") as file
-    ):
-        for line in file:
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    table = Path("/proc/cpuinfo")
+    lines = table.read_text(encoding="utf-8").splitlines() if table.exists() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def _commit() -> str | None:
@@ -95,7 +90,7 @@ def pick_precision(wanted: str, device: torch.device) -> str:
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     # Without native support a CPU emulates bf16 more slowly than it computes float32.
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     native = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
     return "bf16" if device.type == "cpu" and native else "fp32"
 
@@ -112,7 +107,8 @@ def requested_processes() -> int | None:
     except OSError:
         return None
     arguments = words.split("\0")
-    if not any("accelerate" in word for word in arguments[:3]) or "launch" not in arguments:
+    launches = {"launch", "accelerate.commands.launch"} & set(arguments)
+    if not any("accelerate" in word for word in arguments[:4]) or not launches:
         return None
     for flag, value in zip(arguments, [*arguments[1:], ""], strict=True):
         name, _, attached = flag.partition("=")

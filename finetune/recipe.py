@@ -193,7 +193,7 @@ class OptimSection(Section):
         if steps is None and epochs is None:
             found.append(("steps", length, "missing; give steps or epochs"))
         elif steps is not None and epochs is not None:
-            found.append(("steps", length, "given beside epochs; keep one, set the other to null"))
+            found.append(("steps", length, "given beside epochs; keep one: optim.steps=null"))
         if warmup_steps and warmup_epochs:
             found.append(("warmup_steps", warmup, "given beside warmup_epochs; keep one"))
         if steps is not None and warmup_steps is not None and warmup_steps > steps:

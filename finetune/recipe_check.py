@@ -6,7 +6,7 @@ Nothing here knows the keys of a recipe; the sections are given by the model tha
 from __future__ import annotations
 
 import re
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -40,7 +40,7 @@ def sections_of(recipe: type[BaseModel]) -> dict[str, type[BaseModel]]:
     return {
         name: kind
         for name, kind in kinds.items()
-        if isinstance(kind, type) and issubclass(kind, BaseModel)
+        if not get_origin(kind) and isinstance(kind, type) and issubclass(kind, BaseModel)
     }
 
 
@@ -69,7 +69,7 @@ def apply_override(document: Document, override: str, recipe: type[BaseModel]) -
     try:
         value = parse_value(text)
     except RecipeError as error:
-        return report(f"{'.'.join(parts)}: {error}")
+        return report(f"{'.'.join(parts)}: {str(error).removeprefix('value:1: ')}")
     holder: Any = document.tree
     for depth, part in enumerate(parts[:-1], start=1):
         if holder.get(part) is None:
@@ -220,7 +220,7 @@ def _model_at(key: Key, recipe: type[BaseModel]) -> type[BaseModel]:
     if not key:
         return recipe
     kind: Any = recipe.model_fields[str(key[0])].annotation
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else get_args(kind)[0]
+    return get_args(kind)[0] if get_origin(kind) else kind
 
 
 def _is_there(tree: Any, key: Key) -> bool:

@@ -122,7 +122,7 @@ def _plain(key: str) -> str:
 
 def _model_of(field: FieldInfo) -> type[BaseModel]:
     kind: Any = field.annotation
-    return kind if isinstance(kind, type) else typing.get_args(kind)[0]
+    return typing.get_args(kind)[0] if typing.get_origin(kind) else kind
 
 
 def _default(field: FieldInfo) -> Any:

@@ -32,7 +32,8 @@ __all__ = [
     "number",
 ]
 
-_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+# no leading zeros: 010 is 8 to YAML 1.1 and 10 to YAML 1.2
+_NUMBER = re.compile(r"[-+]?(?:(?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
 _LARGEST_WHOLE = 2**53  # beyond it a float cannot count
 _METRIC = re.compile(r"(train|val|test)\.(top1|top5|loss|ece)")
 _WHEN = re.compile(r"end|first|best|(after )?epoch [1-9][0-9]*")
@@ -58,8 +59,10 @@ def _whole(value: Any) -> int:
         found = number(value)
     except PydanticCustomError:
         raise _expected("a whole number") from None
-    if found != int(found) or abs(found) > _LARGEST_WHOLE:
+    if found != int(found):
         raise _expected("a whole number")
+    if abs(found) > _LARGEST_WHOLE:
+        raise _expected(f"a whole number of at most {_LARGEST_WHOLE}")
     return int(found)
 
 

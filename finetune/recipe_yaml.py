@@ -74,6 +74,10 @@ class Document:
         self.problems.append((place.order, f"{place.where}: {named}{problem}"))
 
 
+class _Refused(yaml.MarkedYAMLError):
+    """Valid YAML that a recipe may not hold."""
+
+
 class _Loader(yaml.SafeLoader):
     """Composes nodes only; refuses anchors, aliases and deep nesting before they cost anything."""
 
@@ -81,16 +85,12 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise yaml.MarkedYAMLError(
-                problem="anchors and aliases (& and *) are refused; write the value out, "
-                "or quote it if it is text",
-                problem_mark=event.start_mark,
-            )
+        if getattr(event, "anchor", None):  # an alias has one too: what it refers to
+            problem = "anchors and aliases (& and *) are refused; write the value out, or quote it"
+            raise _Refused(problem=problem, problem_mark=event.start_mark)
         if self.depth > MAX_DEPTH:
-            raise yaml.MarkedYAMLError(
-                problem=f"more than {MAX_DEPTH} levels deep", problem_mark=event.start_mark
-            )
+            problem = f"more than {MAX_DEPTH} levels deep"
+            raise _Refused(problem=problem, problem_mark=event.start_mark)
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
@@ -172,6 +172,8 @@ def read_document(text: str, *, name: str) -> Document:
             "and optim; see: finetune recipes help"
         )
     document.tree = _plain(node, (), document)
+    if () in document.broken:  # a tag on the whole
+        raise RecipeError(document.problems[0][1])
     return document
 
 
@@ -221,7 +223,8 @@ def _compose(text: str, name: str) -> yaml.Node | None:
         place = f"{name}:{mark.line + 1}" if mark else name
         tab = "; indent with spaces, not tabs" if "\\t" in str(error.problem) else ""
         context = f" ({error.context})" if error.context else ""
-        raise RecipeError(f"{place}: not valid YAML: {error.problem}{context}{tab}") from None
+        fault = "" if isinstance(error, _Refused) else "not valid YAML: "
+        raise RecipeError(f"{place}: {fault}{error.problem}{context}{tab}") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise RecipeError(

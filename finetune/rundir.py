@@ -32,19 +32,10 @@ _NOT_WRITABLE = {errno.EACCES, errno.EROFS, errno.EPERM}
 
 def sha256_of(path: Path) -> str:
     """Hash a file. Returns: the hexadecimal sha256 of its bytes."""
-    with path.open("rb") as file:
-        return (
-            hashlib.file_digest(file, "sha256").hexdigest()
-            if hasattr(hashlib, "file_digest")
-            else _digest_in_blocks(file)
-        )
-
-
-def _digest_in_blocks(file: IO[bytes]) -> str:
-    """Python 3.10 has no `hashlib.file_digest`."""
     digest = hashlib.sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
+    with path.open("rb") as file:  # Python 3.10 has no hashlib.file_digest
+        while block := file.read(1 << 20):
+            digest.update(block)
     return digest.hexdigest()
 
 
@@ -121,9 +112,9 @@ class RunDir:
         with disk_errors(self.path, needed=4096):
             try:
                 self.checkpoints.mkdir(parents=True, exist_ok=True)
-            except (FileExistsError, NotADirectoryError) as error:
+            except (FileExistsError, NotADirectoryError, FileNotFoundError) as error:
                 raise SetupError(
-                    f"{self.path}: a file is in the way; choose another --out"
+                    f"{self.path}: cannot be created ({error.strerror}); choose another --out"
                 ) from error
             self._lock = (self.path / ".lock").open("a+")
         try:
@@ -134,7 +125,8 @@ class RunDir:
             holder = self._lock.read().strip() or "unknown"
             self._lock.close()
             raise SetupError(
-                f"{self.path}: in use by process {holder}; wait for it, stop it, or choose another --out"
+                f"{self.path}: in use by process {holder}; wait for it, stop it, or choose another "
+                "--out"
             ) from None
         self._lock.truncate(0)
         self._lock.write(f"{os.getpid()} on {socket.gethostname()}\n")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 __all__ = ["Snapshot", "capture", "read_weights", "restore", "set_weights"]
 
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+_WHOLE = StateDictOptions(full_state_dict=True)
+_ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)  # empty on all others
 
 
 class Snapshot:
@@ -74,16 +75,16 @@ def capture(
         optimizer: its optimiser, unwrapped.
         ema: the averaged network, or None.
         counters: what JSON can hold: step, best, early stopping, loss scale.
-    Returns: a snapshot that shares no memory with the live state.
+    Returns: a snapshot that shares no memory with the live state; whole on rank 0 only.
     """
     moments = {}
     # An optimiser that has not stepped has no state, and asking for it would make one up.
     if optimizer.state:
-        state: Any = get_optimizer_state_dict(model, optimizer, options=_WHOLE)["state"]
-        for name, values in state.items():
+        state: Any = get_optimizer_state_dict(model, optimizer, options=_ON_RANK_0)
+        for name, values in state.get("state", {}).items():
             for key, value in values.items():
                 moments[f"{name}/{key}"] = _own(torch.as_tensor(value))
-    weights: Any = get_model_state_dict(model, options=_WHOLE)
+    weights: Any = get_model_state_dict(model, options=_ON_RANK_0)
     return Snapshot(
         {name: _own(tensor) for name, tensor in weights.items()},
         moments,
@@ -113,7 +114,7 @@ def restore(
         # The groups (rates, decay) come from the recipe; only the moments are restored.
         groups: Any = get_optimizer_state_dict(model, optimizer, options=_WHOLE)["param_groups"]
         set_optimizer_state_dict(
-            model, optimizer, {"state": state, "param_groups": groups}, options=_WHOLE
+            model, optimizer, {"state": cast(Any, state), "param_groups": groups}, options=_WHOLE
         )
     if ema is not None:
         ema.load_state_dict(load_file(folder / "ema.safetensors"))
@@ -122,7 +123,7 @@ def restore(
 
 def set_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
     """Load whole tensors, by the plain network's names, into a network that may be sharded."""
-    set_model_state_dict(model, weights, options=_WHOLE)
+    set_model_state_dict(model, cast(Any, weights), options=_WHOLE)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

@@ -20,12 +20,18 @@ from typing import Any
 
 import click
 
-from finetune.errors import FinetuneError, RecipeError, nearest
+from finetune.errors import FinetuneError, RecipeError, SetupError, nearest
 
-__all__ = ["Answer", "Verbs", "debug_option", "figures", "flat", "run", "to_json", "verb"]
+__all__ = ["Answer", "Verbs", "answers", "debug_option", "figures", "flat", "run", "to_json"]
 
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
+
+_OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")  # torch's by name: it is not imported here
+_OUT_OF_MEMORY_HELP = (
+    "out of memory; the training stays the same with a smaller data.micro_batch or with "
+    "model.grad_checkpointing=true; see also data.eval_batch_size and data.keep"
+)
 
 
 @dataclass(frozen=True)
@@ -62,30 +68,27 @@ debug_option = click.option(
 )
 
 
-def verb(group: click.Group, name: str) -> Callable[[Callable[..., Answer]], click.Command]:
-    """Make a function a verb of a group: with --json, --debug, and its answer printed."""
+def answers(function: Callable[..., Answer]) -> Callable[..., None]:
+    """Make a function the body of a verb: with --json and --debug, and its answer printed."""
 
-    def decorate(function: Callable[..., Answer]) -> click.Command:
-        @functools.wraps(function)
-        def run(as_json: bool, **arguments: Any) -> None:
-            state = click.get_current_context().find_root().obj
-            state["json"] = as_json
-            # what libraries print is not an answer
-            with contextlib.redirect_stdout(sys.stderr):
-                answer = function(**arguments)
-            if os.environ.get("RANK", "0") == "0":
-                shown = to_json(answer.data) if as_json else answer.text
-                state["answered"] = bool(shown)
-                click.echo(shown, nl=bool(shown))
-            if answer.problem:
-                raise answer.problem
+    @functools.wraps(function)
+    def body(as_json: bool, **arguments: Any) -> None:
+        state = click.get_current_context().find_root().obj
+        state["json"] = as_json
+        # what libraries print is not an answer
+        with contextlib.redirect_stdout(sys.stderr):
+            answer = function(**arguments)
+        if os.environ.get("RANK", "0") == "0":
+            shown = to_json(answer.data) if as_json else answer.text
+            state["answered"] = bool(shown)
+            click.echo(shown, nl=bool(shown))
+        if answer.problem:
+            raise answer.problem
 
-        json_option = click.option(
-            "--json", "as_json", is_flag=True, help="Print machine-readable output."
-        )
-        return group.command(name)(json_option(debug_option(run)))
-
-    return decorate
+    json_option = click.option(
+        "--json", "as_json", is_flag=True, help="Print machine-readable output."
+    )
+    return json_option(debug_option(body))
 
 
 def run(group: click.Group, arguments: Sequence[str]) -> int:
@@ -102,12 +105,9 @@ def run(group: click.Group, arguments: Sequence[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # file names need not be valid text
     try:
-        with group.make_context("finetune", list(arguments), obj=state) as context:
-            group.invoke(context)
+        code = _invoke(group, arguments, state)
         sys.stdout.flush()
-        return 0
-    except click.exceptions.Exit as stop:
-        return stop.exit_code
+        return code
     except click.ClickException as error:
         error.show()
         return error.exit_code
@@ -122,8 +122,19 @@ def run(group: click.Group, arguments: Sequence[str]) -> int:
         return _fail(str(error), error.exit_code, state, expected=isinstance(error, RecipeError))
     except Exception as error:
         kind = type(error).__name__
+        if kind in _OUT_OF_MEMORY:
+            return _fail(_OUT_OF_MEMORY_HELP, SetupError.exit_code, state, expected=False)
         message = f"internal error: {kind}: {error}".strip().splitlines()[0]
         return _fail(f"{message}; run again with --debug", 1, state, expected=False)
+
+
+def _invoke(group: click.Group, arguments: Sequence[str], state: dict[str, bool]) -> int:
+    try:
+        with group.make_context("finetune", list(arguments), obj=state) as context:
+            group.invoke(context)
+    except click.exceptions.Exit as stop:  # after --help and --version
+        return stop.exit_code
+    return 0
 
 
 def _fail(message: str, code: int, state: dict[str, bool], *, expected: bool) -> int:

@@ -256,13 +256,13 @@ def test_a_resolved_claim_with_all_its_keys_is_read_alike() -> None:
 
 
 def test_claims_are_not_changed() -> None:
-    claim = {"metric": "val.top1", "value": 0.9, "source": "s"}
+    claim: dict[str, Any] = {"metric": "val.top1", "value": 0.9, "source": "s"}
     answer([claim], HISTORY, RESULTS, 10)
     assert claim == {"metric": "val.top1", "value": 0.9, "source": "s"}
 
 
 def test_table() -> None:
-    claims = [
+    claims: list[dict[str, Any]] = [
         {"metric": "test.top1", "value": 0.9895, "tolerance": 0.0015, "source": "ViT, table 5"},
         {"metric": "val.loss", "when": "after epoch 2", "trend": "rising", "source": "a | b\nc"},
         {"metric": "val.loss", "when": "first", "below": "train.loss", "source": "review"},

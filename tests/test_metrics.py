@@ -100,6 +100,14 @@ def test_figures_worked_by_hand() -> None:
     assert result["ece"] == pytest.approx((0 + 2 * 0.25) / 4, abs=1e-11)
 
 
+def test_certainty_is_in_the_last_calibration_bin() -> None:
+    confidence = 0.97
+    logits = torch.tensor([[100.0, 0.0], [math.log(confidence / (1 - confidence)), 0.0]])
+    result = count(logits, torch.tensor([1, 0])).result()
+    # one bin: (1 + 0.97) / 2 confident, half right; float32 logits give 0.97 to 1e-7
+    assert result["ece"] == pytest.approx((1 + confidence) / 2 - 0.5, abs=1e-7)
+
+
 def test_a_zero_head_has_loss_ln_k_and_predicts_the_first_class() -> None:
     for num_classes in (2, 10, 1000):
         labels = torch.arange(num_classes)
@@ -146,6 +154,12 @@ def test_outputs_that_are_not_finite_are_an_error_and_never_an_accuracy(
         return
     with pytest.raises(DivergedError, match="1 of 6 samples"):
         counts.result()
+
+
+def test_one_infinite_output_beside_the_label_is_an_error_too() -> None:
+    """The loss would be finite: -inf for another class is a probability of 0."""
+    with pytest.raises(DivergedError, match="1 of 1 samples"):
+        count(torch.tensor([[0.0, 1.0, -math.inf]]), torch.tensor([1])).result()
 
 
 @pytest.mark.parametrize("bad", [-1, 3, -100])

@@ -13,6 +13,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -71,7 +72,8 @@ class Stream:
         Args:
             step: number of optimiser steps done before.
             rank, world: this process and how many there are.
-            micro_batch: largest number of images at once; None for the whole share.
+            micro_batch: largest number of images at once, one image (or pair) more where the
+                shares are uneven; None for the whole share.
         Returns: for each micro-batch the keys of its augmentation (B,) uint64 and its sample
             indices (B,) int64; the number of micro-batches is the same on every rank.
         Raises: RecipeError if there is less than one image (or pair) for each process.
@@ -90,7 +92,7 @@ class Stream:
         ]
         if rank == world - 1:
             edges[-1] = self.batch_size
-        return [self._at(step, first, last) for first, last in zip(edges, edges[1:], strict=False)]
+        return [self._at(step, first, last) for first, last in itertools.pairwise(edges)]
 
     def _at(self, step: int, first: int, last: int) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
         """Positions `first`..`last` of a step's global batch, as (keys, indices)."""
@@ -105,7 +107,7 @@ class Stream:
 
 
 class _Decoded(Dataset[Tensor | str]):
-    """Decodes one image in a worker; a failure travels as text, since it must not kill the loader."""
+    """Decodes one image in a worker; a failure travels as text and must not kill the loader."""
 
     def __init__(self, split: Split) -> None:
         self.split = split
@@ -173,7 +175,7 @@ def open_store(
     keep: str,
     device: torch.device,
     workers: int,
-    unreadable: str,
+    unreadable: Literal["stop", "quarantine"],
     local_processes: int,
     progress: bool,
     notice: Callable[[str], None],

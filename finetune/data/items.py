@@ -7,7 +7,8 @@ from __future__ import annotations
 import bisect
 import itertools
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +20,12 @@ import pyarrow.compute as pc
 from finetune.data.decode import decode, open_regular, printable
 from finetune.errors import DataError
 
-__all__ = ["ArrayItems", "Chunk", "FileItems", "Items", "RowItems"]
+__all__ = ["ArrayItems", "Chunk", "FileItems", "Items", "RowItems", "walk_images"]
+
+_SUFFIXES = (
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".dib", ".tif", ".tiff"),
+    *(".ppm", ".pgm", ".pbm", ".pnm", ".avif", ".jp2", ".ico"),
+)
 
 
 class Items(Protocol):
@@ -153,6 +159,34 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
+
+
+def walk_images(folder: Path, ignored: Counter[str]) -> Iterable[str]:
+    """List the image files below a folder, following links to folders but never in circles.
+
+    Args:
+        folder: where to begin; hidden files and folders are passed over.
+        ignored: counts the names of files that are no images.
+    Returns: their paths, in no order. A file is an image by its suffix; nothing is opened.
+    Raises: DataError for a folder that cannot be listed.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{printable(error.filename)}: cannot be listed ({error.strerror})")
+
+    seen = set()
+    for parent, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
+        identity = os.path.realpath(parent)
+        if identity in seen:
+            folders.clear()
+            continue
+        seen.add(identity)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in files:
+            if name.startswith(".") or os.path.splitext(name)[1].lower() not in _SUFFIXES:
+                ignored[printable(name)] += 1
+            else:
+                yield os.path.join(parent, name)
 
 
 class ArrayItems:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 __all__ = ["Axis", "multiply", "resize_matrix", "rotation", "select", "warp"]
 
-_LONG = 256  # pixels; measured: below, whole products are faster than bands
-_BAND = 16  # rows of the result per product
+_LONG = 256  # pixels; on shorter sides the products are small enough to be done whole
+_BAND = 32  # pixels of the result per product
 _RADIUS = {"nearest": 0.5, "bilinear": 1.0, "bicubic": 2.0, "lanczos": 3.0}
 
 Integers = npt.NDArray[np.int64]
@@ -69,7 +69,9 @@ def resize_matrix(
     scale = length.float() / target
     stretch = scale.clamp(min=1.0)
     support = _RADIUS[interpolation] * stretch
-    widest = _RADIUS[interpolation] * max(1.0, float(lengths.max()) / target)
+    # as many as the whole axis needs, not these windows: a sum is rounded according to its length,
+    # and a sample's weights must not depend on what else is in the batch
+    widest = _RADIUS[interpolation] * max(1.0, source / target)
     centre = (steps + 0.5) * scale
     first = torch.floor(centre - support + 0.5)
     taps = first + torch.arange(math.ceil(2 * widest) + 1, device=device)
@@ -129,9 +131,12 @@ class Axis:
         index = torch.from_numpy(np.ascontiguousarray(pixels)).to(self.device)
         outside = bool((pixels < 0).any())
         if self.matrix is not None:
-            matrix, index = _same_batch(self.matrix, index)
-            places = index.clamp(min=0)[:, :, None].expand(-1, -1, matrix.shape[2])
-            self.matrix = matrix.gather(1, places)
+            # whole rows are copied, from the sample's own matrix or from the one that all share
+            count, length, selected = self.matrix.shape
+            own = torch.arange(count, device=self.device)[:, None] * length
+            places = index.clamp(min=0) + own
+            rows = self.matrix.reshape(-1, selected).index_select(0, places.flatten())
+            self.matrix = rows.view(len(places), -1, selected)
             if outside:
                 self.matrix = self.matrix * (index >= 0)[:, :, None]
                 self.gaps = True

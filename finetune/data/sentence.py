@@ -197,7 +197,8 @@ def _split(text: str) -> list[ast.expr]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Python's own remarks on odd literals
-            node = ast.parse(text.strip(), mode="eval").body
+            # a sentence may be written over several lines of a recipe
+            node = ast.parse(" ".join(text.split()), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         cause = getattr(error, "msg", None) or type(error).__name__
         raise RecipeError(

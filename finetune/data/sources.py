@@ -17,7 +17,6 @@ import hashlib
 import os
 import struct
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,19 +24,16 @@ import numpy as np
 
 from finetune.data.columns import SPLITS, in_order, refuse_alike
 from finetune.data.decode import notice, printable
-from finetune.data.items import ArrayItems, FileItems, Items
+from finetune.data.items import ArrayItems, FileItems, Items, walk_images
 from finetune.data.tables import Tables, read_hub, read_parquet
 from finetune.errors import DataError, nearest
 
 __all__ = ["Source", "Split", "open_source", "split_train"]
 
 _KINDS = ("hub", "parquet", "folder", "embedded")
-_SUFFIXES = (
-    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".dib", ".tif", ".tiff"),
-    *(".ppm", ".pgm", ".pbm", ".pnm", ".avif", ".jp2", ".ico"),
-)
 # Fingerprints of larger splits are over names and sizes: hashing 150 GB would take minutes.
 _FINGERPRINT_BYTES = 2**30
+_walk = walk_images
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,7 +250,7 @@ def _find_classes(folder: Path, source: str, ignored: Counter[str]) -> dict[str,
     """
     classes = {}
     for class_folder in _subfolders(folder):
-        classes[printable(class_folder.name)] = list(_walk(class_folder, ignored))
+        classes[printable(class_folder.name)] = list(walk_images(class_folder, ignored))
     ignored.update(printable(p.name) for p in folder.iterdir() if not p.is_dir())
     empty = [name for name, files in classes.items() if not files]
     if not classes:
@@ -265,27 +261,6 @@ def _find_classes(folder: Path, source: str, ignored: Counter[str]) -> dict[str,
             f"{', '.join(empty[:5])}; fill or remove them"
         )
     return classes
-
-
-def _walk(folder: Path, ignored: Counter[str]) -> Iterable[str]:
-    """Paths of image files below a folder, following links to folders but never in circles."""
-
-    def refuse(error: OSError) -> None:
-        raise DataError(f"{printable(error.filename)}: cannot be listed ({error.strerror})")
-
-    seen = set()
-    for parent, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
-        identity = os.path.realpath(parent)
-        if identity in seen:
-            folders.clear()
-            continue
-        seen.add(identity)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in files:
-            if name.startswith(".") or os.path.splitext(name)[1].lower() not in _SUFFIXES:
-                ignored[printable(name)] += 1
-            else:
-                yield os.path.join(parent, name)
 
 
 def _open_embedded(source: str, name: str) -> Source:

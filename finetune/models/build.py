@@ -58,8 +58,7 @@ def build(
         head_init: "zeros", or "default" for timm's initialisation; for a new head only.
         freeze: "none", "backbone" (all but the head), or the number of first blocks to freeze
             together with the patch, position and class-token embeddings.
-        dropout: on position embeddings and in the blocks' projections where the network has these
-            places (the ViT paper's), else before the head.
+        dropout: where the ViT paper has it, if the network has these places; else before the head.
         attention_dropout: on attention weights.
         drop_path: stochastic depth at the last block, growing linearly from 0.
         grad_checkpointing: recompute activations to save memory.
@@ -78,9 +77,8 @@ def build(
     resized = "none"
     if weights.state is not None:
         create_args = {**model_args, **dropouts, "num_classes": classes}
-        model, resized = load(
-            model, weights, create_args, posemb=posemb, keep_head=num_classes is None
-        )
+        keep = num_classes is None
+        model, resized = load(model, weights, create_args, posemb=posemb, keep_head=keep)
     if num_classes is not None and head_init == "zeros":
         zero_head(model, weights.architecture)
     freeze_parameters(model, freeze)

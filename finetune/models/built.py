@@ -83,8 +83,13 @@ def save_model(
     folder = Path(folder)
     own = built.model.state_dict()
     if {k: v.shape for k, v in state_dict.items()} != {k: v.shape for k, v in own.items()}:
-        odd = sorted(set(state_dict) ^ set(own))[:3] or "shapes"
-        raise FinetuneError(f"{folder}: the weights to save are not the network's ({odd})")
+        shapes = {k: tuple(v.shape) for k, v in own.items()}
+        odd = [k for k, v in state_dict.items() if shapes.get(k) != tuple(v.shape)]
+        odd += [k for k in own if k not in state_dict]
+        raise FinetuneError(
+            f"{folder}: not the network's tensors: {', '.join(odd[:3])}; save the unwrapped "
+            f"network's state dict"
+        )
     num_classes = int(getattr(built.model, "num_classes", len(class_names)))
     if len(class_names) != num_classes:
         raise FinetuneError(

@@ -10,7 +10,7 @@ import timm
 from torch import Tensor, nn
 
 from finetune.errors import WeightsError
-from finetune.models.head import classifier_names
+from finetune.models.head import as_names, classifier_names
 from finetune.models.posemb import resize_grid, square_grid
 from finetune.models.weights import Weights
 
@@ -58,15 +58,30 @@ def load(
     if not keep_head:
         config["label_offset"] = 0
     try:
-        converted = timm.create_model(
+        model = timm.create_model(
             weights.architecture, pretrained=True, pretrained_cfg=config, **create_args
         )
     except (RuntimeError, KeyError, ValueError, AssertionError, AttributeError) as error:
         raise _does_not_fit(state, own, weights, error) from error
     # The configuration would keep the weights in memory a second time.
-    cast(dict[str, Any], converted.pretrained_cfg).pop("state_dict", None)
-    after = converted.state_dict()
-    changed = [k for k, v in state.items() if k in after and v.shape != after[k].shape]
+    cast(dict[str, Any], model.pretrained_cfg).pop("state_dict", None)
+    after = model.state_dict()
+    if resized != "none":
+        after["pos_embed"].copy_(state["pos_embed"])  # ours, whatever timm made of the grid
+    elsewhere = _resized_by_timm(state, after, weights, posemb)
+    return model, "timm" if elsewhere else resized
+
+
+def _resized_by_timm(
+    state: Mapping[str, Tensor], after: Mapping[str, Tensor], weights: Weights, posemb: str
+) -> bool:
+    """Whether timm had to resize position tables; says so where the user asked for another way."""
+    stems = as_names(weights.config.get("first_conv"))  # patch kernels are not positions
+    changed = [
+        name
+        for name, tensor in state.items()
+        if name in after and tensor.shape != after[name].shape and not name.startswith(stems)
+    ]
     if changed and posemb != "timm":
         _log.warning(
             "model.posemb: '%s' does not apply to %s of %s; timm's own resizing was used",
@@ -74,7 +89,7 @@ def load(
             changed[0],
             weights.architecture,
         )
-    return converted, "timm" if changed else resized
+    return bool(changed)
 
 
 def _resize_position(
@@ -103,10 +118,20 @@ def _source_grid(model: nn.Module, weights: Weights, num_patches: int) -> tuple[
     size = size or tuple(weights.config.get("input_size", ()))[-2:]
     if size and step:
         height, width = (size, size) if isinstance(size, int) else size
-        grid = (height // step[0], width // step[1])
+        below, across = _kernel_ratio(model, weights)
+        grid = (int(height / step[0] / below), int(width / step[1] / across))
         if grid[0] * grid[1] == num_patches:
             return grid
     return square_grid(num_patches)
+
+
+def _kernel_ratio(model: nn.Module, weights: Weights) -> tuple[float, float]:
+    """How many times larger the weights' patches are than the network's, (vertical, horizontal)."""
+    name = "patch_embed.proj.weight"
+    theirs, ours = (weights.state or {}).get(name), model.state_dict().get(name)
+    if theirs is None or ours is None or theirs.ndim != 4 or ours.ndim != 4:
+        return 1.0, 1.0
+    return theirs.shape[2] / ours.shape[2], theirs.shape[3] / ours.shape[3]
 
 
 def _does_not_fit(
@@ -132,6 +157,7 @@ def _does_not_fit(
 
 
 def timm_config(weights: Weights) -> dict[str, Any] | None:
+    """The pretrained configuration as timm.create_model() takes it; None for timm's own."""
     return {**weights.config, "architecture": weights.architecture} if weights.config else None
 
 

@@ -1,0 +1,120 @@
+"""Small networks of every kind for the tests of finetune/models, and folders that hold them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from finetune.errors import WeightsError
+from finetune.models.build import Built, build, save_model
+from finetune.models.head import classifier_names
+from finetune.models.weights import resolve
+
+TINY = {"embed_dim": 32, "depth": 2, "num_heads": 2, "patch_size": 8}
+NAMES = ["ant", "bee", "cat", "dog", "elk"]
+# name, arguments, image size in pixels, another size that it must be able to move to
+NETWORKS: dict[str, tuple[str, dict[str, Any], int, int]] = {
+    "vit": ("vit_tiny_patch16_224", TINY, 32, 48),
+    "vit_average": ("vit_base_patch16_224", {**TINY, "global_pool": "avg"}, 32, 48),
+    "distilled": ("deit_tiny_distilled_patch16_224", TINY, 32, 48),
+    "registers": ("vit_small_patch14_reg4_dinov2", {**TINY, "num_classes": 0}, 32, 48),
+    "beit": ("beit_base_patch16_224", TINY, 32, 48),
+    "cait": ("cait_xxs24_224", {**TINY, "depth_token_only": 1}, 32, 48),
+    "swin": (
+        "swin_tiny_patch4_window7_224",
+        {"embed_dim": 16, "depths": (1, 1), "num_heads": (1, 2), "window_size": 4},
+        32,
+        64,
+    ),
+    "convnext": ("test_convnext", {}, 64, 96),
+    "resnet": ("test_resnet", {}, 64, 96),
+    "byobnet": ("test_byobnet", {}, 64, 96),
+    "conv_classifier": ("resnetv2_50", {"layers": (1, 1, 1, 1), "width_factor": 1}, 64, 96),
+}
+
+
+def built(key: str, **kwargs: Any) -> Built:
+    name, args, size, _ = NETWORKS[key]
+    kwargs = {"num_classes": 5, "pretrained": False, "image_size": size, "args": args, **kwargs}
+    return build(name, **kwargs)
+
+
+def images(size: int | tuple[int, int], count: int = 2) -> Tensor:
+    height, width = (size, size) if isinstance(size, int) else size
+    return torch.randn(count, 3, height, width)
+
+
+@torch.no_grad()
+def logits(model: nn.Module, images_BCHW: Tensor) -> Tensor:
+    return model.eval()(images_BCHW)
+
+
+def shuffle(model: nn.Module) -> None:
+    """Random weights everywhere, the head included; the rest of timm's initialisation is kept."""
+    for name in classifier_names(model):
+        for parameter in model.get_submodule(name).parameters():
+            nn.init.normal_(parameter, std=0.5)
+
+
+def save(folder: Path, made: Built, names: list[str] | None = None) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_model(
+        folder,
+        made,
+        made.model.state_dict(),
+        class_names=NAMES if names is None else names,
+        preprocessing=made.preprocessing,
+        card="# A card\n",
+    )
+    return str(folder)
+
+
+def saved(tmp_path: Path, key: str) -> str:
+    """A folder with one of NETWORKS whose head is not zero."""
+    made = built(key)
+    shuffle(made.model)
+    return save(tmp_path / key, made)
+
+
+SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
+
+
+def timm_folder(top: Path) -> Path:
+    """A network with three classes as timm's hub format keeps it, written by hand."""
+    top.mkdir()
+    network = timm.create_model("vit_tiny_patch16_224", num_classes=3, **SMALL)
+    save_file(network.state_dict(), top / "model.safetensors")
+    config: dict[str, Any] = {
+        "architecture": "vit_tiny_patch16_224",
+        "num_classes": 3,
+        "label_names": ["ant", "bee", "cat"],
+        "model_args": SMALL,
+        "pretrained_cfg": {
+            "num_classes": 3,
+            "input_size": [3, 32, 32],
+            "fixed_input_size": True,
+            "mean": [0.1, 0.2, 0.3],
+            "std": [0.4, 0.5, 0.6],
+            "classifier": "head",
+            "first_conv": "patch_embed.proj",
+            "license": "mit",
+        },
+    }
+    (top / "config.json").write_text(json.dumps(config))
+    return top
+
+
+def message(name: object, **kwargs: Any) -> str:
+    """What the user reads when these weights are asked for."""
+    with pytest.raises(WeightsError) as caught:
+        resolve(str(name), **kwargs)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text

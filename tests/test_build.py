@@ -1,0 +1,138 @@
+"""models/build.py: image sizes, dropout by the names of the field, and ViT-B/16 at full size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from networks import (
+    TINY,
+    built,
+    images,
+    logits,
+    save,
+    saved,
+    shuffle,
+)
+from torch import nn
+
+from finetune.errors import RecipeError
+from finetune.models.build import build
+from finetune.models.posemb import resize_grid
+
+# timm's own interpolation of relative positions
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Using a non-tuple sequence"),
+    pytest.mark.filterwarnings("ignore:.*searchsorted"),
+]
+
+
+class TestImageSize:
+    @pytest.mark.parametrize(
+        "size, near", [(225, "224 or 240"), ((224, 250), "240 or 256"), (9, "use 16")]
+    )
+    def test_sizes_that_the_patch_does_not_divide(self, size: Any, near: str) -> None:
+        with pytest.raises(RecipeError, match=near):
+            build("test_vit", pretrained=False, num_classes=5, image_size=size)
+
+    def test_sizes_that_a_network_refuses(self) -> None:
+        with pytest.raises(RecipeError, match="image_size"):
+            build("test_resnet", pretrained=False, num_classes=5, args={"img_size": 64})
+
+
+class TestRegularisation:
+    def test_the_papers_places_in_a_vit(self) -> None:
+        made = built("vit", dropout=0.1, attention_dropout=0.2, drop_path=0.3)
+        model = made.model
+        assert model.pos_drop.p == 0.1
+        assert model.head_drop.p == 0.0
+        for block in model.blocks:
+            assert block.attn.proj_drop.p == block.mlp.drop1.p == block.mlp.drop2.p == 0.1
+            assert block.attn.attn_drop.p == 0.2
+        assert model.blocks[-1].drop_path1.drop_prob == pytest.approx(0.3)
+        assert made.provenance["dropout"] == {
+            "pos_drop_rate": 0.1,
+            "proj_drop_rate": 0.1,
+            "attn_drop_rate": 0.2,
+            "drop_path_rate": 0.3,
+        }
+
+    def test_dropout_survives_loading(self, tmp_path: Path) -> None:
+        for key, size, args in (("vit", 48, {}), ("swin", 64, {"window_size": 8})):  # both roads
+            made = build(
+                saved(tmp_path, key),
+                num_classes=5,
+                image_size=size,
+                attention_dropout=0.2,
+                args=args,
+            )
+            rates = [m.p for n, m in made.model.named_modules() if n.endswith("attn_drop")]
+            assert rates
+            assert set(rates) == {0.2}
+
+    def test_before_the_head_where_there_is_no_other_place(self) -> None:
+        made = built("convnext", dropout=0.1)
+        assert made.provenance["dropout"] == {"drop_rate": 0.1}
+        assert any(isinstance(m, nn.Dropout) and m.p == 0.1 for m in made.model.modules())
+
+    def test_networks_without_attention(self) -> None:
+        with pytest.raises(RecipeError, match=r"model\.attention_dropout: test_resnet"):
+            built("resnet", attention_dropout=0.1)
+
+    def test_unknown_arguments(self) -> None:
+        with pytest.raises(RecipeError, match=r"model\.args\.embed_dims.*'embed_dim'"):
+            built("vit", args={"embed_dims": 32})
+
+    def test_arguments_that_do_not_go_together(self) -> None:
+        with pytest.raises(RecipeError, match=r"vit_tiny_patch16_224 cannot be built.*model\.args"):
+            built("vit", args={**TINY, "num_heads": 5})
+
+    def test_gradient_checkpointing_changes_no_gradient(self) -> None:
+        gradients = []
+        for checkpointing in (False, True):
+            torch.manual_seed(0)
+            made = built("vit", head_init="default", grad_checkpointing=checkpointing)
+            assert made.model.grad_checkpointing is checkpointing
+            made.model(torch.ones(1, 3, 32, 32)).sum().backward()
+            gradients.append(made.model.patch_embed.proj.weight.grad)
+        assert gradients[0].any()
+        assert torch.equal(*gradients)
+
+    def test_unknown_resizing(self) -> None:
+        with pytest.raises(RecipeError, match=r"model\.posemb"):
+            built("vit", posemb="bicubic")
+
+    def test_provenance(self, tmp_path: Path) -> None:
+        folder = saved(tmp_path, "vit")
+        made = build(folder, num_classes=7, freeze="backbone")
+        assert made.provenance["source"] == folder
+        assert made.provenance["architecture"] == "vit_tiny_patch16_224"
+        assert made.provenance["trainable_parameters"] == 7 * 32 + 7
+        count = sum(p.numel() for p in made.model.parameters())
+        assert made.provenance["parameters"] == count
+
+
+@pytest.mark.slow
+def test_vit_b_16_at_full_size(tmp_path: Path) -> None:
+    """The layout of vit_base_patch16_224.augreg_in21k, from a folder to 384 px and back."""
+    source = build("vit_base_patch16_224.augreg_in21k", pretrained=False)
+    assert source.provenance["parameters"] == 102_595_923
+    shuffle(source.model)
+    names = [str(index) for index in range(21_843)]
+    folder = save(tmp_path / "pretrained", source, names=names)
+    pretrained_pos = source.model.pos_embed.detach().clone()
+    del source
+
+    made = build(folder, num_classes=10, image_size=384)
+    assert made.provenance["posemb"] == "paper"
+    assert torch.equal(made.model.pos_embed, resize_grid(pretrained_pos, (24, 24)))
+    x = images(384, 1)
+    assert torch.equal(logits(made.model, x), torch.zeros(1, 10))
+    shuffle(made.model)
+    again = save(tmp_path / "fine_tuned", made, names=list("abcdefghij"))
+    plain = timm.create_model(f"local-dir:{again}", pretrained=True)
+    assert plain.pretrained_cfg["mean"] == [0.5, 0.5, 0.5]
+    assert torch.equal(logits(plain, x), logits(made.model, x))

@@ -1,0 +1,92 @@
+"""models/built.py: what is saved loads in plain timm, with equal logits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from networks import (
+    NAMES,
+    NETWORKS,
+    TINY,
+    built,
+    images,
+    logits,
+    saved,
+)
+from safetensors.torch import load_file
+
+from finetune.errors import FinetuneError
+from finetune.models.build import Preprocessing, build, save_model
+
+
+class TestSaving:
+    @pytest.mark.parametrize("key", NETWORKS)
+    def test_plain_timm_gives_equal_logits(self, key: str, tmp_path: Path) -> None:
+        folder = saved(tmp_path, key)
+        x = images(NETWORKS[key][2])
+        plain = timm.create_model(f"local-dir:{folder}", pretrained=True)
+        ours = build(folder)
+        assert logits(plain, x).any()
+        assert torch.equal(logits(plain, x), logits(ours.model, x))
+        assert ours.class_names == NAMES
+
+    def test_config(self, tmp_path: Path) -> None:
+        made = built("vit", dropout=0.1, attention_dropout=0.2, drop_path=0.3)
+        mean, std = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
+        preprocessing = Preprocessing((32, 32), mean, std, "bilinear", 0.95, "squash")
+        save_model(
+            tmp_path,
+            made,
+            made.model.state_dict(),
+            class_names=NAMES,
+            preprocessing=preprocessing,
+            card="# Card\n",
+        )
+        config = json.loads((tmp_path / "config.json").read_text())
+        assert config["architecture"] == "vit_tiny_patch16_224"
+        assert config["num_classes"] == 5
+        assert config["label_names"] == NAMES
+        assert config["model_args"] == {**TINY, "img_size": [32, 32]}
+        assert (tmp_path / "README.md").read_text() == "# Card\n"
+        assert build(str(tmp_path)).preprocessing == preprocessing
+        plain = timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
+        data = timm.data.resolve_model_data_config(plain)
+        assert tuple(data["mean"]) == mean
+        assert tuple(data["std"]) == std
+        assert tuple(data["input_size"]) == (3, 32, 32)
+        assert data["interpolation"] == "bilinear"
+        assert data["crop_pct"] == 0.95
+        assert data["crop_mode"] == "squash"
+
+    def test_weights_are_exact_and_contiguous(self, tmp_path: Path) -> None:
+        made = built("vit")
+        state = made.model.state_dict()
+        state["blocks.0.attn.qkv.weight"] = torch.randn(32, 96).T
+        state["blocks.1.norm1.bias"] = state["blocks.1.norm1.weight"]  # one tensor, two names
+        save_model(
+            tmp_path,
+            made,
+            state,
+            class_names=NAMES,
+            preprocessing=made.preprocessing,
+            card="",
+        )
+        loaded = load_file(tmp_path / "model.safetensors")
+        assert loaded.keys() == state.keys()
+        assert all(torch.equal(loaded[k], state[k]) for k in state)
+
+    def test_what_does_not_belong_is_refused(self, tmp_path: Path) -> None:
+        made = built("vit")
+        state = {f"module.{k}": v for k, v in made.model.state_dict().items()}
+        keywords = {"preprocessing": made.preprocessing, "card": ""}
+        with pytest.raises(FinetuneError, match=r"module\.cls_token"):
+            save_model(tmp_path, made, state, class_names=NAMES, **keywords)
+        with pytest.raises(FinetuneError, match="4 class names for 5"):
+            save_model(tmp_path, made, made.model.state_dict(), class_names=NAMES[:4], **keywords)
+
+    def test_no_license_is_claimed_for_weights_from_scratch(self, tmp_path: Path) -> None:
+        assert build(saved(tmp_path, "vit")).provenance["license"] is None

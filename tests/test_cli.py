@@ -1,0 +1,336 @@
+"""The command line: dispatch, what goes to which stream, and exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from finetune import __version__
+from finetune.cli import cli, main
+from finetune.errors import DataError
+from finetune.recipe import load_recipe
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RECIPE = """\
+model: {name: vit_tiny}
+data: {source: "embedded:digits"}
+optim: {lr: 1e-3, steps: 100}
+"""
+RESULTS = {
+    "val": {"top1": 0.5, "loss": 1.25, "examples": 10, "per_class": [1, 2]},
+    "test": {"top1": 0.75, "loss": float("nan"), "examples": 20},
+    "claims": [{"metric": "test.top1", "verdict": "met", "measured": 0.75}],
+}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A recipe in the working directory, which is empty otherwise."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(RECIPE)
+    return "mine.yaml"
+
+
+class Double:
+    """Stands for a function of the package: remembers its calls, answers or raises."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append((args, kwargs))
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        return self.answer
+
+
+def replace(monkeypatch: pytest.MonkeyPatch, module: str, **doubles: Any) -> None:
+    """Put a module of doubles in the place of one that would import torch."""
+    stand_in = ModuleType(module)
+    for name, value in doubles.items():
+        setattr(stand_in, name, value)
+    monkeypatch.setitem(sys.modules, module, stand_in)
+
+
+def trained(monkeypatch: pytest.MonkeyPatch, answer: Any = RESULTS) -> Double:
+    double = Double(answer)
+    replace(monkeypatch, "finetune.engine", train=double)
+    return double
+
+
+class TestStart:
+    def test_nothing_heavy_is_imported(self) -> None:
+        code = (
+            "import sys, finetune.cli; finetune.cli.main(['--help']); "
+            "print([n for n in ('torch', 'numpy', 'pydantic', 'yaml') if n in sys.modules])"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY
+        )
+        assert done.stdout.rstrip().endswith("[]")
+        assert "train" in done.stdout
+
+    def test_as_a_module(self) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "finetune", "trian"],
+            capture_output=True,
+            text=True,
+            cwd=REPOSITORY,
+        )
+        assert done.returncode == 2
+        assert done.stdout == ""
+        assert "no such verb 'trian'; did you mean 'train'?" in done.stderr
+
+    def test_a_reader_that_leaves_is_no_error(self) -> None:
+        command = f"{sys.executable} -m finetune recipes schema"
+        # the pipe's buffer is 64 KiB: only a closed one is sure to break
+        done = subprocess.run(
+            ["bash", "-c", f"{{ sleep 1; {command}; echo $? >&2; }} | true"],
+            capture_output=True,
+            text=True,
+            cwd=REPOSITORY,
+        )
+        assert done.stderr.strip() == "141"
+
+    def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["--version"]) == 0
+        assert capsys.readouterr().out == f"finetune {__version__}\n"
+
+    def test_the_package_finds_its_public_names_late(self) -> None:
+        import finetune
+
+        assert finetune.load_recipe is load_recipe
+        assert {"train", "Classifier", "load_recipe"} <= set(dir(finetune))
+        with pytest.raises(AttributeError, match="no attribute 'trian'"):
+            finetune.trian  # noqa: B018
+
+    @pytest.mark.parametrize("words", [["-h"], ["train", "--help"], ["recipes", "-h"]])
+    def test_help(self, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(words) == 0
+        assert capsys.readouterr().out.startswith("Usage: finetune")
+
+    def test_every_verb_takes_json_and_debug(self) -> None:
+        found = 0
+        for name, command in {**cli.commands, **_below("recipes"), **_below("data")}.items():
+            options = {text for parameter in command.params for text in parameter.opts}
+            assert "--debug" in options, name
+            assert "--json" in options or name in ("recipes", "data"), name
+            assert command.help, name
+            found += 1
+        assert found == 11
+
+
+def _below(group: str) -> dict[str, Any]:
+    commands: dict[str, Any] = cli.commands[group].commands  # type: ignore[attr-defined]
+    return commands
+
+
+class TestUsage:
+    @pytest.mark.parametrize(
+        "words,said",
+        [
+            (["trian"], "no such verb 'trian'; did you mean 'train'?"),
+            (["recipes", "chek"], "no such verb 'chek'; did you mean 'check'?"),
+            (["qqq"], "no such verb 'qqq'"),
+            (["train"], "Missing argument 'RECIPE'"),
+            (["train", "x.yaml", "--resum"], "--resume"),
+            (["--nonsense"], "No such option"),
+            (["predict", "model"], "Missing argument"),
+            (["predict", "model", "x.png", "--top-k", "0"], "--top-k"),
+            ([], "Usage: finetune"),
+        ],
+    )
+    def test_mistakes_are_exit_2(
+        self, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(words) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert said in captured.err
+
+
+class TestTrain:
+    def test_arguments(self, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        double = trained(monkeypatch)
+        assert main(["train", recipe, "optim.lr=0.5", "--out", "here", "--resume"]) == 0
+        ((args, kwargs),) = double.calls
+        assert args == (load_recipe(recipe, ["optim.lr=0.5"]), Path("here"))
+        assert kwargs == {"resume": True, "dry_run": False}
+
+    def test_options_may_stand_anywhere(self, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        double = trained(monkeypatch)
+        assert main(["train", "--out", "here", recipe, "--dry-run", "run.seed=1"]) == 0
+        args, kwargs = double.calls[0]
+        assert args[0].run.seed == 1
+        assert kwargs["dry_run"] is True
+
+    def test_the_run_is_named_after_the_recipe(
+        self, recipe: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        double = trained(monkeypatch)
+        assert main(["train", recipe]) == 0
+        assert double.calls[0][0][1] == Path("runs/mine")
+
+    def test_a_run_directory_is_resumed_with_its_own_recipe(
+        self, recipe: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        double = trained(monkeypatch)
+        run = Path("runs/old")
+        run.mkdir(parents=True)
+        (run / "recipe.yaml").write_text(RECIPE)
+        (run / "run.json").write_text("{}")
+        assert main(["train", "runs/old", "--resume"]) == 0
+        assert main(["train", "runs/old/recipe.yaml", "--resume"]) == 0
+        assert [call[0][1] for call in double.calls] == [run, run]
+        assert main(["train", "runs/old"]) == 2  # without --resume it is a folder, not a recipe
+
+    def test_text(
+        self, recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        trained(monkeypatch)
+        assert main(["train", recipe]) == 0
+        assert capsys.readouterr().out.splitlines() == [
+            "val: top1 0.5000  loss 1.2500  (10 images)",
+            "test: top1 0.7500  loss nan  (20 images)",
+            "claim test.top1: met, measured 0.7500",
+            "runs/mine",
+        ]
+
+    def test_json(
+        self, recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        trained(monkeypatch)
+        assert main(["train", recipe, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["val"] == RESULTS["val"]
+        assert found["test"]["loss"] is None  # JSON has no NaN
+
+    def test_a_bad_recipe_never_reaches_the_engine(
+        self, recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        double = trained(monkeypatch)
+        assert main(["train", recipe, "lr=3"]) == 2
+        assert double.calls == []
+        captured = capsys.readouterr()
+        assert captured.err == "override 'lr=3': no section; did you mean 'optim.lr=3'?\n"
+        assert main(["train", "https://example.org/r.yaml"]) == 2
+        assert capsys.readouterr().err.startswith("https://example.org/r.yaml: a recipe is a local")
+
+
+class TestEvalAndPredict:
+    def test_eval(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        double = Double(RESULTS["val"])
+        replace(monkeypatch, "finetune.evaluate", evaluate_model=double)
+        assert main(["eval", "runs/x", "--data", "folder:y", "--split", "val"]) == 0
+        assert double.calls == [(("runs/x",), {"data": "folder:y", "split": "val"})]
+        assert capsys.readouterr().out == "val: top1 0.5000  loss 1.2500  (10 images)\n"
+        assert main(["eval", "runs/x", "--json"]) == 0
+        assert double.calls[1] == (("runs/x",), {"data": None, "split": "test"})
+        assert json.loads(capsys.readouterr().out) == RESULTS["val"]
+
+    def test_predict(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        rows = [{"path": "a.png", "predictions": []}, {"path": "b.png", "error": "no image"}]
+        classify = Double(rows)
+        doubles = {"predict": classify, "describe": Double("a table"), "unreadable": Double(None)}
+        replace(monkeypatch, "finetune.predict", **doubles)
+        assert main(["predict", "runs/x", "a.png", "-", "--top-k", "2", "--out", "o.csv"]) == 0
+        (model, paths), kwargs = classify.calls[0]
+        assert (model, list(paths)) == ("runs/x", ["a.png", "-"])
+        assert kwargs == {"top_k": 2, "out": "o.csv"}
+        assert capsys.readouterr().out == "a table\n"
+
+        monkeypatch.setattr(
+            sys.modules["finetune.predict"], "unreadable", lambda rows: DataError("b.png: bad")
+        )
+        assert main(["predict", "runs/x", "a.png", "b.png", "--json"]) == 3
+        captured = capsys.readouterr()
+        assert json.loads(captured.out) == rows  # what could be read is not lost
+        assert captured.err == "b.png: bad\n"
+
+
+class TestRecipes:
+    def test_list(self, recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+        os.mkdir("recipes")
+        (Path("recipes") / "a.yaml").write_text(RECIPE)
+        assert main(["recipes", "list"]) == 0
+        assert capsys.readouterr().out == "recipes/a.yaml  vit_tiny on embedded:digits\n"
+        assert main(["recipes", "list", ".", "--json"]) == 0
+        assert len(json.loads(capsys.readouterr().out)) == 2
+        assert main(["recipes", "list", "nowhere"]) == 2
+
+    def test_check_prints_the_problems_of_all(
+        self, recipe: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        Path("bad.yaml").write_text(RECIPE.replace("lr", "learning_rate").replace("name", "nam"))
+        assert main(["recipes", "check", recipe]) == 0
+        assert capsys.readouterr().out == "mine.yaml: ok\n"
+        assert main(["recipes", "check", "bad.yaml", recipe, "nowhere.yaml"]) == 2
+        captured = capsys.readouterr()
+        assert captured.out.splitlines() == [
+            "bad.yaml: not valid",
+            "mine.yaml: ok",
+            "nowhere.yaml: not valid",
+        ]
+        problems = captured.err.splitlines()
+        assert [line.split(":")[0] for line in problems] == ["bad.yaml"] * 3 + ["nowhere.yaml"]
+        assert main(["recipes", "check", "bad.yaml", "--json"]) == 2
+        (row,) = json.loads(capsys.readouterr().out)
+        assert row["valid"] is False
+        assert row["problems"] == problems[:3]
+
+    def test_help(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["recipes", "help"]) == 0
+        assert "optim.warmup_steps  (whole number; default 0)" in capsys.readouterr().out
+        assert main(["recipes", "help", "data.train"]) == 0
+        assert "random_erasing(" in capsys.readouterr().out
+        assert main(["recipes", "help", "optim.lr", "--json"]) == 0
+        (row,) = json.loads(capsys.readouterr().out)
+        assert row["required"] is True
+        assert main(["recipes", "help", "lr"]) == 2
+        assert "did you mean 'optim.lr'?" in capsys.readouterr().err
+
+    def test_schema(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["recipes", "schema"]) == 0
+        plain = capsys.readouterr().out
+        assert json.loads(plain)["title"] == "finetune recipe"
+        assert main(["recipes", "schema", "--json"]) == 0
+        assert capsys.readouterr().out == plain
+
+
+class TestData:
+    def test_info(self, image_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["data", "info", f"folder:{image_folder}"]) == 0
+        out = capsys.readouterr().out
+        assert "splits.train.images: 24" in out
+        assert "class_names: blue, green, red" in out
+        assert main(["data", "info", f"folder:{image_folder}", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["splits"]["test"]["images"] == 12
+
+    def test_scan(self, image_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        source = f"folder:{image_folder}"
+        assert main(["data", "scan", source]) == 0
+        assert "every image can be read" in capsys.readouterr().out
+        (image_folder / "train" / "red" / "red-0.png").write_bytes(b"not an image")
+        assert main(["data", "scan", source]) == 3
+        captured = capsys.readouterr()
+        assert "red-0.png" in captured.out
+        assert "1 of 36 images cannot be read" in captured.err
+        assert main(["data", "scan", source, "--json"]) == 3
+        (row,) = json.loads(capsys.readouterr().out)
+        assert row["split"] == "train"
+
+    def test_no_such_source(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["data", "info", "foldr:x"]) == 3
+        assert "folder" in capsys.readouterr().err

@@ -1,0 +1,371 @@
+"""Training as a whole: the same on any number of processes, resumed exactly, test read once."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from finetune import engine, rundir
+from finetune.engine import train
+from finetune.errors import (
+    DataError,
+    DivergedError,
+    FinetuneError,
+    Interrupted,
+    RecipeError,
+    SetupError,
+)
+from finetune.evaluate import evaluate_model
+from finetune.live import Live
+from finetune.recipe import Recipe, parse_recipe
+from finetune.rundir import RunDir
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+TINY = """
+model:
+  name: vit_tiny_patch16_224
+  args: {patch_size: 4, embed_dim: 32, depth: 2, num_heads: 2}
+  pretrained: false
+  image_size: 16
+data:
+  source: embedded:digits
+  train: resize | rotate(15) | color_jitter(0.2, 0.2, 0.2, 0.05) | random_crop(padding=2)
+  eval: resize
+  batch_size: 64
+optim: {name: adamw, lr: 3e-3, steps: 12, warmup_steps: 2, weight_decay: 0.05, clip_norm: 1.0}
+run: {precision: fp32, threads: 1, log_every: 1, eval_every: 4}
+"""
+
+# Everything that draws random numbers or keeps a state of its own.
+FULL = [
+    "model.dropout=0.1",
+    "model.attention_dropout=0.1",
+    "model.drop_path=0.1",
+    "optim.ema_decay=0.9",
+    "data.micro_batch=16",
+    "run.save_every=3",
+]
+
+
+def tiny(*overrides: str) -> Recipe:
+    return parse_recipe(TINY, overrides=overrides)
+
+
+def losses(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if line["split"] == "train"]
+
+
+def weights(run: Path) -> bytes:
+    return (run / "model" / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
+    """One finished run with everything on."""
+    out = tmp_path_factory.mktemp("plain") / "run"
+    return out, train(tiny(*FULL), out)
+
+
+def test_a_run_leaves_what_the_design_promises(plain) -> None:
+    out, results = plain
+    assert {"recipe.yaml", "run.json", "metrics.jsonl", "results.json"} <= {
+        entry.name for entry in out.iterdir()
+    }
+    assert {entry.name for entry in (out / "model").iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "README.md",
+    }
+    record = json.loads((out / "run.json").read_text())
+    assert record["status"] == "done"
+    assert record["plan"]["steps"] == 12
+    assert len(record["data_fingerprint"]) == 64
+    assert json.loads((out / "results.json").read_text()) == results
+    test = results["test"]
+    assert test["examples"] == sum(map(sum, test["confusion"])) == 355
+    assert {"top1", "top5", "loss", "ece", "per_class"} <= set(test)
+    assert results["best_step"] in (4, 8, 12)
+    assert len(losses(out)) == 12
+
+
+def test_the_first_loss_is_ln_k_through_train(tmp_path: Path) -> None:
+    train(tiny("optim.steps=1", "optim.warmup_steps=0", "data.val_fraction=0"), tmp_path / "run")
+    assert losses(tmp_path / "run")[0] == pytest.approx(math.log(10), abs=1e-6)
+
+
+def test_accumulation_changes_no_loss(plain, tmp_path: Path) -> None:
+    expected = tmp_path / "whole"
+    train(tiny(), expected)
+    train(tiny("data.micro_batch=24"), tmp_path / "parts")
+    assert losses(tmp_path / "parts") == pytest.approx(losses(expected), abs=1e-5)
+    assert len(set(losses(expected))) >= 11  # the first rate is zero
+
+
+def run_in_child(work: Callable[[], object]) -> int:
+    """Run in a forked process. Returns: its exit code, or minus the signal that ended it."""
+    child = os.fork()
+    if child == 0:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 2)
+        code = 99
+        try:
+            work()
+            code = 0
+        except FinetuneError as error:
+            code = error.exit_code
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def killed_at(event: int, recipe: Recipe, out: Path) -> None:
+    """Train, and die by SIGKILL before the `event`-th step or file operation from now on."""
+    count = 0
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == event:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return call
+
+    for place, name in ((os, "replace"), (os, "fsync"), (shutil, "rmtree"), (Live, "step")):
+        setattr(place, name, counted(getattr(place, name)))
+    train(recipe, out, resume=True)
+
+
+def survive(events: list[int], recipe: Recipe, out: Path) -> int:
+    """Kill a run at each of the events, one life after another, then let it finish.
+
+    Returns: how many lives ended by SIGKILL.
+    """
+    kills = 0
+    for event in events:
+        code = run_in_child(lambda event=event: killed_at(event, recipe, out))
+        kills += code == -signal.SIGKILL
+        assert code in (0, -signal.SIGKILL)
+    assert run_in_child(lambda: train(recipe, out, resume=True)) == 0
+    return kills
+
+
+def test_sigkill_between_file_operations_loses_nothing(plain, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert survive([17, 26, 19], tiny(*FULL), out) == 3
+    assert weights(out) == weights(plain[0])
+    assert losses(out) == losses(plain[0])
+
+
+@pytest.mark.faults
+def test_sigkill_at_twenty_random_moments(plain, tmp_path: Path) -> None:
+    moments = random.Random(7)
+    kills = 0
+    for life in range(20):
+        out = tmp_path / f"run-{life}"
+        kills += survive([moments.randrange(1, 84)], tiny(*FULL), out)
+        assert weights(out) == weights(plain[0]), f"run {life}"
+    assert kills >= 15, "most of the moments must lie inside the run"
+
+
+def test_without_keyed_augmentation_the_same_test_fails(
+    plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import numpy as np
+
+    def unkeyed(seed: int, epoch: int, indices: Any) -> Any:
+        return np.random.default_rng(os.getpid()).integers(2**63, size=len(indices)).astype("u8")
+
+    monkeypatch.setattr("finetune.data.feed.sample_keys", unkeyed)
+    out = tmp_path / "run"
+    survive([40], tiny(*FULL), out)
+    assert weights(out) != weights(plain[0])
+
+
+def test_a_damaged_checkpoint_is_passed_over(plain, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "run"
+    assert run_in_child(lambda: killed_at(55, tiny(*FULL), out)) == -signal.SIGKILL
+    run = RunDir(out)
+    assert len(run.steps()) >= 2
+    newest = run.folder(run.steps()[-1]) / "optimizer.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-5])
+    train(tiny(*FULL), out, resume=True)
+    assert "is damaged and is passed over" in capsys.readouterr().err
+    assert weights(out) == weights(plain[0])
+
+
+def test_a_signal_saves_and_resume_ends_the_same(plain, tmp_path: Path, monkeypatch) -> None:
+    out = tmp_path / "run"
+    step = Live.step
+
+    def interrupted_step(self: Live, *args: Any) -> None:
+        step(self, *args)
+        if self.counters.step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Live, "step", interrupted_step)
+    with pytest.raises(Interrupted, match="stopped at step 5 of 12") as caught:
+        train(tiny(*FULL), out)
+    assert caught.value.exit_code == 143
+    assert json.loads((out / "run.json").read_text())["status"] == "stopped (143)"
+    monkeypatch.undo()
+    train(tiny(*FULL), out, resume=True)
+    assert weights(out) == weights(plain[0])
+
+
+def test_resume_refuses_another_recipe_and_shows_the_difference(plain) -> None:
+    with pytest.raises(RecipeError, match=r"optim\.lr: 0\.003 was 0\.002 is"):
+        train(tiny(*FULL, "optim.lr=2e-3"), plain[0], resume=True)
+    with pytest.raises(SetupError, match=r"holds a run already \(done\)"):
+        train(tiny(*FULL), plain[0])
+
+
+def test_resuming_a_finished_run_only_answers(plain) -> None:
+    before = weights(plain[0])
+    assert train(tiny(*FULL, "run.log_every=5"), plain[0], resume=True) == plain[1]
+    assert weights(plain[0]) == before
+
+
+def test_another_image_is_noticed(image_folder: Path, tmp_path: Path) -> None:
+    recipe = tiny(f"data.source=folder:{image_folder}", "data.batch_size=6", "optim.steps=4")
+    out = tmp_path / "run"
+    assert run_in_child(lambda: killed_at(30, recipe, out)) == -signal.SIGKILL
+    next((image_folder / "train" / "red").iterdir()).unlink()
+    with pytest.raises(DataError, match="is not what the run"):
+        train(recipe, out, resume=True)
+
+
+def test_early_stopping_and_the_best_weights_are_kept(tmp_path: Path) -> None:
+    # A learning rate of nothing: the first evaluation stays the best.
+    out = tmp_path / "run"
+    still = ["optim.lr=1e-30", "run.best=val.loss", "run.eval_every=2", "run.patience=2"]
+    results = train(tiny(*still), out)
+    assert results["steps"] == 6
+    assert results["best_step"] == 2
+    kept = load_file(RunDir(out).folder(2) / "model.safetensors")
+    assert torch.equal(kept["head.weight"], load_file(out / "model/model.safetensors")["head.weight"])
+
+
+def test_gradients_that_are_not_finite_are_skipped_and_then_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = engine.Feed.train
+
+    def poisoned(bad: set[int]) -> Callable[..., Any]:
+        def steps(self: Any, stream: Any, numbers: range, **where: Any) -> Any:
+            for number, batches in zip(
+                numbers, original(self, stream, numbers, **where), strict=True
+            ):
+                if number in bad:
+                    batches[0].images_BCHW[0] = float("nan")
+                yield batches
+
+        return steps
+
+    monkeypatch.setattr(engine.Feed, "train", poisoned({1, 5}))
+    results = train(tiny(), tmp_path / "some")
+    assert results["skipped_steps"] == 2
+    assert math.isfinite(results["test"]["loss"])
+    monkeypatch.setattr(engine.Feed, "train", poisoned(set(range(6, 12))))
+    with pytest.raises(DivergedError, match="in 3 steps in a row, up to step 9.*is of step 4"):
+        train(tiny("run.max_skipped=3"), tmp_path / "many")
+    best = load_file(RunDir(tmp_path / "many").folder(4) / "model.safetensors")
+    assert all(torch.isfinite(tensor).all() for tensor in best.values())
+
+
+def test_the_test_split_is_read_once_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    open_store, step = engine.Job.feed, Live.step
+    monkeypatch.setattr(
+        engine.Job,
+        "feed",
+        lambda self, split, **how: order.append(split.name) or open_store(self, split, **how),
+    )
+    monkeypatch.setattr(Live, "step", lambda self, *a: order.append("step") or step(self, *a))
+    train(tiny("optim.steps=3"), tmp_path / "run")
+    assert order == ["train", "val", "step", "step", "step", "test"]
+
+
+def test_dry_run_writes_nothing(tmp_path: Path) -> None:
+    plan = train(tiny(), tmp_path / "run", dry_run=True)
+    assert plan["steps"] == 12
+    assert plan["images"]["test"] == 355
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_wrong_number_of_processes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="2 processes were asked for and 1 started; run: .*launch"):
+        train(tiny("run.num_processes=2"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_evaluating_the_saved_model_repeats_the_runs_figures(plain) -> None:
+    out, results = plain
+    measured = evaluate_model(str(out))
+    assert measured["top1"] == results["test"]["top1"]
+    assert measured["loss"] == pytest.approx(results["test"]["loss"], abs=1e-6)
+    with pytest.raises(DataError, match="has no split 'tset'"):
+        evaluate_model(str(out), split="tset")
+
+
+def launch_two(recipe: str, out: Path, *overrides: str, resume: bool = False) -> None:
+    """Train on two CPU processes, as the README says."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
+    command += ["--num_processes", "2", "--main_process_port", "0", "-m", "finetune", "train"]
+    command += [recipe, *overrides, "--out", str(out), *(["--resume"] if resume else [])]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_losses_of_one(tmp_path: Path) -> None:
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(TINY)
+    train(tiny(), tmp_path / "one")
+    expected = losses(tmp_path / "one")
+    launch_two(str(recipe), tmp_path / "two")
+    launch_two(str(recipe), tmp_path / "two-by-two", "data.micro_batch=16")
+    for other in ("two", "two-by-two"):
+        record = json.loads((tmp_path / other / "run.json").read_text())
+        assert record["num_processes"] == 2
+        assert losses(tmp_path / other) == pytest.approx(expected, abs=1e-5)
+        mine = json.loads((tmp_path / other / "results.json").read_text())
+        theirs = json.loads((tmp_path / "one" / "results.json").read_text())
+        assert mine["test"]["examples"] == theirs["test"]["examples"] == 355
+
+
+@pytest.mark.slow
+def test_a_run_stopped_on_one_process_goes_on_with_two(tmp_path: Path) -> None:
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(TINY)
+    train(tiny(), tmp_path / "one")
+    out = tmp_path / "run"
+    assert run_in_child(lambda: killed_at(34, tiny(), out)) == -signal.SIGKILL
+    assert RunDir(out).steps(), "it must have got to a checkpoint"
+    launch_two(str(recipe), out, resume=True)
+    assert losses(out) == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
+
+
+assert rundir.os is os  # what killed_at counts are the run directory's own calls

@@ -1,0 +1,156 @@
+"""models/fit.py: position embeddings at any size, and all of the weights or none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from networks import (
+    NETWORKS,
+    TINY,
+    built,
+    images,
+    logits,
+    save,
+    saved,
+)
+from safetensors.torch import load_file, save_file
+
+from finetune.errors import WeightsError
+from finetune.models.build import build
+from finetune.models.posemb import resize_grid
+
+# timm's own interpolation of relative positions
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Using a non-tuple sequence"),
+    pytest.mark.filterwarnings("ignore:.*searchsorted"),
+]
+
+
+class TestImageSize:
+    @pytest.mark.parametrize("key", ["vit", "vit_average", "distilled", "registers", "beit"])
+    @pytest.mark.parametrize("size", [48, 24, (48, 32)])
+    def test_timms_resizing_is_timms(
+        self, key: str, size: int | tuple[int, int], tmp_path: Path
+    ) -> None:
+        folder = saved(tmp_path, key)
+        plain = timm.create_model(f"local-dir:{folder}", pretrained=True, img_size=size)
+        ours = build(folder, image_size=size, posemb="timm")
+        x = images(size)
+        assert torch.equal(logits(plain, x), logits(ours.model, x))
+
+    @pytest.mark.parametrize("key", ["vit", "vit_average", "distilled", "registers", "cait"])
+    @pytest.mark.parametrize("grid", [(6, 6), (3, 3), (6, 4), (2, 8)])
+    def test_the_papers_resizing(self, key: str, grid: tuple[int, int], tmp_path: Path) -> None:
+        folder = saved(tmp_path, key)
+        before = load_file(f"{folder}/model.safetensors")["pos_embed"]
+        made = build(folder, image_size=(8 * grid[0], 8 * grid[1]))
+        after = made.model.pos_embed
+        num_prefix = before.shape[1] - 16
+        assert num_prefix == {"vit": 1, "distilled": 2}.get(key, int(key == "vit_average"))
+        assert torch.equal(after, resize_grid(before, grid, num_prefix=num_prefix))
+        assert made.provenance["posemb"] == "paper"
+        assert made.preprocessing.image_size == (8 * grid[0], 8 * grid[1])
+        assert logits(made.model, images(made.preprocessing.image_size)).any()
+
+    def test_from_oblong_to_square_and_back(self, tmp_path: Path) -> None:
+        oblong = build(saved(tmp_path, "vit"), image_size=(16, 72))
+        folder = save(tmp_path / "oblong", oblong)
+        kept = build(folder)
+        assert kept.preprocessing.image_size == (16, 72)
+        assert torch.equal(kept.model.pos_embed, oblong.model.pos_embed)
+        # 2 x 9 patches; and 3 x 6 are as many, but not the same.
+        other = build(folder, image_size=(24, 48))
+        expected = resize_grid(oblong.model.pos_embed, (3, 6), source_grid=(2, 9))
+        assert torch.equal(other.model.pos_embed, expected)
+
+    def test_relative_positions_are_timms_affair(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        folder = saved(tmp_path, "swin")
+        args = {"window_size": 8}
+        ours = build(folder, image_size=64, args=args)
+        assert ours.provenance["posemb"] == "timm"
+        assert "does not apply" in caplog.text
+        plain = timm.create_model(f"local-dir:{folder}", pretrained=True, img_size=64, **args)
+        x = images(64)
+        assert torch.equal(logits(plain, x), logits(ours.model, x))
+
+    @pytest.mark.parametrize("key", ["swin", "convnext", "resnet", "byobnet", "cait"])
+    def test_every_network_moves_to_another_size(self, key: str, tmp_path: Path) -> None:
+        size = NETWORKS[key][3]
+        made = build(saved(tmp_path, key), image_size=size)
+        assert logits(made.model, images(size)).shape == (2, 5)
+        assert made.preprocessing.image_size == (size, size)
+
+
+class TestLoading:
+    def test_a_missing_head_is_no_error(self, tmp_path: Path) -> None:
+        folder = saved(tmp_path, "vit")
+        state = load_file(f"{folder}/model.safetensors")
+        del state["head.weight"], state["head.bias"]
+        save_file(state, f"{folder}/model.safetensors")
+        made = build(folder, num_classes=7)
+        assert torch.equal(made.model.cls_token, state["cls_token"])
+        with pytest.raises(WeightsError, match=r"2 missing: head\.weight, head\.bias"):
+            build(folder)
+
+    def test_weights_that_never_had_a_head(self, tmp_path: Path) -> None:
+        made = built("vit", num_classes=0, head_init="default")
+        folder = save(tmp_path / "none", made, names=[])
+        assert build(folder, num_classes=3).model.get_submodule("head").weight.shape == (3, 32)
+        assert logits(build(folder).model, images(32)).shape == (2, 32)
+
+    def test_missing_tensors(self, tmp_path: Path) -> None:
+        folder = saved(tmp_path, "vit")
+        state = load_file(f"{folder}/model.safetensors")
+        removed = [k for k in state if k.startswith("blocks.1.")]
+        for key in removed:
+            del state[key]
+        save_file(state, f"{folder}/model.safetensors")
+        with pytest.raises(WeightsError, match=rf"{len(removed)} missing: blocks\.1\.norm1"):
+            build(folder, num_classes=5)
+
+    def test_shapes_that_do_not_fit(self, tmp_path: Path) -> None:
+        with pytest.raises(WeightsError) as caught:
+            build(saved(tmp_path, "vit"), num_classes=5, args={"embed_dim": 48})
+        text = str(caught.value)
+        assert "cls_token (1, 1, 32) for (1, 1, 48)" in text
+        assert text.count(" for (") == 3
+        assert "\n" not in text
+
+    def test_tensors_of_another_network(self, tmp_path: Path) -> None:
+        path = f"{saved(tmp_path, 'resnet')}/model.safetensors"
+        with pytest.raises(WeightsError, match="not of this network"):
+            build(path, num_classes=5, args={"architecture": "vit_tiny_patch16_224", **TINY})
+
+    def test_half_precision_weights(self, tmp_path: Path) -> None:
+        folder = saved(tmp_path, "vit")
+        state = load_file(f"{folder}/model.safetensors")
+        halves = {k: v.half() for k, v in state.items()}
+        save_file(halves, f"{folder}/model.safetensors")
+        made = build(folder, num_classes=5)
+        assert all(p.dtype == torch.float32 for p in made.model.parameters())
+        assert torch.equal(made.model.cls_token, halves["cls_token"].float())
+
+    def test_another_patch_size_is_resampled_by_timm(self, tmp_path: Path) -> None:
+        folder = saved(tmp_path, "vit")
+        made = build(folder, image_size=64, args={"patch_size": 4})
+        before = load_file(f"{folder}/model.safetensors")["pos_embed"]
+        assert made.provenance["posemb"] == "paper"
+        assert torch.equal(made.model.pos_embed, resize_grid(before, (16, 16)))
+        assert made.model.patch_embed.proj.weight.shape == (32, 3, 4, 4)
+        plain = timm.create_model(f"local-dir:{folder}", pretrained=True, img_size=64, patch_size=4)
+        ours, theirs = made.model.state_dict(), plain.state_dict()
+        different = [k for k in ours if not torch.equal(ours[k], theirs[k])]
+        assert different == ["pos_embed"]
+
+    def test_another_patch_size_and_another_shape(self, tmp_path: Path) -> None:
+        oblong = build(saved(tmp_path, "vit"), image_size=(16, 72))
+        folder = save(tmp_path / "oblong", oblong)
+        # 2 x 9 patches become 3 x 6: as many, so that timm would take ours for the source's.
+        made = build(folder, image_size=(12, 24), args={"patch_size": 4})
+        expected = resize_grid(oblong.model.pos_embed, (3, 6), source_grid=(2, 9))
+        assert torch.equal(made.model.pos_embed, expected)

@@ -1,0 +1,124 @@
+"""Encoded images: read by row, from files and tables, in threads and other processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from samples import counts, make_folder, make_parquet, png, write
+
+from finetune.data import decode as decode_module
+from finetune.data.decode import decode
+from finetune.data.sources import Split, open_source
+from finetune.errors import DataError
+
+
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Notices are said once per process: each test starts anew."""
+    monkeypatch.setattr(decode_module, "_said", set())
+
+
+def test_suffixes_in_capitals_and_links(tmp_path: Path) -> None:
+    source = make_folder(tmp_path / "d", {"a": 1})
+    write(tmp_path / "d/a/B.JPG", png(1))
+    write(tmp_path / "elsewhere/x.png", png(2))
+    (tmp_path / "d/b").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere/again").symlink_to(tmp_path / "elsewhere")  # a circle
+    opened = open_source(source)
+    assert counts(opened) == {"train": [2, 1]}
+    assert np.array_equal(opened.splits["train"].read(2), decode(png(2)))
+
+
+def test_odd_file_names(tmp_path: Path) -> None:
+    source = make_folder(tmp_path, {"a": 1, "b c\n'": 1})
+    top = os.fsencode(tmp_path)
+    try:
+        os.mkdir(os.path.join(top, b"na\xefve"))
+    except OSError:
+        pytest.skip("this file system takes only UTF-8 names")
+    Path(os.fsdecode(os.path.join(top, b"na\xefve", b"\xff.png"))).write_bytes(png(7))
+    opened = open_source(source)
+    assert opened.class_names == ["a", "b c\n'", "na\\xefve"]
+    train = opened.splits["train"]
+    assert np.array_equal(train.read(2), decode(png(7)))
+    assert train.name_of(2) == "na\\xefve/\\xff.png"
+    assert len(train.fingerprint()) == 64
+    assert np.array_equal(pickle.loads(pickle.dumps(train)).read(2), decode(png(7)))
+
+
+def test_rows_may_point_to_files_or_have_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "pictures/x.png", png(5))
+    rows = [
+        {"bytes": None, "path": "pictures/x.png"},
+        {"bytes": None, "path": "pictures/absent.png"},
+        {"bytes": None, "path": None},
+        None,
+        {"bytes": b"", "path": "e.png"},
+    ]
+    make_parquet(tmp_path / "a.parquet", [0, 1, 1, 1, 1], images=rows)
+    train = open_source(f"parquet:{tmp_path}").splits["train"]
+    assert np.array_equal(train.read(0), decode(png(5)))
+    for row, said in (
+        (1, r"a.parquet row 1 \(pictures/absent.png\): no such file"),
+        (2, "a.parquet row 2: no image in this row"),
+        (3, "a.parquet row 3: no image in this row"),
+        (4, r"a.parquet row 4 \(e.png\): zero bytes"),
+    ):
+        with pytest.raises(DataError, match=said):
+            train.read(row)
+    assert train.items.sizes().tolist() == [len(png(5)), 0, 0, 0, 0]
+    assert len(train.fingerprint()) == 64
+
+
+def read_in_worker(split: Split, index: int) -> np.ndarray:
+    return split.read(index)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "folder", "digits"])
+def test_splits_are_cheap_to_pickle(tmp_path: Path, kind: str) -> None:
+    if kind == "digits":
+        split = open_source("embedded:digits").splits["train"]
+    elif kind == "folder":
+        split = open_source(make_folder(tmp_path, {"a": 2, "b": 2})).splits["train"]
+    else:
+        images = [{"bytes": os.urandom(100_000), "path": None} for _ in range(3)]
+        images.append({"bytes": png(1), "path": None})
+        make_parquet(tmp_path / "a.parquet", [0, 1, 1, 0], images=images)
+        split = open_source(f"parquet:{tmp_path}").splits["train"]
+    data = pickle.dumps(split)
+    assert len(data) < (500_000 if kind == "digits" else 3_000)
+    assert np.array_equal(pickle.loads(data).read(3), split.read(3))
+
+
+def test_splits_are_read_in_other_processes(tmp_path: Path) -> None:
+    make_parquet(tmp_path / "a.parquet", [0, 1, 1, 0])
+    split = open_source(f"parquet:{tmp_path}").splits["train"]
+    for method in ("fork", "spawn"):
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            image = pool.apply(read_in_worker, (split, 2))
+        assert np.array_equal(image, split.read(2)), method
+
+
+def test_splits_are_read_in_threads(tmp_path: Path) -> None:
+    make_parquet(tmp_path / "a.parquet", [0, 1] * 20)
+    split = open_source(f"parquet:{tmp_path}").splits["train"]
+    fresh = pickle.loads(pickle.dumps(split))  # not opened yet: the threads race for it
+    with ThreadPoolExecutor(8) as pool:
+        images = list(pool.map(fresh.read, list(range(40)) * 5))
+    assert len(images) == 200
+    for number, image in enumerate(images):
+        assert np.array_equal(image, decode(png(number % 40)))
+
+
+def test_reading_gives_a_copy() -> None:
+    split = open_source("embedded:digits").splits["train"]
+    first = split.read(0)
+    split.read(0)[:] = 7
+    assert np.array_equal(split.read(0), first)
+    assert first.max() > 200

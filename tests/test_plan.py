@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import pytest
+
+from finetune.data.plan import Size, check_end, make_plan, size_after
+from finetune.data.sentence import parse
+from finetune.errors import RecipeError
+
+
+def order(text: str, size: Size, image_size: Size) -> str:
+    calls = parse(text)
+    return make_plan(calls, size, image_size, text).describe(calls)
+
+
+def test_pixels_move_before_an_enlargement() -> None:
+    text = "resize | flip | rotate(15) | color_jitter(0.2)"
+    assert order(text, (32, 32), (224, 224)).splitlines() == [
+        "rotate: at 32x32 (moved before the enlargement)",
+        "color_jitter: at 32x32 (moved before the enlargement)",
+        "resize, flip: 32x32 to 224x224, one resampling",
+        "normalise",
+    ]
+
+
+@pytest.mark.parametrize("size", [(224, 224), (400, 300)])
+def test_pixels_stay_where_nothing_is_enlarged(size: Size) -> None:
+    assert order("resize | rotate(15) | flip", size, (224, 224)).splitlines() == [
+        f"resize: {size[0]}x{size[1]} to 224x224, one resampling",
+        "rotate: at 224x224",
+        "flip: 224x224 to 224x224, one resampling",
+        "normalise",
+    ]
+
+
+def test_geometry_after_a_moved_operation_joins_the_run() -> None:
+    text = "rotate(3) | random_crop(32, padding=4) | resize | rand_augment | flip | cutmix"
+    assert order(text, (32, 32), (48, 48)).splitlines() == [
+        "rotate: at 32x32",
+        "rand_augment: at 32x32 (moved before the enlargement)",
+        "random_crop, resize, flip: 32x32 to 48x48, one resampling",
+        "normalise",
+        "cutmix",
+    ]
+
+
+@pytest.mark.parametrize(
+    "text,size,after",
+    [
+        ("resize", (10, 20), (48, 64)),
+        ("resize(30)", (10, 20), (30, 60)),
+        ("resize(30)", (20, 10), (60, 30)),
+        ("resize(33)", (50, 75), (33, 49)),  # int(33 * 75 / 50), as torchvision
+        ("resize((5, 6))", (10, 20), (5, 6)),
+        ("center_crop(7)", (10, 20), (7, 7)),
+        ("random_crop((12, 24), padding=2)", (10, 20), (12, 24)),
+        ("random_resized_crop", (10, 20), (48, 64)),
+        ("flip", (10, 20), (10, 20)),
+    ],
+)
+def test_size_after(text: str, size: Size, after: Size) -> None:
+    assert size_after(parse(text)[0], size, (48, 64)) == after
+
+
+@pytest.mark.parametrize(
+    "text,words",
+    [
+        ("resize(64)", ["ends at 64x64", "expects 48x48"]),
+        ("resize | center_crop(32)", ["32x32", "48x48", "center_crop"]),
+        ("center_crop((48, 32)) | flip", ["48x32", "48x48"]),
+    ],
+)
+def test_wrong_last_size_is_refused_at_once(text: str, words: list[str]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        check_end(parse(text), (48, 48), text)
+    assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    "text,image_size",
+    [("resize(48)", (48, 64)), ("resize(64) | center_crop", (48, 48)), ("flip", (48, 48))],
+)
+def test_possible_sizes_pass(text: str, image_size: Size) -> None:
+    check_end(parse(text), image_size, text)
+
+
+def test_a_wrong_end_names_both_sizes_and_the_cure() -> None:
+    with pytest.raises(RecipeError, match=r"30x40 into 48x64 .* 48x48; .* add center_crop"):
+        order("resize(48)", (30, 40), (48, 48))
+    with pytest.raises(RecipeError, match=r"32x32 into 32x32 .* 48x48; end with resize"):
+        order("flip", (32, 32), (48, 48))
+
+
+def test_a_crop_larger_than_the_image_is_refused() -> None:
+    with pytest.raises(RecipeError, match="48x48 does not fit into an image of 32x32 with padding"):
+        order("random_crop(48, padding=4)", (32, 32), (48, 48))

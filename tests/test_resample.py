@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from torch import Tensor
+from torchvision.transforms.v2 import functional as tv
+
+from finetune.data import resample
+from finetune.data.resample import Axis, multiply, resize_matrix, rotation, select, warp
+
+# H W source pixels, h w target pixels
+CPU = torch.device("cpu")
+SIZES = [((32, 32), (224, 224)), ((100, 75), (30, 40)), ((37, 53), (64, 20)), ((32, 32), (48, 33))]
+
+
+def photo(height: int, width: int, seed: int = 0) -> Tensor:
+    """Return a uint8 (3, H, W) image with smooth areas, edges and noise."""
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.rand(1, 3, 5, 5, generator=generator)
+    smooth = torch.nn.functional.interpolate(coarse, (height, width), mode="bilinear")[0]
+    smooth[:, : height // 3, : width // 3] = torch.rand(3, 1, 1, generator=generator)
+    noise = 0.1 * torch.randn(3, height, width, generator=generator)
+    return ((smooth + noise).clamp(0, 1) * 255).round().to(torch.uint8)
+
+
+def resized(image: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
+    rows, columns = Axis(image.shape[1], CPU), Axis(image.shape[2], CPU)
+    rows.resize(size[0], interpolation)
+    columns.resize(size[1], interpolation)
+    return multiply(image[None].float(), rows, columns)[0]
+
+
+def pillow(image: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
+    """Return (h, w, 3)."""
+    picture = PIL.Image.fromarray(image.permute(1, 2, 0).numpy())
+    kind = PIL.Image.Resampling[interpolation.upper()]
+    return torch.from_numpy(np.array(picture.resize((size[1], size[0]), kind)))
+
+
+@pytest.mark.parametrize("size,target", SIZES)
+@pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic", "lanczos"])
+def test_resize_is_pillows(
+    size: tuple[int, int], target: tuple[int, int], interpolation: str
+) -> None:
+    image = photo(*size) // 2 + 60  # no value can overshoot
+    ours = resized(image, target, interpolation)
+    theirs = pillow(image, target, interpolation)
+    difference = (ours.permute(1, 2, 0) - theirs).abs()
+    # Pillow rounds to whole levels after each of its two passes
+    largest = 0.001 if interpolation == "nearest" else 1.25
+    assert difference.mean() <= min(largest, 0.5)
+    assert difference.max() <= largest
+
+
+@pytest.mark.parametrize("interpolation", ["bicubic", "lanczos"])
+def test_resize_beside_black_and_white_is_near_pillows(interpolation: str) -> None:
+    # Pillow cuts overshoots off between its passes too, we only at the end: the largest difference
+    # stands beside pixels of 0 and 255, here in an image that has many
+    image = photo(32, 32)
+    assert ((image == 0) | (image == 255)).float().mean() > 0.02
+    ours = resized(image, (224, 224), interpolation).clamp(0, 255)
+    theirs = pillow(image, (224, 224), interpolation)
+    difference = (ours.permute(1, 2, 0) - theirs).abs()
+    assert difference.mean() <= 0.5
+    assert difference.max() <= 20
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("size,target", SIZES)
+def test_resize_is_torchvisions_on_floats(
+    size: tuple[int, int], target: tuple[int, int], interpolation: str
+) -> None:
+    image = photo(*size)
+    mode = tv.InterpolationMode(interpolation)
+    theirs = tv.resize(image.float(), list(target), mode, antialias=True)
+    difference = (resized(image, target, interpolation) - theirs).abs()
+    assert difference.max() < 2e-3  # of 255: rounding of float32 weights only
+
+
+def test_matrix_reads_nothing_outside_its_window() -> None:
+    starts, lengths = np.array([0, 3, 10]), np.array([16, 5, 1])
+    for interpolation in ("nearest", "bilinear", "bicubic", "lanczos"):
+        matrix = resize_matrix(
+            starts, lengths, source=16, target=9, interpolation=interpolation, device=CPU
+        )
+        torch.testing.assert_close(matrix.sum(2), torch.ones(3, 9))
+        assert matrix[1, :, :3].abs().sum() == 0
+        assert matrix[1, :, 8:].abs().sum() == 0
+        assert matrix[1, :, 3:8].abs().sum() > 0
+        assert (matrix[2, :, 10] == 1).all()
+
+
+def test_window_is_crop_then_resize() -> None:
+    image = photo(40, 60)
+    rows, columns = Axis(40, CPU), Axis(60, CPU)
+    rows.resize(24, "bicubic", starts=np.array([5]), lengths=np.array([30]))
+    columns.resize(24, "bicubic", starts=np.array([7]), lengths=np.array([11]))
+    ours = multiply(image[None].float(), rows, columns)[0]
+    theirs = resized(image[:, 5:35, 7:18].clone(), (24, 24), "bicubic")
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-3)
+
+
+def test_resize_to_the_same_size_is_free() -> None:
+    axis = Axis(32, CPU)
+    axis.resize(32, "bicubic")
+    assert axis.matrix is None
+    assert axis.index is None
+
+
+def test_select_pads_flips_and_crops_exactly() -> None:
+    images = torch.stack([photo(8, 10, 1), photo(8, 10, 2)])
+    rows, columns = Axis(8, CPU), Axis(10, CPU)
+    pixels = np.arange(-2, 10)[None]
+    rows.select(np.where((pixels >= 0) & (pixels < 8), pixels, -1))
+    columns.flip(np.array([False, True]))
+    columns.select(np.array([[0, 1, 2]]))
+    ours = select(images, rows, columns)
+    padded = tv.pad(images, [0, 2, 0, 2])
+    assert torch.equal(ours[0], padded[0, :, :, :3])
+    assert torch.equal(ours[1], padded[1].flip(2)[:, :, :3])
+
+
+def test_operations_after_a_resize_act_on_its_result() -> None:
+    images = torch.stack([photo(16, 16, 1), photo(16, 16, 2)]).float()
+    rows, columns = Axis(16, CPU), Axis(16, CPU)
+    for axis in (rows, columns):
+        axis.resize(32, "bilinear")
+    columns.flip(np.array([True, False]))
+    columns.select(np.arange(4, 28)[None])
+    rows.select(np.arange(-1, 31)[None])
+    rows.resize(16, "bilinear")
+    assert rows.gaps
+    assert not columns.gaps
+    ours = multiply(images, rows, columns)
+    big = tv.resize(images, [32, 32], tv.InterpolationMode.BILINEAR, antialias=True)
+    big[0] = big[0].flip(2)
+    big = tv.pad(big, [0, 1, 0, 0])[:, :, :32, 4:28]
+    theirs = tv.resize(big, [16, 24], tv.InterpolationMode.BILINEAR, antialias=True)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-3)
+
+
+def test_bands_give_the_whole_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    image = photo(300, 90)
+    banded = resized(image, (50, 100), "bicubic")
+    monkeypatch.setattr(resample, "_LONG", 10_000)
+    whole = resized(image, (50, 100), "bicubic")
+    torch.testing.assert_close(banded, whole, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("size", [(32, 32), (31, 48)])
+@pytest.mark.parametrize("interpolation", ["nearest", "bilinear"])
+def test_rotation_is_torchvisions(size: tuple[int, int], interpolation: str) -> None:
+    images = torch.stack([photo(*size, seed) for seed in range(8)])
+    angles = np.array([-179.0, -45.0, -14.9, -0.01, 3.3, 10.0, 15.0, 121.0])
+    ours = warp(images.float(), rotation(angles), interpolation)
+    mode = tv.InterpolationMode(interpolation)
+    for image, angle, one in zip(images, angles, ours, strict=True):
+        theirs = tv.rotate(image, float(angle), mode).float()
+        difference = (one - theirs).abs()
+        # nearest: the very same pixels; bilinear: torchvision rounds to whole levels at the end
+        assert difference.max() <= (0 if interpolation == "nearest" else 0.51)
+
+
+@pytest.mark.parametrize("angle", [0.0, 90.0, 180.0, -90.0])
+def test_rotation_by_right_angles_copies_pixels(angle: float) -> None:
+    image = photo(16, 16)
+    ours = warp(image[None].float(), rotation(np.array([angle])), "nearest")[0]
+    assert torch.equal(ours, torch.rot90(image, round(angle / 90) % 4, (1, 2)).float())
+
+
+def test_filters_reach_as_far_as_pillows() -> None:
+    reach = {"bilinear": 1, "bicubic": 2, "lanczos": 3}
+    for interpolation, radius in reach.items():
+        x = torch.tensor([0.0, radius - 0.3, radius + 1e-6])
+        weights = resample._filter(x, interpolation)
+        assert math.isclose(weights[0], 1.0, abs_tol=1e-6)
+        assert weights[1] != 0
+        assert weights[2] == 0

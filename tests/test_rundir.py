@@ -1,0 +1,190 @@
+"""The run directory: one owner, atomic files, checkpoints that are complete or absent."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+
+from finetune.errors import CheckpointError, SetupError
+from finetune.rundir import RunDir, write_atomically
+
+
+def fill(text: str):
+    def write(folder: Path) -> None:
+        (folder / "model.safetensors").write_text(text * 100)
+        (folder / "state.json").write_text('{"step": 1}')
+
+    return write
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    run = RunDir(tmp_path / "run")
+    run.open()
+    yield run
+    run.close()
+
+
+def test_a_second_owner_is_refused_with_the_first_ones_process(run: RunDir) -> None:
+    other = RunDir(run.path)
+    with pytest.raises(SetupError, match=f"in use by process {os.getpid()} on"):
+        other.open()
+
+
+def test_the_lock_of_a_dead_process_is_free(tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        RunDir(tmp_path / "run").open()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert (tmp_path / "run" / ".lock").read_text()  # it did hold the lock
+    survivor = RunDir(tmp_path / "run")
+    survivor.open()
+    survivor.close()
+
+
+def test_a_file_in_the_way_and_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SetupError, match="--out"):
+        RunDir(tmp_path / "file").open()
+    with pytest.raises(SetupError):
+        RunDir("/proc/none/run").open()
+
+
+def test_checkpoints_are_listed_in_order_and_verify(run: RunDir) -> None:
+    for step in (30, 10, 200):
+        run.save(step, fill(str(step)), needed=0)
+    assert run.steps() == [10, 30, 200]
+    assert [run.verify(step) for step in run.steps()] == [None, None, None]
+    assert run.newest(pytest.fail) == 200
+    run.prune({10, 200})
+    assert run.steps() == [10, 200]
+
+
+FILES = ("model.safetensors", "state.json", "manifest.json")
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "bit"])
+def test_every_damage_is_found_and_the_one_before_is_taken(
+    run: RunDir, name: str, damage: str
+) -> None:
+    run.save(1, fill("a"), needed=0)
+    run.save(2, fill("b"), needed=0)
+    path = run.folder(2) / name
+    content = bytearray(path.read_bytes())
+    if damage == "missing":
+        path.unlink()
+    elif damage == "bit":
+        content[len(content) // 2] ^= 4
+        path.write_bytes(content)
+    else:
+        path.write_bytes(b"" if damage == "empty" else content[:-3])
+    notices: list[str] = []
+    assert run.newest(notices.append) == 1
+    assert len(notices) == 1
+    assert name in notices[0]
+    run.folder(1).joinpath("state.json").unlink()
+    with pytest.raises(CheckpointError, match="none of the 2"):
+        run.newest(notices.append)
+
+
+def test_every_bit_of_the_manifest_counts(run: RunDir) -> None:
+    run.save(1, fill("a"), needed=0)
+    path = run.folder(1) / "manifest.json"
+    whole = path.read_bytes()
+    checked = 0
+    for place in range(len(whole)):
+        if whole[place : place + 1].isspace():
+            continue  # white space carries nothing
+        changed = bytearray(whole)
+        changed[place] ^= 1
+        path.write_bytes(changed)
+        assert run.verify(1) is not None, changed[max(0, place - 20) : place + 20]
+        checked += 1
+    assert checked > 200
+
+
+def test_a_save_that_fails_leaves_the_old_checkpoint_and_no_rest(run: RunDir) -> None:
+    run.save(1, fill("a"), needed=0)
+
+    def breaks(folder: Path) -> None:
+        fill("b")(folder)
+        raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError):
+        run.save(2, breaks, needed=0)
+    assert [entry.name for entry in run.checkpoints.iterdir()] == ["step-00000001"]
+
+
+def test_a_full_disk_is_one_message_with_the_bytes_needed(run: RunDir) -> None:
+    run.save(1, fill("a"), needed=0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(SetupError, match=r"disk is full \(123,456 bytes are needed\)"):
+            run.save(2, lambda folder: fill("b" * 1000)(folder), needed=123456)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [entry.name for entry in run.checkpoints.iterdir()] == ["step-00000001"]
+    assert run.verify(1) is None
+
+
+def test_opening_clears_what_an_interrupted_write_left(tmp_path: Path) -> None:
+    for left in ("checkpoints/.step-00000002.1", ".model.1.tmp"):
+        (tmp_path / left).mkdir(parents=True)
+    (tmp_path / ".run.json.1.tmp").write_text("{")
+    run = RunDir(tmp_path)
+    run.open()
+    run.close()
+    assert sorted(entry.name for entry in tmp_path.rglob("*")) == [".lock", "checkpoints"]
+
+
+def test_metrics_survive_a_line_cut_short_and_forget_what_comes_again(run: RunDir) -> None:
+    for step in (1, 2, 3):
+        run.log({"step": step, "loss": 0.5})
+    run.close()
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    assert [line["step"] for line in run.history()] == [1, 2, 3]
+    run.forget_after(2)
+    run.log({"step": 3, "loss": 0.25})
+    assert run.history() == [
+        {"step": 1, "loss": 0.5},
+        {"step": 2, "loss": 0.5},
+        {"step": 3, "loss": 0.25},
+    ]
+
+
+def test_json_is_replaced_whole_and_refuses_what_json_has_not(run: RunDir) -> None:
+    run.write_json("run.json", {"status": "running"})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        run.write_json("run.json", {"loss": float("nan")})
+    assert run.read_json("run.json") == {"status": "running"}
+    assert run.read_json("absent.json") is None
+    (run.path / "run.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        run.read_json("run.json")
+
+
+def test_the_model_folder_is_replaced_as_a_whole(run: RunDir) -> None:
+    run.publish_model(fill("a"), needed=0)
+    run.publish_model(lambda folder: (folder / "README.md").write_text("b"), needed=0)
+    assert [entry.name for entry in run.model.iterdir()] == ["README.md"]
+    assert not [entry for entry in run.path.iterdir() if entry.name.endswith(".tmp")]
+
+
+def test_write_atomically_keeps_the_old_text_when_it_fails(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    write_atomically(path, json.dumps({"a": 1}))
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(path, "\ud800")
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert list(tmp_path.iterdir()) == [path]

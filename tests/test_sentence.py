@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finetune.data.sentence import MAX_CHARACTERS, OPERATIONS, help_text, parse
+from finetune.errors import RecipeError
+
+
+def test_parse_fills_in_every_argument() -> None:
+    calls = parse("resize | random_crop(32, padding=4) | rotate((-5, 10)) | mixup(0.2)")
+    assert [call.name for call in calls] == ["resize", "random_crop", "rotate", "mixup"]
+    assert calls[0].arguments == {"size": None, "interpolation": None}
+    assert calls[1].arguments == {"size": 32, "padding": 4}
+    assert calls[2].arguments == {"degrees": (-5, 10), "interpolation": "nearest"}
+    assert calls[3].arguments == {"alpha": 0.2}
+
+
+def test_parse_reads_negative_numbers_and_newlines() -> None:
+    calls = parse("\n  resize((48, 32))\n | random_erasing(value=-1.5)  \n")
+    assert calls[0].arguments["size"] == (48, 32)
+    assert calls[1].arguments["value"] == -1.5
+
+
+@pytest.mark.parametrize(
+    "text,words",
+    [
+        ("rezise | flip", ["'rezise'", "did you mean 'resize'"]),
+        ("flip(probability=1)", ["flip", "'probability'", "Known: p"]),
+        ("color_jitter(brigthness=1)", ["did you mean 'brightness'"]),
+        ("resize(interpolation='bicubik')", ["did you mean 'bicubic'"]),
+        ("flip('often')", ["p='often'", "number from 0 to 1"]),
+        ("flip(True)", ["p=True", "number"]),
+        ("flip(1.5)", ["p=1.5", "from 0 to 1"]),
+        ("flip(p=None)", ["p=None"]),
+        ("resize(-3)", ["size=-3", "from 1 to"]),
+        ("resize(0)", ["size=0"]),
+        ("resize(2.5)", ["size=2.5", "whole number"]),
+        ("resize((1, 2, 3))", ["two of them"]),
+        ("resize(10**10)", ["plain number"]),
+        ("resize(99999999)", ["from 1 to 8192"]),
+        ("random_crop(padding=-1)", ["padding=-1"]),
+        ("rotate", ["needs degrees"]),
+        ("rotate(1e999)", ["degrees=inf", "from 0 to 360"]),
+        ("rotate(-15)", ["degrees=-15", "from 0 to 360"]),
+        ("color_jitter(hue=0.7)", ["hue=0.7", "0.5"]),
+        ("random_resized_crop(scale=(1, 0.1))", ["smaller number first"]),
+        ("random_resized_crop(scale=0.5)", ["two numbers"]),
+        ("random_resized_crop(ratio=(0, 1))", ["ratio=(0, 1)"]),
+        ("rand_augment(magnitude=31)", ["magnitude=31", "num_magnitude_bins=31"]),
+        ("flip(0.5, p=0.5)", ["given twice"]),
+        ("flip(0.5, 0.5)", ["2 arguments", "at most 1"]),
+        ("flip(*[1])", ["plain number"]),
+        ("flip(**{})", ["** is not allowed"]),
+        ("flip | | flip", ["not readable"]),
+        ("flip((", ["not readable"]),
+        ("flip))", ["not readable"]),
+        ("flip; flip", ["not readable"]),
+        ("flip\0", ["not readable"]),
+        ("flip + flip", ["not an operation"]),
+        ("", ["empty"]),
+        ("   ", ["empty"]),
+        ("mixup | flip", ["flip cannot come after mixup"]),
+        ("normalise | rotate(3)", ["rotate cannot come after normalise"]),
+        ("random_erasing | resize", ["resize cannot come after random_erasing"]),
+        ("mixup | mixup", ["mixup is written 2 times"]),
+    ],
+)
+def test_parse_refuses(text: str, words: list[str]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse(text)
+    for word in words:
+        assert word in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__import__('os').system('touch broken')",
+        "flip(__import__('os'))",
+        "flip(p=open('x'))",
+        "flip(p=(lambda: 1)())",
+        "(flip)(p=[x for x in (1,)])",
+        "OPERATIONS['flip']",
+        "parse.__globals__",
+        "f'{1}'",
+    ],
+)
+def test_parse_never_evaluates(text: str) -> None:
+    with pytest.raises(RecipeError):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "flip" * MAX_CHARACTERS,
+        "(" * (MAX_CHARACTERS // 2) + ")" * (MAX_CHARACTERS // 2),
+        "-" * (MAX_CHARACTERS - 1) + "1",
+        "flip(" + "-" * (MAX_CHARACTERS - 10) + "1)",
+        "flip(" + "[" * 90 + "]" * 90 + ")",
+    ],
+    ids=["long", "brackets", "signs", "argument signs", "argument brackets"],
+)
+def test_parse_survives_hostile_depth(text: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse(text)
+    assert len(str(caught.value)) < 400
+
+
+def test_parse_reports_all_errors_at_once() -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse("rezise | flip(2) | rotat(3)")
+    assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize("name", [name for name, word in OPERATIONS.items() if word.random])
+def test_evaluation_refuses_each_random_operation(name: str) -> None:
+    text = "rotate(5)" if name == "rotate" else name
+    assert parse(text)
+    with pytest.raises(RecipeError, match=f"{name} is random"):
+        parse(text, train=False)
+
+
+def test_help_names_every_operation_and_argument() -> None:
+    text = help_text()
+    assert len(OPERATIONS) == 13
+    for name, operation in OPERATIONS.items():
+        assert f"{name}(" in text
+        assert all(key in text for key in operation.parameters)
+
+
+@given(st.text(alphabet="flipresz|(),=.0123456789-'[]{}*_ \n", max_size=60))
+@settings(max_examples=200, deadline=None)
+def test_parse_gives_calls_or_a_recipe_error(text: str) -> None:
+    try:
+        calls = parse(text)
+    except RecipeError:
+        return
+    assert calls
+    assert all(set(call.arguments) == set(OPERATIONS[call.name].parameters) for call in calls)
+
+
+def test_grammar_needs_no_torch() -> None:
+    code = "import sys, finetune.data.sentence; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,205 @@
+"""Parquet files and hub data sets: every layout, and every way in which one can be wrong."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from samples import counts, make_parquet, png, write
+
+from finetune.data import decode as decode_module
+from finetune.data import tables
+from finetune.data.decode import decode
+from finetune.data.sources import open_source, split_train
+from finetune.errors import DataError
+
+CIFAR10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Notices are said once per process: each test starts anew."""
+    monkeypatch.setattr(decode_module, "_said", set())
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records]
+
+
+def test_cifar10(shared: Path) -> None:
+    from datasets import load_dataset
+
+    folder = shared / "data/cifar10"
+    source = open_source(f"parquet:{folder}")
+    assert source.class_names == CIFAR10
+    assert counts(source) == {"train": [5000] * 10, "test": [1000] * 10}
+    reference = load_dataset("parquet", data_files=str(folder / "plain_text/test-*"), split="train")
+    test = source.splits["test"]
+    assert np.array_equal(test.labels, reference.with_format("numpy")["label"][:])
+    for row in (0, 1, 4095, 4096, 9999):
+        assert np.array_equal(test.read(row), np.asarray(reference[row]["img"])), row
+
+
+def test_tiny_imagenet_has_validation_and_two_files(shared: Path) -> None:
+    source = open_source(f"parquet:{shared}/data/tiny-imagenet-200-32px")
+    assert counts(source) == {"train": [500] * 200, "val": [50] * 200}
+    train = source.splits["train"]
+    assert train.name_of(49_999).startswith("train-00000-of-00002.parquet row 49999")
+    assert train.name_of(50_000).startswith("train-00001-of-00002.parquet row 0")
+    assert split_train(source, 0.5, 0) is source
+
+
+@pytest.mark.parametrize(
+    "layout,path",
+    [
+        (["train-00000-of-00001.parquet", "test-00000-of-00001.parquet"], ""),
+        (["data/train-0.parquet", "data/validation-0.parquet"], ""),
+        (["plain_text/train-0.parquet", "plain_text/test-0.parquet"], ""),
+        (["default/train/0000.parquet", "default/test/0000.parquet"], ""),
+        (["train/0000.parquet", "test/0000.parquet"], ""),
+        (["one/train-0.parquet", "two/test-0.parquet"], "/*/*.parquet"),
+        (["everything.parquet"], ""),
+        (["everything.parquet"], "/everything.parquet"),
+        (["trainer.parquet"], ""),
+    ],
+)
+def test_parquet_layouts(tmp_path: Path, layout: list[str], path: str) -> None:
+    for number, name in enumerate(layout):
+        make_parquet(tmp_path / name, [0, 1, 1] + [0] * number, names=["no", "yes"])
+    source = open_source(f"parquet:{tmp_path}{path}")
+    expected = {"train": [1, 2]}
+    if len(layout) == 2:
+        expected["val" if "validation" in layout[1] else "test"] = [2, 2]
+    assert counts(source) == expected
+    assert source.class_names == ["no", "yes"]
+
+
+def test_several_configurations_ask_for_one(tmp_path: Path) -> None:
+    for config in ("small", "large"):
+        make_parquet(tmp_path / config / "train-0.parquet", [0, 1], names=["a", "b"])
+    with pytest.raises(DataError, match=r"several data sets; name one of: .*large, .*small"):
+        open_source(f"parquet:{tmp_path}")
+    assert counts(open_source(f"parquet:{tmp_path}/small")) == {"train": [1, 1]}
+
+
+def test_parquet_paths_that_lead_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "cifar10").mkdir()
+    for path, said in (
+        ("cifar1", r"no such path; did you mean 'cifar10'\?"),
+        ("cifar10", "no parquet file there"),
+        ("*/none-*.parquet", "no parquet file there"),
+    ):
+        with pytest.raises(DataError, match=said):
+            open_source(f"parquet:{tmp_path}/{path}")
+    write(tmp_path / "a.parquet", b"version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(DataError, match=r"a.parquet: not a parquet file, or a damaged one"):
+        open_source(f"parquet:{tmp_path}/a.parquet")
+
+
+def test_larger_than_memory_is_mapped_to_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_parquet(tmp_path / "train-0.parquet", [0, 1, 1, 0], names=["a", "b"])
+    make_parquet(tmp_path / "test-0.parquet", [1], names=["a", "b"])
+    source = open_source(f"parquet:{tmp_path}")
+    monkeypatch.setattr(tables, "_MEMORY_BYTES", 10)
+    mapped = open_source(f"parquet:{tmp_path}")
+    assert mapped.class_names == source.class_names
+    for name, split in source.splits.items():
+        assert mapped.splits[name].fingerprint() == split.fingerprint()
+        assert np.array_equal(mapped.splits[name].read(0), split.read(0))
+
+
+def hub_double(
+    monkeypatch: pytest.MonkeyPatch, answer: Callable[..., Any]
+) -> list[tuple[Any, ...]]:
+    """Let `datasets.load_dataset` answer from this machine. Returns: what was asked."""
+    asked = []
+
+    def load_dataset(name: str, config: str | None, *, revision: str | None) -> Any:
+        asked.append((name, config, revision))
+        return answer()
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    return asked
+
+
+def local_hub(tmp_path: Path) -> Callable[[], Any]:
+    from datasets import load_dataset
+
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = {"bytes": png(3, exif=exif), "path": "turned.png"}
+    rows = [{"bytes": png(number), "path": None} for number in range(3)]
+    make_parquet(
+        tmp_path / "train-0.parquet", [0, 1, 1, 0], names=["x", "a"], images=[*rows, turned]
+    )
+    make_parquet(tmp_path / "validation-0.parquet", [1], names=["x", "a"])
+    make_parquet(tmp_path / "extra-0.parquet", [1], names=["x", "a"])
+    files = {
+        split: str(tmp_path / f"{split}-0.parquet") for split in ("train", "validation", "extra")
+    }
+    loaded = load_dataset("parquet", data_files=files, cache_dir=str(tmp_path / "cache"))
+    return lambda: loaded
+
+
+def test_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = hub_double(monkeypatch, local_hub(tmp_path))
+    source = open_source("hub:someone/things@v1.0:large")
+    assert asked == [("someone/things", "large", "v1.0")]
+    assert source.class_names == ["x", "a"]
+    assert counts(source) == {"train": [2, 2], "val": [0, 1]}
+    assert any("splits of unknown use are left out: extra" in text for text in messages(caplog))
+    train = source.splits["train"]
+    # our decoder, our EXIF rule: `datasets` would have turned it itself
+    assert train.read(3).shape == (4, 5, 3)
+    assert np.array_equal(train.read(3), np.rot90(decode(png(3)), -1))
+    assert train.name_of(3) == "hub:someone/things@v1.0:large train row 3 (turned.png)"
+    assert np.array_equal(pickle.loads(pickle.dumps(train)).read(3), train.read(3))
+    assert "revision v1.0" in source.description
+
+
+def test_hub_revision_is_never_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = local_hub(tmp_path)()
+    for data in loaded.values():
+        url = f"hf://datasets/someone/things@{'a' * 40}/train-0.parquet"
+        data.info.download_checksums = {url: {}}
+    hub_double(monkeypatch, lambda: loaded)
+    assert f"revision {'a' * 40}" in open_source("hub:someone/things").description
+    open_source(f"hub:someone/things@{'a' * 40}")
+    with pytest.raises(DataError, match=f"only revision {'a' * 40} is cached"):
+        open_source(f"hub:someone/things@{'b' * 40}")
+
+
+def test_hub_not_reachable() -> None:
+    # the real library, offline by the environment of this suite
+    with pytest.raises(DataError, match="hub cannot be reached and nothing is cached"):
+        open_source("hub:someone/things")
+
+
+def test_hub_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from datasets.exceptions import DatasetNotFoundError
+
+    def answer(error: Exception) -> Callable[[], Any]:
+        def refuse() -> Any:
+            raise error
+
+        return refuse
+
+    hub_double(monkeypatch, answer(DatasetNotFoundError("Dataset 'a/b' doesn't exist on the Hub")))
+    with pytest.raises(DataError, match=r"no such data set or revision.*doesn't exist.*hf auth"):
+        open_source("hub:a/b")
+    hub_double(monkeypatch, answer(ValueError("BuilderConfig 'x' not found.\nAvailable: ['y']")))
+    with pytest.raises(DataError, match=r"cannot be loaded \(BuilderConfig 'x' not found. Avail"):
+        open_source("hub:a/b:x")
+    (tmp_path / "a/b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="there is a folder 'a/b' here"):
+        open_source("hub:a/b")

@@ -1,0 +1,181 @@
+"""How the command line talks: streams, exit codes, JSON, and errors in one message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from finetune.errors import (
+    CheckpointError,
+    DataError,
+    DivergedError,
+    FinetuneError,
+    HubError,
+    Interrupted,
+    RecipeError,
+    SetupError,
+    WeightsError,
+)
+from finetune.terminal import Answer, Verbs, answers, debug_option, figures, flat, run, to_json
+
+
+def program(body: Callable[[], Any]) -> Callable[..., int]:
+    """A program with one verb, `go`, whose answer is what `body` returns or raises."""
+
+    @click.group(cls=Verbs)
+    @debug_option
+    def group() -> None:
+        """Stand in for the verbs."""
+
+    @group.command("go")
+    @answers
+    def go() -> Answer:
+        found = body()
+        return found if isinstance(found, Answer) else Answer(found, str(found))
+
+    return lambda *words: run(group, words)
+
+
+def failing(error: BaseException) -> Callable[..., int]:
+    def body() -> None:
+        raise error
+
+    return program(body)
+
+
+Captured = pytest.CaptureFixture[str]
+
+
+class TestAnswers:
+    def test_text_and_json(self, capsys: Captured) -> None:
+        tool = program(lambda: Answer({"a": float("nan")}, "for people"))
+        assert tool("go") == 0
+        assert capsys.readouterr().out == "for people\n"
+        assert tool("go", "--json") == 0
+        assert json.loads(capsys.readouterr().out) == {"a": None}
+
+    def test_prints_of_libraries_stay_off_standard_output(self, capsys: Captured) -> None:
+        def body() -> Answer:
+            print("downloading")
+            return Answer([], "")
+
+        assert program(body)("go", "--json") == 0
+        captured = capsys.readouterr()
+        assert (captured.out, captured.err) == ("[]\n", "downloading\n")
+
+    def test_an_answer_with_a_problem_gives_both(self, capsys: Captured) -> None:
+        tool = program(lambda: Answer([1], "one", DataError("two: bad")))
+        assert tool("go") == 3
+        captured = capsys.readouterr()
+        assert (captured.out, captured.err) == ("one\n", "two: bad\n")
+        assert tool("go", "--json") == 3
+        assert json.loads(capsys.readouterr().out) == [1]  # one document, not two
+
+    def test_no_text_is_no_line(self, capsys: Captured) -> None:
+        assert program(lambda: Answer([], ""))("go") == 0
+        assert capsys.readouterr().out == ""
+
+    def test_only_the_first_process_prints(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+    ) -> None:
+        monkeypatch.setenv("RANK", "1")
+        assert program(lambda: "found")("go", "--json") == 0
+        assert failing(RecipeError("lr: bad"))("go") == 2  # the first process says it too
+        assert capsys.readouterr() == ("", "")
+        assert failing(DataError("disk: gone"))("go") == 3  # perhaps on this machine alone
+        assert capsys.readouterr() == ("", "rank 1: disk: gone\n")
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        "error,code",
+        [
+            (FinetuneError("x: y; z"), 1),
+            (RecipeError("x: y; z"), 2),
+            (DataError("x: y; z"), 3),
+            (WeightsError("x: y; z"), 4),
+            (CheckpointError("x: y; z"), 4),
+            (SetupError("x: y; z"), 5),
+            (DivergedError("x: y; z"), 6),
+            (HubError("x: y; z"), 7),
+            (Interrupted("x: y; z", 15), 143),
+        ],
+    )
+    def test_each_kind_has_its_exit_code_and_one_message(
+        self, error: Exception, code: int, capsys: Captured
+    ) -> None:
+        assert failing(error)("go") == code
+        assert capsys.readouterr() == ("", "x: y; z\n")
+
+    def test_json_reports_errors_too(self, capsys: Captured) -> None:
+        assert failing(DataError("images: gone"))("go", "--json") == 3
+        captured = capsys.readouterr()
+        assert json.loads(captured.out) == {"error": "images: gone", "exit_code": 3}
+        assert captured.err == "images: gone\n"
+
+    def test_what_nobody_foresaw_is_one_line(self, capsys: Captured) -> None:
+        assert failing(ValueError("broken\nin two lines"))("go") == 1
+        message = "internal error: ValueError: broken; run again with --debug\n"
+        assert capsys.readouterr() == ("", message)
+
+    @pytest.mark.parametrize("words", [["--debug", "go"], ["go", "--debug"]])
+    @pytest.mark.parametrize("error", [ValueError("cause"), DataError("cause")])
+    def test_a_traceback_only_with_debug(
+        self, words: list[str], error: Exception, capsys: Captured
+    ) -> None:
+        tool = failing(error)
+        tool("go")
+        assert "Traceback" not in capsys.readouterr().err
+        tool(*words)
+        assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+    def test_ctrl_c(self, capsys: Captured) -> None:
+        assert failing(KeyboardInterrupt())("go") == 130
+        assert capsys.readouterr() == ("", "interrupted\n")
+
+    def test_end_of_file_is_not_ctrl_c(self, capsys: Captured) -> None:
+        assert failing(EOFError("truncated"))("go") == 1
+        assert "internal error: EOFError: truncated" in capsys.readouterr().err
+
+    def test_out_of_memory_says_what_to_do(self, capsys: Captured) -> None:
+        import torch
+
+        for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory")):
+            assert failing(error)("go") == 5
+            assert "data.micro_batch" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        "words,said",
+        [
+            (["goo"], "no such verb 'goo'; did you mean 'go'?"),
+            (["qqq"], "no such verb 'qqq'\n"),
+            (["go", "--jso"], "--json"),
+            ([], "Usage: finetune"),
+        ],
+    )
+    def test_usage(self, words: list[str], said: str, capsys: Captured) -> None:
+        assert program(lambda: "found")(*words) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert said in captured.err
+
+
+class TestText:
+    def test_json_of_what_is_not_json(self) -> None:
+        import numpy as np
+
+        data = {1: np.array([1.5, np.nan]), "path": Path("a"), "t": (np.int64(3), float("inf"))}
+        assert json.loads(to_json(data)) == {"1": [1.5, None], "path": "a", "t": [3, None]}
+        assert to_json("\udcff")  # a file name that is not text does not stop the answer
+
+    def test_flat(self) -> None:
+        assert flat({"a": {"b": 1, "c": [1, 2]}, "d": None}) == "a.b: 1\na.c: 1, 2\nd: None"
+
+    def test_figures_of_nothing(self) -> None:
+        assert figures({}) == ""
+        assert figures({"val": None, "claims": None}) == ""

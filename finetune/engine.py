@@ -55,7 +55,8 @@ def launch(run: RunSection, *, out: Path | None = None) -> Accelerator:
     """
     if run.threads is not None:
         torch.set_num_threads(run.threads)
-    processes = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+    without_gpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    processes = PartialState(cpu=without_gpu)
     for asked in (run.num_processes, requested_processes()):
         if asked is not None and asked != processes.num_processes:
             device = "" if processes.device.type == "cuda" else "ACCELERATE_USE_CPU=true "

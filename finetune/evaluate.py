@@ -12,8 +12,8 @@ from finetune.data.feed import Feed, open_store
 from finetune.data.sources import Source, open_source, split_train
 from finetune.engine import evaluate, launch
 from finetune.errors import DataError, RecipeError
-from finetune.job import default_eval
 from finetune.models.build import build
+from finetune.preprocess import default_eval
 from finetune.progress import say
 from finetune.recipe import DataSection, Recipe, RunSection, load_recipe
 

@@ -17,29 +17,12 @@ from finetune.data.augment import Pipeline
 from finetune.data.feed import Feed, Stream, crosses_epoch, open_store
 from finetune.data.sources import Source, Split, open_source, split_train
 from finetune.errors import DataError
-from finetune.models.build import Built, Preprocessing, build
+from finetune.models.build import build
+from finetune.models.built import Built, Preprocessing
+from finetune.preprocess import as_published, default_eval
 from finetune.recipe import Recipe
 
-__all__ = ["Job", "default_eval", "open_job"]
-
-
-def default_eval(preprocessing: Preprocessing) -> str:
-    """The evaluation sentence that the weights' configuration implies.
-
-    Args:
-        preprocessing: of the weights, with the recipe's overrides.
-    Returns: a sentence for `Pipeline`.
-    """
-    height, width = preprocessing.image_size
-    if preprocessing.crop_pct >= 1.0 or preprocessing.crop_mode == "squash":
-        return f"resize(({height}, {width}))"
-    # timm floors, and so do the figures that its weights are published with.
-    larger = (
-        math.floor(height / preprocessing.crop_pct),
-        math.floor(width / preprocessing.crop_pct),
-    )
-    resize = f"resize({larger[0]})" if height == width else f"resize({larger})"
-    return f"{resize} | center_crop(({height}, {width}))"
+__all__ = ["Job", "open_job"]
 
 
 @dataclasses.dataclass
@@ -153,8 +136,8 @@ class Job:
             "classes": self.num_classes,
             "images": {name: len(split) for name, split in self.source.splits.items()},
             "image_size": list(self.preprocessing.image_size),
-            "train_pipeline": str(self.train_pipeline),
-            "eval_pipeline": str(self.eval_pipeline),
+            "train_pipeline": self.train_pipeline.sentence,
+            "eval_pipeline": self.eval_pipeline.sentence,
             "steps": self.steps,
             "steps_per_epoch": round(self.steps_per_epoch, 3),
             "warmup_steps": self.warmup_steps,
@@ -196,6 +179,12 @@ def open_job(
         "interpolation": preprocessing.interpolation,
     }
     evaluation = data.eval or default_eval(preprocessing)
+    published = as_published(preprocessing, evaluation)
+    if published is None:
+        notice(
+            f"data.eval: timm's hub format cannot say '{evaluation}'; whoever loads the published "
+            f"model evaluates it with '{default_eval(preprocessing)}'"
+        )
     train_pipeline = Pipeline(data.train or f"{evaluation} | flip", train=True, **shared)
     num_samples = len(source.splits["train"])
     if num_samples == 0:
@@ -204,7 +193,7 @@ def open_job(
         recipe=recipe,
         source=source,
         built=built,
-        preprocessing=preprocessing,
+        preprocessing=published or preprocessing,
         train_pipeline=train_pipeline,
         eval_pipeline=Pipeline(evaluation, train=False, **shared),
         num_samples=num_samples,

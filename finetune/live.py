@@ -161,7 +161,11 @@ class Live:
             raise DivergedError(
                 f"{self.run.path}: the gradient was not finite in {limit} steps in a row, up to "
                 f"step {counters.step}; lower optim.lr or set optim.clip_norm. "
-                + (f"The best checkpoint is of step {counters.best_step}." if counters.best_step is not None else "")
+                + (
+                    f"The best checkpoint is of step {counters.best_step}."
+                    if counters.best_step is not None
+                    else ""
+                )
             )
 
     # Around the steps -------------------------------------------------------------------------

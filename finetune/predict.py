@@ -24,8 +24,8 @@ from finetune.data.augment import Pipeline
 from finetune.data.decode import decode, printable
 from finetune.data.sources import _walk as walk_images
 from finetune.errors import DataError, FinetuneError, RecipeError, SetupError, WeightsError
-from finetune.job import default_eval
 from finetune.models.build import build
+from finetune.preprocess import default_eval
 from finetune.recipe import load_recipe
 
 __all__ = ["Classifier", "describe", "find_files", "predict", "unreadable"]

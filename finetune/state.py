@@ -35,11 +35,13 @@ class Snapshot:
         self,
         weights: dict[str, Tensor],
         moments: dict[str, Tensor],
+        groups: list[dict[str, Any]],
         ema: dict[str, Tensor] | None,
         counters: dict[str, Any],
     ) -> None:
         self.weights = weights
         self.moments = moments
+        self.groups = groups
         self.ema = ema
         self.counters = counters
 
@@ -57,9 +59,14 @@ class Snapshot:
         """Put the checkpoint's files into `folder`."""
         save_file(self.weights, folder / "model.safetensors")
         save_file(self.moments, folder / "optimizer.safetensors")
+        _write_json(folder / "optimizer.json", self.groups)
         if self.ema is not None:
             save_file(self.ema, folder / "ema.safetensors")
-        (folder / "state.json").write_text(json.dumps(self.counters, indent=2), encoding="utf-8")
+        _write_json(folder / "state.json", self.counters)
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2, allow_nan=False), encoding="utf-8")
 
 
 def capture(
@@ -77,20 +84,32 @@ def capture(
         counters: what JSON can hold: step, best, early stopping, loss scale.
     Returns: a snapshot that shares no memory with the live state; whole on rank 0 only.
     """
-    moments = {}
+    moments: dict[str, Tensor] = {}
+    groups: list[dict[str, Any]] = []
     # An optimiser that has not stepped has no state, and asking for it would make one up.
     if optimizer.state:
         state: Any = get_optimizer_state_dict(model, optimizer, options=_ON_RANK_0)
         for name, values in state.get("state", {}).items():
             for key, value in values.items():
                 moments[f"{name}/{key}"] = _own(torch.as_tensor(value))
+        # Some optimisers count their steps in the group, not with the moments.
+        groups = [
+            {key: _plain(value) for key, value in group.items() if key != "params"}
+            for group in state.get("param_groups", [])
+        ]
     weights: Any = get_model_state_dict(model, options=_ON_RANK_0)
     return Snapshot(
         {name: _own(tensor) for name, tensor in weights.items()},
         moments,
+        groups,
         None if ema is None else {name: _own(t) for name, t in ema.state_dict().items()},
         counters,
     )
+
+
+def _plain(value: Any) -> Any:
+    """A number where an optimiser keeps a tensor of one."""
+    return value.item() if isinstance(value, Tensor) else value
 
 
 def _own(tensor: Tensor) -> Tensor:
@@ -111,14 +130,21 @@ def restore(
         name, _, moment = key.rpartition("/")
         state.setdefault(name, {})[moment] = tensor
     if state:
-        # The groups (rates, decay) come from the recipe; only the moments are restored.
+        saved = json.loads((folder / "optimizer.json").read_text(encoding="utf-8"))
         groups: Any = get_optimizer_state_dict(model, optimizer, options=_WHOLE)["param_groups"]
+        for group, values in zip(groups, saved, strict=True):
+            group |= {key: _tuple(value) for key, value in values.items()}
         set_optimizer_state_dict(
             model, optimizer, {"state": cast(Any, state), "param_groups": groups}, options=_WHOLE
         )
     if ema is not None:
         ema.load_state_dict(load_file(folder / "ema.safetensors"))
     return dict(json.loads((folder / "state.json").read_text(encoding="utf-8")))
+
+
+def _tuple(value: Any) -> Any:
+    """JSON knows only lists, optimisers want their betas as a tuple."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def set_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:

@@ -260,7 +260,9 @@ def test_early_stopping_and_the_best_weights_are_kept(tmp_path: Path) -> None:
     assert results["steps"] == 6
     assert results["best_step"] == 2
     kept = load_file(RunDir(out).folder(2) / "model.safetensors")
-    assert torch.equal(kept["head.weight"], load_file(out / "model/model.safetensors")["head.weight"])
+    assert torch.equal(
+        kept["head.weight"], load_file(out / "model/model.safetensors")["head.weight"]
+    )
 
 
 def test_gradients_that_are_not_finite_are_skipped_and_then_end_the_run(
@@ -284,7 +286,7 @@ def test_gradients_that_are_not_finite_are_skipped_and_then_end_the_run(
     assert results["skipped_steps"] == 2
     assert math.isfinite(results["test"]["loss"])
     monkeypatch.setattr(engine.Feed, "train", poisoned(set(range(6, 12))))
-    with pytest.raises(DivergedError, match="in 3 steps in a row, up to step 9.*is of step 4"):
+    with pytest.raises(DivergedError, match=r"in 3 steps in a row, up to step 9.*is of step 4"):
         train(tiny("run.max_skipped=3"), tmp_path / "many")
     best = load_file(RunDir(tmp_path / "many").folder(4) / "model.safetensors")
     assert all(torch.isfinite(tensor).all() for tensor in best.values())
@@ -313,7 +315,9 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_wrong_number_of_processes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match="2 processes were asked for and 1 started; run: .*launch"):
+    with pytest.raises(
+        SetupError, match=r"2 processes were asked for and 1 started; run: .*launch"
+    ):
         train(tiny("run.num_processes=2"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

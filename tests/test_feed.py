@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -162,7 +163,11 @@ def test_workers_bring_the_same_pixels_as_memory(digits) -> None:
     first = batches.pop(("memory", 1))
     assert batches
     for other in batches.values():
-        for mine, theirs in zip(sum(first, []), sum(other, []), strict=True):
+        for mine, theirs in zip(
+            functools.reduce(operator.iadd, first, []),
+            functools.reduce(operator.iadd, other, []),
+            strict=True,
+        ):
             assert torch.equal(mine.images_BCHW, theirs.images_BCHW)
             assert torch.equal(mine.labels_B, theirs.labels_B)
 

@@ -13,6 +13,7 @@ from samples import make_folder, make_parquet, png, write
 
 from finetune.data import decode as decode_module
 from finetune.data import scan as scan_module
+from finetune.data.decode import decode
 from finetune.data.scan import decoded_bytes, info, load_images, readable, scan
 from finetune.data.sources import open_source
 from finetune.errors import DataError
@@ -52,6 +53,23 @@ def test_scan_lists_every_unreadable_image(tmp_path: Path) -> None:
         assert item["error"].startswith(f"{item['name']}: {cause}")
     json.dumps(found)
     assert scan(open_source("embedded:digits")) == []
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_unreadable_images_far_apart_are_all_named_in_order(tmp_path: Path, workers: int) -> None:
+    number = 400  # several tasks of threads
+    images = [{"bytes": png(row), "path": None} for row in range(number)]
+    bad = [3, 4, 140, 399]
+    for row in bad:
+        images[row] = {"bytes": b"", "path": None}
+    make_parquet(tmp_path / "a.parquet", [row % 2 for row in range(number)], images=images)
+    source = open_source(f"parquet:{tmp_path}")
+    assert [item["index"] for item in scan(source, workers=workers)] == bad
+    loaded, kept = load_images(source.splits["train"], workers=workers, unreadable="quarantine")
+    assert kept.tolist() == [row for row in range(number) if row not in bad]
+    assert isinstance(loaded, np.ndarray)
+    assert loaded.shape == (396, 5, 4, 3)
+    assert np.array_equal(loaded[-1], decode(png(398)))
 
 
 def test_loading_stops_with_the_whole_list(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from finetune.errors import RecipeError, nearest
 __all__ = ["as_names", "classifier_names", "freeze_parameters", "set_train_mode", "zero_head"]
 
 
+# Part of the stem, also where timm's grouping forgets one (registers, before 1.0.28).
+EMBEDDED_TOKENS = ("pos_embed", "cls_token", "dist_token", "reg_token")
 AFTER_BLOCKS = (99999,)  # timm's mark in group_matcher()
 
 
@@ -93,7 +95,9 @@ def _blocks(model: nn.Module) -> list[list[str]]:
         for key, rules in group_matcher(coarse=False).items()
     }
     groups = group_parameters(model, matcher)
-    return [groups[index] for index in sorted(groups)][:-1]
+    blocks = [groups[index] for index in sorted(groups)][:-1]
+    tokens = [name for name, _ in model.named_parameters() if name in EMBEDDED_TOKENS]
+    return [[*blocks[0], *tokens], *blocks[1:]] if blocks else []
 
 
 def set_train_mode(model: nn.Module) -> None:

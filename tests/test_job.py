@@ -1,0 +1,90 @@
+"""A recipe made concrete: steps, evaluations, checkpoints, preprocessing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from finetune.job import Job, open_job
+from finetune.recipe import parse_recipe
+
+RECIPE = """
+model: {name: test_vit, pretrained: false, image_size: 32}
+data: {source: "embedded:digits", batch_size: 100}
+optim: {lr: 1e-3, epochs: 2}
+"""
+
+
+def job_of(*overrides: str, notices: list[str] | None = None) -> Job:
+    return open_job(
+        parse_recipe(RECIPE, overrides=overrides),
+        device=torch.device("cpu"),
+        notice=pytest.fail if notices is None else notices.append,
+        progress=False,
+    )
+
+
+def test_epochs_become_steps_once_rounded_up() -> None:
+    job = job_of("optim.warmup_epochs=0.5")
+    images = len(job.source.splits["train"])
+    assert job.steps == -(-2 * images // 100)
+    assert job.warmup_steps == round(0.5 * images / 100)
+    assert job.steps_per_epoch == images / 100
+
+
+def test_evaluation_and_checkpoints_are_due_at_epochs_and_at_the_end() -> None:
+    job = job_of()
+    due = [step for step in range(1, job.steps + 1) if job.evaluates_after(step)]
+    assert due == [-(-job.num_samples // 100), job.steps]
+    assert [step for step in range(1, job.steps + 1) if job.saves_after(step)] == due
+    job = job_of("run.eval_every=10", "run.save_every=7")
+    steps = range(1, job.steps + 1)
+    assert [step for step in steps if job.evaluates_after(step)] == [10, 20, job.steps]
+    assert [step for step in steps if job.saves_after(step)] == [7, 14, 21, job.steps]
+
+
+def test_overriding_the_weights_preprocessing_is_said_once() -> None:
+    notices: list[str] = []
+    job = job_of("model.pretrained=true", "model.name=embedded:vit_nano", notices=notices)
+    assert notices == []
+    own = job.preprocessing.mean
+    job = job_of(
+        "model.pretrained=true",
+        "model.name=embedded:vit_nano",
+        "data.mean=[0.1, 0.2, 0.3]",
+        notices=notices,
+    )
+    assert job.preprocessing.mean == (0.1, 0.2, 0.3) != own
+    assert len(notices) == 1
+    assert "data.mean=(0.1, 0.2, 0.3) instead of" in notices[0]
+
+
+def test_an_evaluation_that_timm_cannot_say_is_said() -> None:
+    notices: list[str] = []
+    job_of("data.eval=center_crop(6) | resize", notices=notices)
+    assert len(notices) == 1
+    assert "cannot say" in notices[0]
+
+
+def test_one_more_image_is_another_fingerprint(image_folder) -> None:
+    before = job_of(f"data.source=folder:{image_folder}").fingerprint()
+    assert job_of(f"data.source=folder:{image_folder}").fingerprint() == before
+    next((image_folder / "test" / "red").iterdir()).unlink()
+    assert job_of(f"data.source=folder:{image_folder}").fingerprint() != before
+
+
+def test_quarantine_shortens_the_stream(image_folder) -> None:
+    next((image_folder / "train" / "red").iterdir()).write_bytes(b"no image")
+    job = job_of(f"data.source=folder:{image_folder}", "data.unreadable=quarantine")
+    before = job.num_samples
+    job.feed(job.source.splits["train"], train=True)
+    left = job.num_samples + len(job.source.splits["val"])
+    assert job.num_samples in (before, before - 1)
+    assert left in (23, 24)
+
+
+def test_the_plan_says_what_would_happen() -> None:
+    plan = job_of().plan()
+    assert plan["classes"] == 10
+    assert plan["parameters"] == plan["trainable_parameters"] > 0
+    assert plan["train_pipeline"].endswith("| flip")

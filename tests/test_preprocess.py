@@ -1,0 +1,81 @@
+"""A sentence and timm's configuration say the same evaluation."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from timm.data.transforms_factory import create_transform
+
+from finetune.data.augment import Pipeline
+from finetune.models.built import Preprocessing
+from finetune.preprocess import as_published, default_eval
+
+SQUARE = Preprocessing(
+    image_size=(32, 32),
+    mean=(0.5, 0.4, 0.3),
+    std=(0.2, 0.3, 0.4),
+    interpolation="bilinear",
+    crop_pct=0.875,
+    crop_mode="center",
+)
+
+
+@pytest.mark.parametrize("crop_pct", [0.875, 0.9, 0.95, 1.0])
+@pytest.mark.parametrize("crop_mode", ["center", "squash"])
+@pytest.mark.parametrize("source", [(48, 48), (40, 60), (20, 20)])
+def test_the_implied_sentence_gives_timms_pixels(
+    crop_pct: float, crop_mode: str, source: tuple[int, int]
+) -> None:
+    preprocessing = dataclasses.replace(SQUARE, crop_pct=crop_pct, crop_mode=crop_mode)
+    pixels = np.random.default_rng(0).integers(0, 256, (*source, 3), dtype=np.uint8)
+    transform = create_transform(
+        (3, 32, 32),
+        interpolation="bilinear",
+        mean=(0, 0, 0),
+        std=(1, 1, 1),
+        crop_pct=crop_pct,
+        crop_mode=crop_mode,
+    )
+    expected = transform(Image.fromarray(pixels))
+    pipeline = Pipeline(
+        default_eval(preprocessing),
+        image_size=(32, 32),
+        mean=(0, 0, 0),
+        std=(1, 1, 1),
+        interpolation="bilinear",
+        train=False,
+    )
+    (found,) = pipeline(torch.from_numpy(pixels).permute(2, 0, 1)[None])
+    # Pillow rounds to a grey level after each of its two passes.
+    assert (found - expected).abs().max() <= 1.6 / 255
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    ["resize", "resize(36) | center_crop", "resize((36, 36)) | center_crop", "resize(32)"],
+)
+def test_what_is_published_implies_the_sentence_again(sentence: str) -> None:
+    published = as_published(SQUARE, sentence)
+    assert published is not None
+    shared = {
+        "image_size": (32, 32),
+        "mean": (0,) * 3,
+        "std": (1,) * 3,
+        "interpolation": "bilinear",
+    }
+    image = torch.randint(0, 256, (1, 3, 48, 40), dtype=torch.uint8)
+    try:
+        expected = Pipeline(sentence, train=False, **shared)(image)
+    except Exception:  # a sentence that only fits square images
+        image = image[..., :40, :]
+        expected = Pipeline(sentence, train=False, **shared)(image)
+    assert torch.equal(Pipeline(default_eval(published), train=False, **shared)(image), expected)
+
+
+def test_what_timm_cannot_say_is_not_published_as_something_else() -> None:
+    assert as_published(SQUARE, "center_crop(20) | resize") is None
+    assert as_published(SQUARE, "resize((20, 40)) | center_crop") is None

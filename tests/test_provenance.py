@@ -1,0 +1,77 @@
+"""What run.json says of the surroundings, and how the launcher is read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+
+from finetune import provenance
+from finetune.provenance import describe_machine, pick_precision, requested_processes
+
+
+def test_the_machine_is_described_for_json() -> None:
+    facts = describe_machine(torch.device("cpu"), 2)
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts["versions"]["torch"] == version("torch")
+    assert facts["num_processes"] == 2
+    assert facts["device"]["type"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    "capabilities, expected",
+    [({"avx512_bf16": True}, "bf16"), ({"amx_bf16": True}, "bf16"), ({"avx2": True}, "fp32")],
+)
+def test_auto_takes_bf16_where_the_processor_has_it(monkeypatch, capabilities, expected) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    assert pick_precision("auto", torch.device("cpu")) == expected
+    assert pick_precision("fp32", torch.device("cpu")) == "fp32"
+    assert pick_precision("fp16", torch.device("cpu")) == "fp16"
+
+
+@pytest.mark.parametrize(
+    "command, expected",
+    [
+        (["bin/accelerate", "launch", "--cpu", "--num_processes", "2", "-m", "finetune"], 2),
+        (["bin/accelerate", "launch", "--num_processes=4", "-m", "finetune"], 4),
+        (["python", "-m", "accelerate.commands.launch", "--num_processes", "3"], 3),
+        (["bin/accelerate", "launch", "-m", "finetune"], None),
+        (["bash", "-c", "launch --num_processes 2"], None),
+    ],
+)
+def test_the_launchers_command_line_is_read(monkeypatch, command, expected) -> None:
+    line = "\0".join(command).encode() + b"\0"
+    monkeypatch.setattr(Path, "read_bytes", lambda self: line)
+    assert requested_processes() == expected
+
+
+def test_a_parent_that_launches_nothing_asks_for_nothing() -> None:
+    code = "from finetune.provenance import requested_processes; print(requested_processes())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "None"
+
+
+def test_the_commit_is_the_checkouts(tmp_path: Path, monkeypatch) -> None:
+    def git(*arguments: str) -> str:
+        command = ["git", "-c", "user.name=n", "-c", "user.email=e", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    package = tmp_path / "finetune"
+    package.mkdir()
+    module = package / "provenance.py"
+    module.write_text("")
+    monkeypatch.setattr(provenance, "__file__", str(module))
+    assert provenance._commit() is None
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    commit = git("rev-parse", "HEAD")
+    assert provenance._commit() == commit
+    module.write_text("# changed")
+    assert provenance._commit() == f"{commit}+changes"

@@ -1,0 +1,92 @@
+"""What a checkpoint holds comes back to the last bit."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from timm.utils import ModelEmaV3
+
+from finetune import state
+from finetune.optim import build_optimizer
+
+
+def network() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model("test_vit", num_classes=3, img_size=32)
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    torch.manual_seed(seed)
+    model(torch.randn(2, 3, 32, 32)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "lion"])
+def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, name: str) -> None:
+    model = network()
+    for parameter in model.patch_embed.parameters():  # some are frozen
+        parameter.requires_grad_(False)
+    fresh = copy.deepcopy(model)
+    optimizer = build_optimizer(model, name=name, lr=1e-3, weight_decay=0.1)
+    ema = ModelEmaV3(model, decay=0.5)
+    for seed in range(2):
+        step(model, optimizer, seed)
+        ema.update(model)
+    snapshot = state.capture(model, optimizer, ema.module, {"step": 2})
+    snapshot.write(tmp_path)
+    assert snapshot.num_bytes() <= sum(file.stat().st_size for file in tmp_path.iterdir())
+    step(model, optimizer, 5)
+
+    other = build_optimizer(fresh, name=name, lr=1e-3, weight_decay=0.1)
+    other_ema = ModelEmaV3(fresh, decay=0.5)
+    assert state.restore(tmp_path, fresh, other, other_ema.module) == {"step": 2}
+    step(fresh, other, 5)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, fresh.state_dict()[key]), key
+    for key, value in ema.module.state_dict().items():
+        assert torch.equal(value, other_ema.module.state_dict()[key]), key
+
+
+def test_a_snapshot_shares_nothing_with_the_live_network(tmp_path: Path) -> None:
+    model = network()
+    optimizer = build_optimizer(model, name="adamw", lr=1e-3)
+    snapshot = state.capture(model, optimizer, None, {})
+    before = snapshot.weights["head.weight"].clone()
+    step(model, optimizer, 0)
+    assert torch.equal(snapshot.weights["head.weight"], before)
+    assert not torch.equal(model.head.weight, before)
+
+
+def test_saving_before_the_first_step_makes_no_moments_up(tmp_path: Path) -> None:
+    model = network()
+    optimizer = build_optimizer(model, name="adamw", lr=1e-3)
+    state.capture(model, optimizer, None, {"step": 0}).write(tmp_path)
+    assert not optimizer.state
+    state.restore(tmp_path, model, optimizer, None)
+    assert not optimizer.state
+
+
+def test_evaluation_reads_the_average_where_there_is_one(tmp_path: Path) -> None:
+    model = network()
+    optimizer = build_optimizer(model, name="adamw", lr=1e-1)
+    ema = ModelEmaV3(model, decay=0.9)
+    step(model, optimizer, 0)
+    state.capture(model, optimizer, None, {}).write(tmp_path)
+    assert torch.equal(state.read_weights(tmp_path)["head.weight"], model.head.weight)
+    state.capture(model, optimizer, ema.module, {}).write(tmp_path)
+    assert torch.equal(state.read_weights(tmp_path)["head.weight"], ema.module.head.weight)
+
+
+def test_no_file_of_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
+    model = network()
+    optimizer = build_optimizer(model, name="adamw", lr=1e-3)
+    step(model, optimizer, 0)
+    state.capture(model, optimizer, None, {"step": 1}).write(tmp_path)
+    assert {file.suffix for file in tmp_path.iterdir()} == {".safetensors", ".json"}
+    assert json.loads((tmp_path / "state.json").read_text()) == {"step": 1}

@@ -163,11 +163,7 @@ def test_workers_bring_the_same_pixels_as_memory(digits) -> None:
     first = batches.pop(("memory", 1))
     assert batches
     for other in batches.values():
-        for mine, theirs in zip(
-            functools.reduce(operator.iadd, first, []),
-            functools.reduce(operator.iadd, other, []),
-            strict=True,
-        ):
+        for mine, theirs in zip(chain(*first), chain(*other), strict=True):
             assert torch.equal(mine.images_BCHW, theirs.images_BCHW)
             assert torch.equal(mine.labels_B, theirs.labels_B)
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from finetune.data.augment import Pipeline
 from finetune.data.decode import decode, printable
-from finetune.data.sources import _walk as walk_images
+from finetune.data.items import walk_images
 from finetune.errors import DataError, FinetuneError, RecipeError, SetupError, WeightsError
 from finetune.models.build import build
 from finetune.preprocess import default_eval

@@ -33,7 +33,6 @@ __all__ = ["Source", "Split", "open_source", "split_train"]
 _KINDS = ("hub", "parquet", "folder", "embedded")
 # Fingerprints of larger splits are over names and sizes: hashing 150 GB would take minutes.
 _FINGERPRINT_BYTES = 2**30
-_walk = walk_images
 
 
 @dataclass(frozen=True, eq=False)

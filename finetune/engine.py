@@ -69,15 +69,21 @@ def launch(run: RunSection, *, out: Path | None = None) -> Accelerator:
     # Accelerate keeps the precision of the process's first run; a second one may have another.
     AcceleratorState._reset_state()
     try:
-        return Accelerator(
+        accelerator = Accelerator(
             mixed_precision="no" if precision == "fp32" else precision,
-            log_with=run.trackers or None,
+            log_with=list(run.trackers) or None,
             project_dir=out,
         )
     except (ImportError, ValueError) as error:
+        raise SetupError(f"run: {error}") from error
+    # Accelerate leaves a tracker out, with a debug line, when its package is not there.
+    started = {getattr(tracker, "value", tracker) for tracker in accelerator.log_with}
+    if missing := sorted(set(run.trackers) - started):
         raise SetupError(
-            f"run: {error}; trackers come with: pip install 'finetune[track]'"
-        ) from error
+            f"run.trackers: {', '.join(missing)}: its package is not installed; TensorBoard comes "
+            "with: pip install 'finetune[track]'"
+        )
+    return accelerator
 
 
 def train(

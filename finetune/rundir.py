@@ -228,9 +228,7 @@ class RunDir:
             with disk_errors(self.model, needed=needed):
                 temporary.mkdir()
                 write(temporary)
-                for file in temporary.iterdir():
-                    with file.open("rb") as handle:
-                        os.fsync(handle.fileno())
+                _settle(temporary)
                 if self.model.exists():
                     os.replace(self.model, old)
                 os.replace(temporary, self.model)
@@ -291,6 +289,16 @@ class RunDir:
                 shutil.rmtree(doomed, ignore_errors=True)
 
 
+def _settle(folder: Path) -> None:
+    """Sync each file of a folder, readable for whom the umask lets (safetensors writes 0600)."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in sorted(folder.iterdir()):
+        path.chmod(0o666 & ~umask)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
 def _digest_of(files: dict[str, Any]) -> str:
     """The manifest protects itself too: one flipped bit in it must not go unseen."""
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
@@ -300,10 +308,9 @@ def _write_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """Fill `folder`, sync every file, and write the manifest last."""
     folder.mkdir()
     write(folder)
+    _settle(folder)
     files = {}
     for path in sorted(folder.iterdir()):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
         files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
     step = int(folder.name.split("-")[1].split(".")[0])
     with (folder / MANIFEST).open("w", encoding="utf-8") as file:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from safetensors.torch import load_file
 
@@ -29,6 +30,7 @@ from finetune.errors import (
     SetupError,
 )
 from finetune.evaluate import evaluate_model
+from finetune.job import open_job
 from finetune.live import Live
 from finetune.recipe import Recipe, parse_recipe
 from finetune.rundir import RunDir
@@ -114,6 +116,69 @@ def test_accumulation_changes_no_loss(plain, tmp_path: Path) -> None:
     train(tiny("data.micro_batch=24"), tmp_path / "parts")
     assert losses(tmp_path / "parts") == pytest.approx(losses(expected), abs=1e-5)
     assert len(set(losses(expected))) >= 11  # the first rate is zero
+
+
+def test_ways_of_computing_that_change_no_loss(tmp_path: Path) -> None:
+    train(tiny(), tmp_path / "plain")
+    ways = {
+        "checkpointing": ["model.grad_checkpointing=true"],
+        "workers": ["data.keep=none", "data.workers=1"],
+    }
+    for name, overrides in ways.items():
+        train(tiny(*overrides), tmp_path / name)
+        expected = losses(tmp_path / "plain")
+        assert losses(tmp_path / name) == pytest.approx(expected, abs=1e-5), name
+
+
+@pytest.mark.slow
+def test_a_compiled_network_trains_alike_and_is_saved_under_plain_names(tmp_path: Path) -> None:
+    train(tiny("optim.steps=4"), tmp_path / "plain")
+    train(tiny("optim.steps=4", "model.compile=true"), tmp_path / "compiled")
+    assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "plain"), abs=1e-4)
+    names = [load_file(tmp_path / run / "model/model.safetensors") for run in ("plain", "compiled")]
+    assert names[0].keys() == names[1].keys()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.freeze=1", "optim.layer_decay=0.75"],
+        ["model.freeze=backbone"],
+        ["run.precision=bf16", "data.train=resize | mixup(0.8) | cutmix(1.0)"],
+        [
+            "optim.name=sgd",
+            "optim.schedule=step",
+            "optim.step_every=5",
+            "optim.label_smoothing=0.1",
+        ],
+        ["model.name=test_resnet", "model.args={}", "model.image_size=32"],
+        ["model.name=test_convnext", "model.args={}", "model.image_size=32", "run.best=val.loss"],
+        ["data.val_fraction=0"],
+    ],
+    ids=["freeze-blocks", "freeze-backbone", "mix", "sgd", "resnet", "convnext", "no-validation"],
+)
+def test_every_kind_of_run_ends_with_a_model_that_timm_loads(
+    tmp_path: Path, overrides: list[str]
+) -> None:
+    recipe = parse_recipe(TINY.replace("steps: 12", "steps: 4"), overrides=overrides)
+    results = train(recipe, tmp_path / "run")
+    assert 0 <= results["test"]["top1"] <= 1
+    model = timm.create_model(f"local-dir:{tmp_path / 'run' / 'model'}", pretrained=True)
+    assert model.num_classes == 10
+    if "model.freeze=backbone" in overrides:
+        torch.manual_seed(0)
+        first = load_file(RunDir(tmp_path / "run").folder(4) / "model.safetensors")
+        fresh = open_job(recipe, device=torch.device("cpu"), notice=print, progress=False)
+        frozen = fresh.built.model.state_dict()
+        assert torch.equal(first["blocks.0.mlp.fc1.weight"], frozen["blocks.0.mlp.fc1.weight"])
+        assert not torch.equal(first["head.weight"], frozen["head.weight"])
+
+
+def test_a_tracker_that_is_not_there_is_not_left_out_silently(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="comet_ml: its package is not installed"):
+        train(tiny("run.trackers=[comet_ml]"), tmp_path / "run")
+    with pytest.raises(SetupError, match="nosuch"):
+        train(tiny("run.trackers=[nosuch]"), tmp_path / "run")
 
 
 def run_in_child(work: Callable[[], object]) -> int:

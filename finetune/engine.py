@@ -8,40 +8,40 @@ another; at the end the best weights become `model/` and the test split is read,
 
 from __future__ import annotations
 
-import contextlib
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
-from accelerate.utils import broadcast_object_list, parse_flag_from_env
+from accelerate.utils import (
+    GradientAccumulationPlugin,
+    broadcast_object_list,
+    parse_flag_from_env,
+)
 from torch import nn
 
 from finetune.card import write_card
 from finetune.claims import answer
 from finetune.data.feed import Feed
-from finetune.errors import DataError, Interrupted, RecipeError, SetupError
-from finetune.job import Job, open_job
+from finetune.errors import FinetuneError, Interrupted, SetupError
+from finetune.job import open_job
 from finetune.live import Live
 from finetune.metrics import Counts
 from finetune.models.build import save_model, set_train_mode
 from finetune.progress import Meter, StopSignals, bar, say
-from finetune.provenance import describe_machine, pick_precision, requested_processes
-from finetune.recipe import Recipe, RunSection, load_recipe
-from finetune.rundir import RunDir, write_atomically
+from finetune.provenance import pick_precision, requested_processes
+from finetune.recipe import Recipe, RunSection
+from finetune.record import begin, note_plan, status_kept
+from finetune.rundir import RunDir
 
 __all__ = ["evaluate", "launch", "train"]
 
+_Result = TypeVar("_Result")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-# A resumed run may differ in these: they change where and how fast, not what is learned.
-_FREE_KEYS = {
-    "data": {"micro_batch", "eval_batch_size", "keep", "workers"},
-    "run": {"log_every", "save_every", "keep_checkpoints", "num_processes", "threads", "trackers"},
-}
 
 
 def launch(run: RunSection, *, out: Path | None = None) -> Accelerator:
@@ -73,6 +73,9 @@ def launch(run: RunSection, *, out: Path | None = None) -> Accelerator:
             mixed_precision="no" if precision == "fp32" else precision,
             log_with=list(run.trackers) or None,
             project_dir=out,
+            # Both are given so that no environment variable can change the training.
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+            dynamo_backend="no",
         )
     except (ImportError, ValueError) as error:
         raise SetupError(f"run: {error}") from error
@@ -101,30 +104,41 @@ def train(
     """
     run = RunDir(out)
     accelerator = launch(recipe.run, out=run.path)
-    main = accelerator.is_main_process
+    main, world = accelerator.is_main_process, accelerator.num_processes
     job = open_job(
         recipe,
         device=accelerator.device,
-        local_processes=accelerator.num_processes,
+        local_processes=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
         notice=say if main else _silent,
         progress=main,
     )
+    # Before any image is decoded: whatever of the recipe does not fit together shows here.
+    live = Live(job, accelerator, run)
+    job.stream.micro_batches(0, rank=accelerator.process_index, world=world)
     if dry_run:
-        return {**job.plan(), "num_processes": accelerator.num_processes}
-    with _held(run, main=main), StopSignals() as stop:
-        start = _begin(run, job, accelerator, resume=resume)
+        return {**job.plan(), "num_processes": world}
+    try:
+        _on_main(accelerator, run.open)
+        precision = accelerator.mixed_precision.replace("no", "fp32")
+        facts = {"precision": precision, "num_processes": world, "resume": resume, "notice": say}
+        start = _on_main(accelerator, lambda: begin(run, job, **facts))
         if start is None:
             return run.read_json("results.json") or {}
-        with _status(run, main=main):
-            dtype = _DTYPES.get(accelerator.mixed_precision, torch.float32)
+        with StopSignals() as stop, status_kept(run, main=main):
+            dtype = _DTYPES.get(precision, torch.float32)
             train_feed = job.feed(job.source.splits["train"], train=True, dtype=dtype)
+            _on_main(accelerator, lambda: note_plan(run, job, start=start))
             val = job.source.splits.get("val")
             val_feed = None if val is None else job.feed(val, train=False)
-            live = Live(job, accelerator, run)
+            _heed(stop, run)
             if start:
                 live.restore(start)
+            if recipe.run.trackers:
+                accelerator.init_trackers("finetune")
             _fit(live, train_feed, val_feed, stop)
             return _finish(live, val_feed)
+    finally:
+        run.close()
 
 
 def _fit(live: Live, train_feed: Feed, val_feed: Feed | None, stop: StopSignals) -> None:
@@ -139,10 +153,10 @@ def _fit(live: Live, train_feed: Feed, val_feed: Feed | None, stop: StopSignals)
         micro_batch=live.recipe.data.micro_batch,
     )
     meter = Meter(accelerator.device, counters.seconds)
-    set_train_mode(live.model)
+    live.go_on(meter)
     with bar(total=job.steps, start=counters.step, shown=live.main) as shown:
         while counters.step < job.steps and not live.stops_early:
-            live.step(next(steps), meter)
+            live.step(*next(steps), meter)
             shown.update()
             step = counters.step
             if step % run_keys.log_every == 0 or step == job.steps:
@@ -151,6 +165,7 @@ def _fit(live: Live, train_feed: Feed, val_feed: Feed | None, stop: StopSignals)
             best = False
             if val_feed is not None and job.evaluates_after(step):
                 batch_size = live.recipe.data.eval_batch_size
+                live.share_statistics()
                 result = evaluate(live.evaluated(), val_feed, accelerator, batch_size=batch_size)
                 best = live.log_validation(result, meter)
                 set_train_mode(live.model)
@@ -195,88 +210,27 @@ def evaluate(
     return {**result, "images_per_second": round(result["examples"] / elapsed, 2)}
 
 
-# The run directory's beginning and end ----------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _held(run: RunDir, *, main: bool) -> Iterator[None]:
-    """Hold the run directory's lock on rank 0."""
-    if main:
-        run.open()
-    try:
-        yield
-    finally:
-        run.close()
-
-
-def _begin(run: RunDir, job: Job, accelerator: Accelerator, *, resume: bool) -> int | None:
-    """Start the run's record, or check that the recorded run is this one.
-
-    Returns: the step to continue from, the same on all ranks; None if the run is already done.
-    """
-    start: list[int | None] = [0]
+def _on_main(accelerator: Accelerator, work: Callable[[], _Result]) -> _Result:
+    """Do something on rank 0; every rank gets its answer, or its error."""
+    outcome: list[Any] = [None, None]
     if accelerator.is_main_process:
-        record = run.read_json("run.json")
-        fingerprint = job.fingerprint()
-        if record is None:
-            record = {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-        elif not resume:
-            raise SetupError(
-                f"{run.path}: holds a run already ({record['status']}); continue it with --resume, "
-                "or choose another --out"
-            )
-        else:
-            _check_same(run, job.recipe, record, fingerprint)
-            start[0] = None if record["status"] == "done" else run.newest(say) or 0
-        if start[0] is not None:
-            run.forget_after(start[0])
-            write_atomically(run.path / "recipe.yaml", job.recipe.to_yaml())
-            machine = describe_machine(accelerator.device, accelerator.num_processes)
-            plan = {**job.plan(), "precision": accelerator.mixed_precision.replace("no", "fp32")}
-            record |= {"status": "running", **machine, "plan": plan}
-            record["data_fingerprint"] = fingerprint
-            record["weights_sha256"] = job.built.provenance.get("sha256")
-            run.write_json("run.json", record)
-            if job.recipe.run.trackers:
-                accelerator.init_trackers("finetune")
-    broadcast_object_list(start)
-    return start[0]
+        try:
+            outcome[0] = work()
+        except FinetuneError as error:
+            outcome[1] = error
+    broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    answer: _Result = outcome[0]
+    return answer
 
 
-def _check_same(run: RunDir, recipe: Recipe, record: dict[str, Any], fingerprint: str) -> None:
-    """Refuse to continue a run whose recipe or data is another one, and show the difference."""
-    old, new = load_recipe(run.path / "recipe.yaml").model_dump(), recipe.model_dump()
-    differences = [
-        f"{section}.{key}: {old[section][key]!r} was {new[section][key]!r} is"
-        for section in ("model", "data", "optim", "run")
-        for key in new[section]
-        if old[section][key] != new[section][key] and key not in _FREE_KEYS.get(section, ())
-    ]
-    if differences:
-        raise RecipeError(
-            f"{run.path}: cannot continue with another recipe ({'; '.join(differences)}); "
-            "restore the key, or choose another --out"
+def _heed(stop: StopSignals, run: RunDir) -> None:
+    """End before the first step if a signal has come."""
+    if stop.received:
+        raise Interrupted(
+            f"{run.path}: stopped before training went on; continue with --resume", stop.received
         )
-    if record.get("data_fingerprint") != fingerprint:
-        raise DataError(
-            f"{recipe.data.source}: the data is not what the run in {run.path} began with (an "
-            "image or label was added, removed or changed); restore it, or choose another --out"
-        )
-
-
-@contextlib.contextmanager
-def _status(run: RunDir, *, main: bool) -> Iterator[None]:
-    """Keep `status` in run.json true, whatever ends the run."""
-    status = "done"
-    try:
-        yield
-    except BaseException as error:
-        code = getattr(error, "exit_code", 1)
-        status = f"stopped ({code})" if isinstance(error, Interrupted) else f"failed ({code})"
-        raise
-    finally:
-        if main and (record := run.read_json("run.json")) is not None:
-            run.write_json("run.json", {**record, "status": status})
 
 
 def _finish(live: Live, val_feed: Feed | None) -> dict[str, Any]:

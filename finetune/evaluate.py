@@ -33,7 +33,8 @@ def evaluate_model(model: str, *, data: str | None = None, split: str = "test") 
     recorded = Path(model) / "recipe.yaml"
     recipe = load_recipe(recorded) if recorded.is_file() else None
     section, seed = _data_section(model, recipe, data)
-    accelerator = launch(RunSection() if recipe is None else recipe.run)
+    settings = {} if recipe is None else recipe.run.model_dump(include={"precision", "threads"})
+    accelerator = launch(RunSection(**settings))
     source = open_source(
         section.source, image_column=section.image_column, label_column=section.label_column
     )

@@ -134,6 +134,7 @@ class Job:
             "parameters": sum(p.numel() for p in model.parameters()),
             "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
             "classes": self.num_classes,
+            "images_read": self.num_samples,
             "images": {name: len(split) for name, split in self.source.splits.items()},
             "image_size": list(self.preprocessing.image_size),
             "train_pipeline": self.train_pipeline.sentence,

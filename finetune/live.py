@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +20,9 @@ from torch import Tensor, nn
 
 from finetune import state
 from finetune.data.feed import Batch
-from finetune.errors import CheckpointError, DivergedError, RecipeError
+from finetune.errors import DivergedError, RecipeError
 from finetune.job import Job
+from finetune.models.head import set_train_mode
 from finetune.optim import build_optimizer, lr_at, set_lr
 from finetune.progress import Meter
 from finetune.rundir import RunDir
@@ -40,6 +43,7 @@ class Counters:
         stale: evaluations since then.
         skipped, skipped_in_row: steps left out because a gradient was not finite.
         seconds: time spent.
+        pending: what the meter has summed since the last log line.
         scaler: fp16's loss scale.
     """
 
@@ -50,6 +54,7 @@ class Counters:
     skipped: int = 0
     skipped_in_row: int = 0
     seconds: float = 0.0
+    pending: list[float] = dataclasses.field(default_factory=list)
     scaler: dict[str, float] | None = None
 
     def note(self, metric: str, value: float) -> bool:
@@ -97,12 +102,12 @@ class Live:
 
     # One step ---------------------------------------------------------------------------------
 
-    def step(self, batches: list[Batch], meter: Meter) -> None:
+    def step(self, num_batches: int, batches: Iterator[Batch], meter: Meter) -> None:
         """Take one optimiser step on this rank's micro-batches."""
         counters, accelerator, optim = self.counters, self.accelerator, self.recipe.optim
         losses = []
         for number, batch in enumerate(batches):
-            last = number == len(batches) - 1
+            last = number == num_batches - 1
             waiting = contextlib.nullcontext() if last else accelerator.no_sync(self.model)
             self._seed_dropout(number)
             with waiting:
@@ -114,7 +119,7 @@ class Live:
             losses.append((loss_sum.detach(), logits_BK.detach(), batch.labels_B))
         limit = optim.clip_norm if optim.clip_norm is not None else float("inf")
         norm = accelerator.clip_grad_norm_(self.model.parameters(), limit)
-        finite = bool(torch.isfinite(torch.as_tensor(norm)))
+        finite = math.isfinite(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
         set_lr(self.optimizer.optimizer, self.lr(counters.step))
         if finite or accelerator.scaler is not None:  # a scaler leaves the step out by itself
             self.optimizer.step()
@@ -154,10 +159,10 @@ class Live:
         torch.manual_seed(mixed)
 
     def _count_skipped(self) -> None:
-        counters, limit = self.counters, self.recipe.run.max_skipped
+        counters, limit = self.counters, max(self.recipe.run.max_skipped, 1)
         counters.skipped += 1
         counters.skipped_in_row += 1
-        if counters.skipped_in_row >= max(limit, 1):
+        if counters.skipped_in_row >= limit:
             raise DivergedError(
                 f"{self.run.path}: the gradient was not finite in {limit} steps in a row, up to "
                 f"step {counters.step}; lower optim.lr or set optim.clip_norm. "
@@ -183,7 +188,7 @@ class Live:
         return line
 
     def _sum(self, tensor: Tensor) -> Tensor:
-        return torch.as_tensor(self.accelerator.reduce(tensor.clone(), "sum"))
+        return torch.as_tensor(self.accelerator.reduce(tensor, "sum"))
 
     def _write(self, line: dict[str, Any]) -> None:
         if self.main:
@@ -227,12 +232,13 @@ class Live:
         """Publish a checkpoint of this step, and prune older ones."""
         counters, run = self.counters, self.run
         counters.seconds = meter.seconds
+        counters.pending = self._sum(meter.sums()).tolist()
         if self.accelerator.scaler is not None:
             counters.scaler = self.accelerator.scaler.state_dict()
         snapshot = state.capture(
             self.model,
             self.optimizer.optimizer,
-            None if self.ema is None else self.ema.module,
+            self.ema.module if self.ema is not None and self.main else None,
             dataclasses.asdict(counters),
         )
         if self.main:
@@ -246,8 +252,26 @@ class Live:
         ema = None if self.ema is None else self.ema.module
         counters = state.restore(self.run.folder(step), self.model, self.optimizer.optimizer, ema)
         self.counters = Counters(**counters)
+        best = self.counters.best_step
+        if best is not None and (problem := self.run.verify(best)) is not None:
+            self.job.notice(f"the best checkpoint is damaged, a new best is looked for: {problem}")
+            self.counters = dataclasses.replace(self.counters, best=None, best_step=None, stale=0)
         if self.counters.scaler is not None and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(self.counters.scaler)
+
+    def go_on(self, meter: Meter) -> None:
+        """Begin to train, from what a checkpoint kept between two log lines."""
+        if self.main and self.counters.pending:
+            meter.take_over(self.counters.pending)
+        set_train_mode(self.model)
+
+    def share_statistics(self) -> None:
+        """Average batch norm's running statistics over ranks: each has seen its own images."""
+        if self.accelerator.num_processes == 1:
+            return
+        for name, buffer in self.model.named_buffers():
+            if name.endswith(("running_mean", "running_var")):
+                buffer.copy_(torch.as_tensor(self.accelerator.reduce(buffer, "mean")))
 
     def agree_to_stop(self, received: int) -> int:
         """Let a signal to any rank stop all of them at the same step. Returns: its number or 0."""
@@ -260,14 +284,12 @@ class Live:
         """Put the best weights into the network that evaluation sees.
 
         Returns: their step, and the weights themselves.
-        Raises: CheckpointError if they do not verify.
+        Raises: CheckpointError if no checkpoint verifies.
         """
         step = self.counters.best_step or self.counters.step
-        problem = self.run.verify(step)
-        if problem is not None:
-            raise CheckpointError(
-                f"{problem}; the best weights are lost: train again in another --out"
-            )
+        if (problem := self.run.verify(step)) is not None:
+            self.job.notice(f"the best checkpoint is damaged, the newest is taken: {problem}")
+            step = self.run.newest(self.job.notice) or self.counters.step
         weights = state.read_weights(self.run.folder(step))
         model = self.evaluated()
         if self.sharded:

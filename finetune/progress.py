@@ -40,25 +40,22 @@ class Meter:
     def __init__(self, device: torch.device, seconds_before: float) -> None:
         """Start the clock; `seconds_before` is what earlier parts of a resumed run took."""
         self._device = device
+        self._dtype = torch.float32 if device.type == "mps" else torch.float64  # it has no float64
         self._started = time.perf_counter() - seconds_before
         self._restart()
 
     def _restart(self) -> None:
-        self._sums = torch.zeros(4, dtype=torch.float64, device=self._device)
+        self._images = 0
+        self._sums = torch.zeros(3, dtype=self._dtype, device=self._device)
         self._since = time.perf_counter()
 
     def add(self, loss_sum: Tensor, logits_BK: Tensor, labels_B: Tensor) -> None:
         """Count one micro-batch of this rank."""
         ranked = logits_BK.topk(min(5, logits_BK.shape[1]), dim=1).indices
         hits = ranked == labels_B[:, None]
-        self._sums += torch.stack(
-            [
-                loss_sum.double(),
-                hits[:, 0].sum().double(),
-                hits.sum().double(),
-                torch.tensor(float(len(labels_B)), dtype=torch.float64, device=self._device),
-            ]
-        )
+        sums = (loss_sum, hits[:, 0].sum(), hits.sum())
+        self._sums += torch.stack([each.to(self._dtype) for each in sums])
+        self._images += len(labels_B)
 
     @property
     def seconds(self) -> float:
@@ -67,7 +64,13 @@ class Meter:
 
     def sums(self) -> Tensor:
         """Loss, top-1 hits, top-5 hits and images of this rank, to be summed over ranks: (4,)."""
-        return self._sums
+        images = torch.tensor([self._images], dtype=self._dtype, device=self._device)
+        return torch.cat([self._sums, images])
+
+    def take_over(self, sums: list[float]) -> None:
+        """Go on from the sums that a checkpoint kept between two log lines."""
+        self._sums += torch.tensor(sums[:3], dtype=self._dtype, device=self._device)
+        self._images += int(sums[3])
 
     def line(self, sums: Tensor, *, step: int, samples_seen: int, lr: float) -> dict[str, Any]:
         """Make the log line from the sums over all ranks, and start anew."""

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
+
+from finetune.errors import SetupError
 
 __all__ = ["describe_machine", "pick_precision", "requested_processes"]
 
@@ -84,7 +87,12 @@ def pick_precision(wanted: str, device: torch.device) -> str:
         device: where training runs.
     Returns: "bf16" for "auto" where the processor multiplies bf16 natively, else "fp32"; any other
         wish as it is.
+    Raises: SetupError for fp16 on a CPU.
     """
+    if wanted == "fp16" and device.type == "cpu":
+        raise SetupError(
+            "run.precision: fp16 needs a GPU, and this run is on the CPU; set bf16, fp32 or auto"
+        )
     if wanted != "auto":
         return wanted
     if device.type == "cuda":
@@ -110,9 +118,20 @@ def requested_processes() -> int | None:
     launches = {"launch", "accelerate.commands.launch"} & set(arguments)
     if not any("accelerate" in word for word in arguments[:4]) or not launches:
         return None
+    given: dict[str, str] = {}
     for flag, value in zip(arguments, [*arguments[1:], ""], strict=True):
         name, _, attached = flag.partition("=")
-        if name in ("--num_processes", "--num-processes"):
-            number = attached or value
-            return int(number) if number.isdigit() else None
-    return None
+        given.setdefault(name.replace("-", "_"), attached or value)
+    number = given.get("__num_processes") or _number_in(given.get("__config_file"))
+    return int(number) if number and number.isdigit() else None
+
+
+def _number_in(config_file: str | None) -> str | None:
+    """The number of processes in an Accelerate configuration file."""
+    if config_file is None:
+        return None
+    try:
+        config = yaml.safe_load(Path(config_file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None  # the launcher has already said what is wrong with it
+    return str(config.get("num_processes")) if isinstance(config, dict) else None

@@ -118,9 +118,9 @@ class RunDir:
                 ) from error
             self._lock = (self.path / ".lock").open("a+")
         try:
-            # The kernel drops the lock with its process: a stale one cannot exist.
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            # The kernel drops this kind of lock with its process, and no forked worker inherits it.
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
             self._lock.seek(0)
             holder = self._lock.read().strip() or "unknown"
             self._lock.close()
@@ -128,6 +128,11 @@ class RunDir:
                 f"{self.path}: in use by process {holder}; wait for it, stop it, or choose another "
                 "--out"
             ) from None
+        except OSError as error:
+            raise SetupError(
+                f"{self.path}: cannot be locked ({error.strerror}); choose an --out on a file "
+                "system with locks"
+            ) from error
         self._lock.truncate(0)
         self._lock.write(f"{os.getpid()} on {socket.gethostname()}\n")
         self._lock.flush()
@@ -162,7 +167,7 @@ class RunDir:
     def log(self, line: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl."""
         path = self.path / "metrics.jsonl"
-        text = json.dumps(line) + "\n"
+        text = json.dumps(line, allow_nan=False) + "\n"
         with disk_errors(path, needed=len(text)):
             if self._metrics is None:
                 self._metrics = path.open("a", encoding="utf-8")

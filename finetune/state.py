@@ -35,13 +35,13 @@ class Snapshot:
         self,
         weights: dict[str, Tensor],
         moments: dict[str, Tensor],
-        groups: list[dict[str, Any]],
+        optimizer: dict[str, Any],
         ema: dict[str, Tensor] | None,
         counters: dict[str, Any],
     ) -> None:
         self.weights = weights
         self.moments = moments
-        self.groups = groups
+        self.optimizer = optimizer
         self.ema = ema
         self.counters = counters
 
@@ -59,7 +59,7 @@ class Snapshot:
         """Put the checkpoint's files into `folder`."""
         save_file(self.weights, folder / "model.safetensors")
         save_file(self.moments, folder / "optimizer.safetensors")
-        _write_json(folder / "optimizer.json", self.groups)
+        _write_json(folder / "optimizer.json", self.optimizer)
         if self.ema is not None:
             save_file(self.ema, folder / "ema.safetensors")
         _write_json(folder / "state.json", self.counters)
@@ -85,15 +85,18 @@ def capture(
     Returns: a snapshot that shares no memory with the live state; whole on rank 0 only.
     """
     moments: dict[str, Tensor] = {}
-    groups: list[dict[str, Any]] = []
+    numbers: dict[str, Any] = {"groups": [], "moments": {}}
     # An optimiser that has not stepped has no state, and asking for it would make one up.
     if optimizer.state:
         state: Any = get_optimizer_state_dict(model, optimizer, options=_ON_RANK_0)
         for name, values in state.get("state", {}).items():
             for key, value in values.items():
-                moments[f"{name}/{key}"] = _own(torch.as_tensor(value))
+                if isinstance(value, Tensor):
+                    moments[f"{name}/{key}"] = _own(value)
+                else:
+                    numbers["moments"][f"{name}/{key}"] = value
         # Some optimisers count their steps in the group, not with the moments.
-        groups = [
+        numbers["groups"] = [
             {key: _plain(value) for key, value in group.items() if key != "params"}
             for group in state.get("param_groups", [])
         ]
@@ -101,7 +104,7 @@ def capture(
     return Snapshot(
         {name: _own(tensor) for name, tensor in weights.items()},
         moments,
-        groups,
+        numbers,
         None if ema is None else {name: _own(t) for name, t in ema.state_dict().items()},
         counters,
     )
@@ -124,19 +127,21 @@ def restore(
     Args: as for `capture`; `folder` is the checkpoint's.
     Returns: the counters.
     """
-    set_weights(model, load_file(folder / "model.safetensors"))
     state: dict[str, dict[str, Any]] = {}
-    for key, tensor in load_file(folder / "optimizer.safetensors").items():
+    saved = json.loads((folder / "optimizer.json").read_text(encoding="utf-8"))
+    tensors = load_file(folder / "optimizer.safetensors")
+    for key, value in {**tensors, **saved["moments"]}.items():
         name, _, moment = key.rpartition("/")
-        state.setdefault(name, {})[moment] = tensor
+        state.setdefault(name, {})[moment] = value
     if state:
-        saved = json.loads((folder / "optimizer.json").read_text(encoding="utf-8"))
         groups: Any = get_optimizer_state_dict(model, optimizer, options=_WHOLE)["param_groups"]
-        for group, values in zip(groups, saved, strict=True):
+        for group, values in zip(groups, saved["groups"], strict=True):
             group |= {key: _tuple(value) for key, value in values.items()}
         set_optimizer_state_dict(
             model, optimizer, {"state": cast(Any, state), "param_groups": groups}, options=_WHOLE
         )
+    # Last: asking a fresh optimiser for its state makes it take a step, which moves some weights.
+    set_weights(model, load_file(folder / "model.safetensors"))
     if ema is not None:
         ema.load_state_dict(load_file(folder / "ema.safetensors"))
     return dict(json.loads((folder / "state.json").read_text(encoding="utf-8")))

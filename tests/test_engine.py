@@ -30,7 +30,7 @@ from finetune.errors import (
     SetupError,
 )
 from finetune.evaluate import evaluate_model
-from finetune.job import open_job
+from finetune.job import Job, open_job
 from finetune.live import Live
 from finetune.recipe import Recipe, parse_recipe
 from finetune.rundir import RunDir
@@ -276,6 +276,90 @@ def test_a_damaged_checkpoint_is_passed_over(plain, tmp_path: Path, capsys) -> N
     assert weights(out) == weights(plain[0])
 
 
+@pytest.mark.parametrize("name", ["state.json", "manifest.json", "model.safetensors"])
+def test_a_checkpoint_that_lacks_a_file_does_not_come_back(
+    plain, tmp_path: Path, name: str
+) -> None:
+    out = tmp_path / "run"
+    assert run_in_child(lambda: killed_at(55, tiny(*FULL), out)) == -signal.SIGKILL
+    damaged = RunDir(out).steps()[-1]
+    (RunDir(out).folder(damaged) / name).unlink()
+    train(tiny(*FULL), out, resume=True)
+    assert all(RunDir(out).verify(step) is None for step in RunDir(out).steps())
+    assert weights(out) == weights(plain[0])
+
+
+def test_a_damaged_best_checkpoint_is_said_and_another_is_found(tmp_path: Path, capsys) -> None:
+    out = tmp_path / "run"
+    # The first evaluation stays the best, so its checkpoint is an old one.
+    still = ["optim.lr=1e-30", "run.best=val.loss", "run.eval_every=2", "run.save_every=1"]
+    assert run_in_child(lambda: killed_at(110, tiny(*still), out)) == -signal.SIGKILL
+    run = RunDir(out)
+    assert run.steps()[0] == 2 < run.steps()[-1] - 2
+    (run.folder(2) / "model.safetensors").write_bytes(b"")
+    results = train(tiny(*still), out, resume=True)
+    assert "a new best is looked for" in capsys.readouterr().err
+    assert results["best_step"] > 2
+
+
+def test_a_run_that_failed_before_its_first_step_can_be_begun_anew(
+    image_folder: Path, tmp_path: Path
+) -> None:
+    broken = image_folder / "train" / "red" / "red-0.png"
+    whole = broken.read_bytes()
+    broken.write_bytes(b"no image")
+    recipe = tiny(f"data.source=folder:{image_folder}", "data.batch_size=6", "optim.steps=3")
+    with pytest.raises(DataError, match=r"red-0\.png"):
+        train(recipe, tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed (3)"
+    broken.write_bytes(whole)
+    train(recipe, tmp_path / "run")
+
+
+def test_what_does_not_fit_together_shows_before_anything_is_written(tmp_path: Path) -> None:
+    for dry_run in (True, False):
+        with pytest.raises(RecipeError, match="adamw"):
+            train(tiny("optim.name=adamww"), tmp_path / "run", dry_run=dry_run)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_environment_does_not_change_the_training(plain, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    train(tiny(*FULL), tmp_path / "run")
+    assert weights(tmp_path / "run") == weights(plain[0])
+
+
+def test_log_lines_after_a_resume_cover_the_same_images(tmp_path: Path) -> None:
+    recipe = tiny("run.log_every=5", "run.save_every=3", "run.eval_every=6")
+    train(recipe, tmp_path / "whole")
+    out = tmp_path / "run"
+    assert run_in_child(lambda: killed_at(30, recipe, out)) == -signal.SIGKILL
+    train(recipe, out, resume=True)
+    assert losses(out) == losses(tmp_path / "whole")
+
+
+def test_a_signal_to_the_group_leaves_workers_alone(tmp_path: Path, monkeypatch) -> None:
+    import resource
+
+    step = Live.step
+
+    def interrupted_step(self: Live, *args: Any) -> None:
+        step(self, *args)
+        if self.counters.step == 3:
+            os.killpg(os.getpgid(0), signal.SIGTERM)
+
+    def work() -> None:
+        os.setpgid(0, 0)
+        # As few file descriptors as a batch has images.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+        monkeypatch.setattr(Live, "step", interrupted_step)
+        train(tiny("data.keep=none", "data.batch_size=128"), tmp_path / "run")
+
+    assert run_in_child(work) == 128 + signal.SIGTERM
+    assert RunDir(tmp_path / "run").steps() == [3]
+
+
 def test_a_signal_saves_and_resume_ends_the_same(plain, tmp_path: Path, monkeypatch) -> None:
     out = tmp_path / "run"
     step = Live.step
@@ -337,12 +421,13 @@ def test_gradients_that_are_not_finite_are_skipped_and_then_end_the_run(
 
     def poisoned(bad: set[int]) -> Callable[..., Any]:
         def steps(self: Any, stream: Any, numbers: range, **where: Any) -> Any:
-            for number, batches in zip(
+            for number, (count, batches) in zip(
                 numbers, original(self, stream, numbers, **where), strict=True
             ):
+                whole = list(batches)
                 if number in bad:
-                    batches[0].images_BCHW[0] = float("nan")
-                yield batches
+                    whole[0].images_BCHW[0] = float("nan")
+                yield count, iter(whole)
 
         return steps
 
@@ -361,9 +446,9 @@ def test_the_test_split_is_read_once_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    open_store, step = engine.Job.feed, Live.step
+    open_store, step = Job.feed, Live.step
     monkeypatch.setattr(
-        engine.Job,
+        Job,
         "feed",
         lambda self, split, **how: order.append(split.name) or open_store(self, split, **how),
     )

@@ -156,7 +156,7 @@ def test_workers_bring_the_same_pixels_as_memory(digits) -> None:
         store = store_of(subset, keep, workers=workers)
         feed = Feed(store, pipeline, num_classes=10, device=torch.device("cpu"))
         before = torch.get_rng_state()
-        found = list(feed.train(stream, range(1, 4), micro_batch=4))
+        found = [list(step) for _, step in feed.train(stream, range(1, 4), micro_batch=4)]
         assert torch.equal(before, torch.get_rng_state()), "the global random state was touched"
         assert [len(step) for step in found] == [2, 2, 2]
         batches[keep, workers] = found
@@ -191,7 +191,7 @@ def test_mixed_batches_carry_soft_targets(digits) -> None:
     pipeline = Pipeline("resize | mixup(0.8)", image_size=(8, 8), **DIGITS)
     feed = Feed(store_of(digits), pipeline, num_classes=10, device=torch.device("cpu"))
     stream = Stream(len(digits), batch_size=7, seed=0, unit=2)
-    (batch,) = next(feed.train(stream, range(1)))
+    _, (batch,) = next(feed.train(stream, range(1)))
     assert batch.targets_BK is not None
     assert batch.targets_BK.shape == (7, 10)
     assert torch.allclose(batch.targets_BK.sum(1), torch.ones(7))

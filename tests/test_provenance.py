@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from finetune import provenance
+from finetune.errors import SetupError
 from finetune.provenance import describe_machine, pick_precision, requested_processes
 
 
@@ -31,7 +32,9 @@ def test_auto_takes_bf16_where_the_processor_has_it(monkeypatch, capabilities, e
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     assert pick_precision("auto", torch.device("cpu")) == expected
     assert pick_precision("fp32", torch.device("cpu")) == "fp32"
-    assert pick_precision("fp16", torch.device("cpu")) == "fp16"
+    assert pick_precision("fp16", torch.device("meta")) == "fp16"
+    with pytest.raises(SetupError, match="fp16 needs a GPU"):
+        pick_precision("fp16", torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -48,6 +51,16 @@ def test_the_launchers_command_line_is_read(monkeypatch, command, expected) -> N
     line = "\0".join(command).encode() + b"\0"
     monkeypatch.setattr(Path, "read_bytes", lambda self: line)
     assert requested_processes() == expected
+
+
+def test_the_launchers_configuration_file_is_read(tmp_path: Path, monkeypatch) -> None:
+    config = tmp_path / "two.yaml"
+    config.write_text("num_processes: 2\n")
+    line = "\0".join(["bin/accelerate", "launch", "--config_file", str(config), "-m", "finetune"])
+    monkeypatch.setattr(Path, "read_bytes", lambda self: line.encode())
+    assert requested_processes() == 2
+    config.write_text("num_processes: [\n")
+    assert requested_processes() is None
 
 
 def test_a_parent_that_launches_nothing_asks_for_nothing() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,35 @@ def run(tmp_path: Path):
 
 
 def test_a_second_owner_is_refused_with_the_first_ones_process(run: RunDir) -> None:
-    other = RunDir(run.path)
-    with pytest.raises(SetupError, match=f"in use by process {os.getpid()} on"):
-        other.open()
+    child = os.fork()  # a lock belongs to a process
+    if child == 0:
+        try:
+            RunDir(run.path).open()
+        except SetupError as error:
+            os._exit(0 if f"in use by process {os.getppid()} on" in str(error) else 2)
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_a_worker_that_outlives_its_run_does_not_hold_the_lock(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        RunDir(tmp_path / "run").open()
+        worker = os.fork()
+        if worker == 0:
+            time.sleep(60)
+        os.write(writer, str(worker).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    worker = int(os.read(reader, 20))
+    survivor = RunDir(tmp_path / "run")
+    try:
+        survivor.open()
+    finally:
+        os.kill(worker, signal.SIGKILL)
+    survivor.close()
 
 
 def test_the_lock_of_a_dead_process_is_free(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) ->
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "lion"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "lion", "madgrad", "adabelief"])
 def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, name: str) -> None:
     model = network()
     for parameter in model.patch_embed.parameters():  # some are frozen

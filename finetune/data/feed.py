@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -123,11 +125,27 @@ def _to_chw(image: NDArray[np.uint8]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)))
 
 
-def _checked(images: list[Tensor | str]) -> list[Tensor]:
+def _packed(images: list[Tensor | str]) -> tuple[Tensor, list[torch.Size]] | str:
+    """Collate a batch into one tensor: each one that a worker sends costs a file descriptor."""
     for image in images:
         if isinstance(image, str):
-            raise DataError(image)
-    return [image for image in images if isinstance(image, Tensor)]
+            return image
+    whole = [image for image in images if isinstance(image, Tensor)]
+    return torch.cat([image.reshape(-1) for image in whole]), [image.shape for image in whole]
+
+
+def _unpacked(packed: tuple[Tensor, list[torch.Size]] | str) -> list[Tensor]:
+    if isinstance(packed, str):
+        raise DataError(packed)
+    flat, shapes = packed
+    parts = flat.split([shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _ignore_signals(worker: int) -> None:
+    """A signal to the process group is for the trainer, which stops its workers itself."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class Store:
@@ -135,7 +153,7 @@ class Store:
 
     Attributes:
         split: the labelled items, without those in quarantine.
-        images: (N, C, H, W) uint8 when all have one size, a list of (C, H, W) when not, or None.
+        images: (N, H, W, C) uint8 when all have one size, a list of (C, H, W) when not, or None.
     """
 
     def __init__(
@@ -152,7 +170,8 @@ class Store:
         """
         if isinstance(self.images, Tensor):
             for indices in batches:
-                yield self.images[torch.from_numpy(indices).to(self.images.device)]
+                chosen = self.images[torch.from_numpy(indices).to(self.images.device)]
+                yield chosen.permute(0, 3, 1, 2).contiguous()
         elif self.images is not None:
             for indices in batches:
                 yield [self.images[i] for i in indices]
@@ -161,12 +180,13 @@ class Store:
                 _Decoded(self.split),
                 batch_sampler=(indices.tolist() for indices in batches),
                 num_workers=self.workers,
-                collate_fn=_checked,
+                collate_fn=_packed,
+                worker_init_fn=_ignore_signals,
                 prefetch_factor=2 if self.workers else None,
                 # An iterator draws a seed when it is made: never from the global generator.
                 generator=torch.Generator(),
             )
-            yield from loader
+            yield from map(_unpacked, loader)
 
 
 def open_store(
@@ -195,8 +215,7 @@ def open_store(
     Raises: DataError listing every image that cannot be read.
     """
     needed = decoded_bytes(split)
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * _MEMORY_SHARE
-    fits = needed < host / local_processes
+    fits = needed < _host_memory() * _MEMORY_SHARE / local_processes
     if keep == "none" or (keep == "auto" and not fits):
         if keep == "auto":
             notice(
@@ -210,12 +229,22 @@ def open_store(
         split = split.subset(kept)
     if isinstance(images, list):
         return Store(split, [_to_chw(image) for image in images])
-    tensor = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
+    tensor = torch.from_numpy(images)
     if device.type == "cuda" and keep in ("auto", "device"):
         free, _ = torch.cuda.mem_get_info(device)
         if keep == "device" or tensor.numel() < free * _DEVICE_SHARE:
             tensor = tensor.to(device)
     return Store(split, tensor)
+
+
+def _host_memory() -> int:
+    """Bytes of memory that this machine, or the container around us, has."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        limit = Path("/sys/fs/cgroup") / name
+        if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+            memory = min(memory, int(text))
+    return memory
 
 
 @dataclass(frozen=True)
@@ -260,8 +289,8 @@ class Feed:
         rank: int = 0,
         world: int = 1,
         micro_batch: int | None = None,
-    ) -> Iterator[list[Batch]]:
-        """Yield one step's micro-batches after another.
+    ) -> Iterator[tuple[int, Iterator[Batch]]]:
+        """Yield each step's number of micro-batches, and the micro-batches, made as they are read.
 
         Args: as for `Stream.micro_batches`; `steps` are those still to be done.
         """
@@ -272,7 +301,7 @@ class Feed:
         ahead, behind = itertools.tee(plans)  # workers read ahead of the step they are asked for
         pixels = self.store.read_all(indices for plan in ahead for _, indices in plan)
         for plan in behind:
-            yield [self._batch(next(pixels), *each) for each in plan]
+            yield len(plan), (self._batch(next(pixels), *each) for each in plan)
 
     def _batch(
         self,

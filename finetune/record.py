@@ -1,0 +1,140 @@
+"""The run's record: what run.json says from the first step to the last, and what may be resumed.
+
+Only rank 0 calls these; they know neither the network nor the other processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from finetune.errors import DataError, Interrupted, RecipeError, SetupError
+from finetune.job import Job
+from finetune.provenance import describe_machine
+from finetune.recipe import Recipe, load_recipe
+from finetune.rundir import RunDir, write_atomically
+
+__all__ = ["begin", "note_plan", "status_kept"]
+
+# A resumed run may differ in these: they change where and how fast, not what is learned.
+_FREE_KEYS = {
+    "data": {"micro_batch", "eval_batch_size", "keep", "workers"},
+    "run": {"log_every", "save_every", "keep_checkpoints", "num_processes", "threads", "trackers"},
+}
+
+
+def begin(
+    run: RunDir,
+    job: Job,
+    *,
+    precision: str,
+    num_processes: int,
+    resume: bool,
+    notice: Callable[[str], None],
+) -> int | None:
+    """Start the run's record, or check that the recorded run is this one.
+
+    Args:
+        run: opened.
+        job: what is to be trained.
+        precision: "fp32", "bf16" or "fp16", as chosen for this machine.
+        num_processes: of this launch.
+        resume: whether the user asked to go on.
+        notice: told of each damaged checkpoint.
+    Returns: the step to continue from; None if the run is already done.
+    Raises: SetupError if there is a run already and `resume` is False; RecipeError or DataError if
+        it is another one; CheckpointError if no checkpoint is intact.
+    """
+    record = run.read_json("run.json") or {}
+    fingerprint = job.fingerprint()
+    finished = record.get("status") == "done" and run.read_json("results.json") is not None
+    if not run.steps() and not finished:
+        start = 0  # nothing was learned yet: whatever stands here may be begun anew
+        record = {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    elif not resume:
+        raise SetupError(
+            f"{run.path}: holds a run already ({record.get('status', 'unknown')}); continue it "
+            "with --resume, or choose another --out"
+        )
+    else:
+        _check_same(run, job.recipe, record, precision=precision, fingerprint=fingerprint)
+        if finished:
+            return None
+        start = run.newest(notice) or 0
+    # What lies beyond the start is damaged: left there, it would be taken for the newest.
+    run.prune({step for step in run.steps() if step <= start})
+    run.forget_after(start)
+    write_atomically(run.path / "recipe.yaml", job.recipe.to_yaml())
+    run.write_json(
+        "run.json",
+        {
+            **record,
+            "status": "running",
+            **describe_machine(job.device, num_processes),
+            "precision": precision,
+            "data_fingerprint": fingerprint,
+            "weights_sha256": job.built.provenance.get("sha256"),
+        },
+    )
+    return start
+
+
+def _check_same(
+    run: RunDir, recipe: Recipe, record: dict[str, Any], *, precision: str, fingerprint: str
+) -> None:
+    """Refuse to continue a run whose recipe or data is another one, and show the difference."""
+    old, new = load_recipe(run.path / "recipe.yaml").model_dump(), recipe.model_dump()
+    differences = [
+        f"{section}.{key}: {old[section][key]!r} was {new[section][key]!r} is"
+        for section in ("model", "data", "optim", "run")
+        for key in new[section]
+        if old[section][key] != new[section][key] and key not in _FREE_KEYS.get(section, ())
+    ]
+    if differences:
+        raise RecipeError(
+            f"{run.path}: cannot continue with another recipe ({'; '.join(differences)}); "
+            "restore the key, or choose another --out"
+        )
+    if record.get("precision", precision) != precision:
+        raise RecipeError(
+            f"{run.path}: began in {record['precision']}, and run.precision: auto means "
+            f"{precision} on this machine; continue where it began, or choose another --out"
+        )
+    if record.get("data_fingerprint") != fingerprint:
+        raise DataError(
+            f"{recipe.data.source}: the data is not what the run in {run.path} began with (an "
+            "image or label was added, removed or changed); restore it, or choose another --out"
+        )
+
+
+def note_plan(run: RunDir, job: Job, *, start: int) -> None:
+    """Write what the run will do, once it is known how many images can be read.
+
+    Raises: DataError if a resumed run reads another number of images than before.
+    """
+    record = run.read_json("run.json") or {}
+    plan = job.plan()
+    before = record.get("plan", plan)["images_read"]
+    if start and before != plan["images_read"]:
+        raise DataError(
+            f"{job.recipe.data.source}: {before} training images could be read when the run began, "
+            f"{plan['images_read']} can now; see: finetune data scan"
+        )
+    run.write_json("run.json", {**record, "plan": plan})
+
+
+@contextlib.contextmanager
+def status_kept(run: RunDir, *, main: bool) -> Iterator[None]:
+    """Keep `status` in run.json true, whatever ends the run."""
+    status = "done"
+    try:
+        yield
+    except BaseException as error:
+        code = getattr(error, "exit_code", 1)
+        status = f"stopped ({code})" if isinstance(error, Interrupted) else f"failed ({code})"
+        raise
+    finally:
+        if main and (record := run.read_json("run.json")) is not None:
+            run.write_json("run.json", {**record, "status": status})

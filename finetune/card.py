@@ -38,8 +38,16 @@ def write_card(
     if licence:
         head["license"] = str(licence)
     lines = ["---", yaml.safe_dump(head, sort_keys=False).strip(), "---", ""]
+    lines += [*_summary(recipe, results), *_figures(results), *_classes(class_names)]
+    known = [f"{key} {value}" for key, value in provenance.items() if value is not None]
+    lines += [f"Weights it started from: {', '.join(known)}.", ""]
+    lines += ["## Recipe", "", "```yaml", recipe.to_yaml().strip(), "```", ""]
+    return "\n".join(lines)
+
+
+def _summary(recipe: Recipe, results: Mapping[str, Any]) -> list[str]:
     start = "from random weights" if not recipe.model.pretrained else "from its pretrained weights"
-    lines += [
+    return [
         f"# {recipe.model.name} on {recipe.data.source}",
         "",
         f"Trained {start} on {recipe.data.source} with finetune: {results['steps']} steps of "
@@ -50,31 +58,24 @@ def write_card(
         'model = timm.create_model("local-dir:PATH_OF_THIS_FOLDER", pretrained=True).eval()',
         "```",
         "",
+    ]
+
+
+def _figures(results: Mapping[str, Any]) -> list[str]:
+    lines = [
         "| split | images | top-1 | top-5 | loss | calibration error |",
         "|---|---|---|---|---|---|",
     ]
     for split in ("val", "test"):
-        figures = results.get(split)
-        if figures:
+        if figures := results.get(split):
             numbers = " | ".join(f"{figures[key]:.4f}" for key in ("top1", "top5", "loss", "ece"))
             lines.append(f"| {split} | {figures['examples']} | {numbers} |")
+    said = "Validation chose the weights; the test split was read once, at the end."
+    return [*lines, "", said, ""]
+
+
+def _classes(class_names: Sequence[str]) -> list[str]:
     shown = ", ".join(class_names[:_SHOWN_CLASSES])
     more = len(class_names) - _SHOWN_CLASSES
-    lines += [
-        "",
-        "Validation chose the weights; the test split was read once, at the end.",
-        "",
-        f"Classes ({len(class_names)}): {shown}" + (f", and {more} more." if more > 0 else "."),
-        "",
-        "Weights it started from: "
-        + ", ".join(f"{key} {value}" for key, value in provenance.items() if value is not None)
-        + ".",
-        "",
-        "## Recipe",
-        "",
-        "```yaml",
-        recipe.to_yaml().strip(),
-        "```",
-        "",
-    ]
-    return "\n".join(lines)
+    end = f", and {more} more." if more > 0 else "."
+    return [f"Classes ({len(class_names)}): {shown}{end}", ""]

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from finetune.data.augment import Pipeline
-from finetune.data.feed import Feed, open_store
+from finetune.data.feed import Feed
 from finetune.data.sources import Source, open_source, split_train
+from finetune.data.store import open_store
 from finetune.engine import evaluate, launch
 from finetune.errors import DataError, RecipeError
 from finetune.models.build import build

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from finetune.data.augment import Pipeline
-from finetune.data.feed import Feed, Stream, crosses_epoch, open_store
+from finetune.data.feed import Feed, Stream, crosses_epoch
 from finetune.data.sources import Source, Split, open_source, split_train
+from finetune.data.store import open_store
 from finetune.errors import DataError
 from finetune.models.build import build
 from finetune.models.built import Built, Preprocessing

@@ -39,6 +39,7 @@ __all__ = [
     "OptimSection",
     "Recipe",
     "RunSection",
+    "Section",
     "load_recipe",
     "parse_recipe",
 ]

@@ -77,9 +77,9 @@ def help_text(topic: str = "") -> str:
         lines.append(f"  {row['key']}  ({row['type']}; {default})")
         lines.append(f"      {row['description']}")
     if len(rows) == 1 and rows[0]["key"] in ("data.train", "data.eval"):
-        from finetune.data import sentence
+        from finetune.data import operations
 
-        lines += ["", "Operations, joined by ' | ':", sentence.help_text()]
+        lines += ["", "Operations, joined by ' | ':", operations.help_text()]
     elif not topic:
         lines += [
             "",

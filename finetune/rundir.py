@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from finetune.errors import CheckpointError, SetupError
 
-__all__ = ["RunDir", "sha256_of", "write_atomically"]
+__all__ = ["RunDir", "disk_errors", "sha256_of", "write_atomically"]
 
 MANIFEST = "manifest.json"
 _CHECKPOINT = re.compile(r"step-(\d{8})")

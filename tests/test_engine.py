@@ -29,7 +29,6 @@ from finetune.errors import (
     RecipeError,
     SetupError,
 )
-from finetune.evaluate import evaluate_model
 from finetune.job import Job, open_job
 from finetune.live import Live
 from finetune.recipe import Recipe, parse_recipe
@@ -470,15 +469,6 @@ def test_a_wrong_number_of_processes_is_refused(tmp_path: Path) -> None:
     ):
         train(tiny("run.num_processes=2"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_evaluating_the_saved_model_repeats_the_runs_figures(plain) -> None:
-    out, results = plain
-    measured = evaluate_model(str(out))
-    assert measured["top1"] == results["test"]["top1"]
-    assert measured["loss"] == pytest.approx(results["test"]["loss"], abs=1e-6)
-    with pytest.raises(DataError, match="has no split 'tset'"):
-        evaluate_model(str(out), split="tset")
 
 
 def launch_two(recipe: str, out: Path, *overrides: str, resume: bool = False) -> None:

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from finetune.data.augment import Pipeline
-from finetune.data.feed import Feed, Store, Stream, crosses_epoch, open_store
+from finetune.data.feed import Feed, Stream, crosses_epoch
 from finetune.data.sources import open_source
-from finetune.errors import DataError, RecipeError
+from finetune.data.store import Store, open_store
+from finetune.errors import RecipeError
 
 DIGITS = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "interpolation": "bilinear"}
 
@@ -166,25 +167,6 @@ def test_workers_bring_the_same_pixels_as_memory(digits) -> None:
         for mine, theirs in zip(chain(*first), chain(*other), strict=True):
             assert torch.equal(mine.images_BCHW, theirs.images_BCHW)
             assert torch.equal(mine.labels_B, theirs.labels_B)
-
-
-def test_an_image_that_vanishes_while_training_is_a_data_error(image_folder) -> None:
-    split = open_source(f"folder:{image_folder}").splits["train"]
-    store = store_of(split, "none", workers=2)
-    next(image_folder.rglob("*.png"))
-    for path in (image_folder / "train").rglob("*.png"):
-        path.unlink()
-    with pytest.raises(DataError, match=r"\.png"):
-        list(store.read_all([np.arange(4)]))
-
-
-def test_what_does_not_fit_in_memory_is_said(digits, monkeypatch) -> None:
-    notices: list[str] = []
-    monkeypatch.setattr("finetune.data.feed.decoded_bytes", lambda split: 2**60)
-    store = store_of(digits, notice=notices.append)
-    assert store.images is None
-    assert len(notices) == 1
-    assert "do not fit in memory" in notices[0]
 
 
 def test_mixed_batches_carry_soft_targets(digits) -> None:

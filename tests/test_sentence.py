@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.data.sentence import MAX_CHARACTERS, OPERATIONS, help_text, parse
+from finetune.data.operations import OPERATIONS, help_text
+from finetune.data.sentence import MAX_CHARACTERS, parse
 from finetune.errors import RecipeError
 
 

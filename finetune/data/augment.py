@@ -38,7 +38,7 @@ from finetune.data.draws import (
     sample_keys,
 )
 from finetune.data.plan import Plan, Size, Step, check_end, make_plan, size_after
-from finetune.data.resample import Axis, multiply, rotation, select, warp
+from finetune.data.resample import Axis, central_start, crop_axis, multiply, rotation, select, warp
 from finetune.data.sentence import Call, parse
 from finetune.errors import RecipeError
 
@@ -182,13 +182,13 @@ class Pipeline:
             rows.flip(draws.chance(arguments["p"]))
         elif call.name == "center_crop":
             for axis, target in ((rows, height), (columns, width)):
-                _window(axis, np.array([_central(axis.length, target)]), target)
+                crop_axis(axis, np.array([central_start(axis.length, target)]), target)
         elif call.name == "random_crop":
             pad = arguments["padding"]
             spare = (size[0] + 2 * pad - height, size[1] + 2 * pad - width)
             top, left = crop_offsets(draws, spare)
-            _window(rows, top - pad, height)
-            _window(columns, left - pad, width)
+            crop_axis(rows, top - pad, height)
+            crop_axis(columns, left - pad, width)
         else:
             top, left, heights, widths = crop_windows(
                 draws, size, arguments["scale"], arguments["ratio"]
@@ -306,24 +306,6 @@ def _gather(images: Sequence[Tensor] | Tensor, rows: list[int], device: torch.de
     elif len(rows) < len(images):
         images = images[rows[0] : rows[-1] + 1]
     return images.to(device, non_blocking=True)
-
-
-def _central(length: int, target: int) -> int:
-    """Return where a central window starts; negative where it is larger than the image.
-
-    Source: torchvision, transforms.v2.functional.center_crop.
-    """
-    if target > length:
-        return -((target - length) // 2)
-    return round((length - target) / 2)
-
-
-def _window(axis: Axis, starts: npt.NDArray[Any], length: int) -> None:
-    """Crop an axis to windows (b,) that may reach beyond its ends."""
-    if len(starts) == 1 and starts[0] == 0 and length == axis.length:
-        return
-    pixels = starts[:, None] + np.arange(length)[None, :]
-    axis.select(np.where((pixels >= 0) & (pixels < axis.length), pixels, -1))
 
 
 def _inside(corners: Sequence[npt.NDArray[Any]], size: Size, device: torch.device) -> Tensor:

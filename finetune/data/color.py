@@ -21,6 +21,7 @@ from finetune.data.resample import rotation, warp
 
 __all__ = [
     "RAND_AUGMENT",
+    "apply_rand_augment",
     "autocontrast",
     "blend",
     "color_jitter",

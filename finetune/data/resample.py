@@ -17,7 +17,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["Axis", "multiply", "resize_matrix", "rotation", "select", "warp"]
+__all__ = [
+    "Axis",
+    "central_start",
+    "crop_axis",
+    "multiply",
+    "resize_matrix",
+    "rotation",
+    "select",
+    "warp",
+]
 
 _LONG = 256  # pixels; on shorter sides the products are small enough to be done whole
 _BAND = 32  # pixels of the result per product
@@ -288,3 +297,21 @@ def warp(images_BCHW: Tensor, maps: npt.NDArray[np.float64], interpolation: str)
     return torch.nn.functional.grid_sample(
         images_BCHW, grid, mode=interpolation, padding_mode="zeros", align_corners=False
     )
+
+
+def central_start(length: int, target: int) -> int:
+    """Return where a central window starts; negative where it is larger than the image.
+
+    Source: torchvision, transforms.v2.functional.center_crop.
+    """
+    if target > length:
+        return -((target - length) // 2)
+    return round((length - target) / 2)
+
+
+def crop_axis(axis: Axis, starts: npt.NDArray[np.int64], length: int) -> None:
+    """Crop an axis to windows (b,) that may reach beyond its ends."""
+    if len(starts) == 1 and starts[0] == 0 and length == axis.length:
+        return
+    pixels = starts[:, None] + np.arange(length)[None, :]
+    axis.select(np.where((pixels >= 0) & (pixels < axis.length), pixels, -1))

@@ -1,0 +1,116 @@
+"""One step of the live state: what a batch does to the weights, the counters and the log."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from finetune.data.feed import Batch
+from finetune.engine import launch
+from finetune.job import open_job
+from finetune.live import Counters, Live
+from finetune.progress import Meter
+from finetune.recipe import parse_recipe
+from finetune.rundir import RunDir
+
+RECIPE = """
+model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 16,
+        args: {patch_size: 4, embed_dim: 32, depth: 1, num_heads: 2}}
+data: {source: "embedded:digits", batch_size: 8}
+optim: {name: sgd, momentum: 0, lr: 0.1, steps: 10, schedule: constant}
+run: {precision: fp32}
+"""
+
+
+def live_of(tmp_path: Path, *overrides: str) -> tuple[Live, Meter]:
+    recipe = parse_recipe(RECIPE, overrides=overrides)
+    accelerator = launch(recipe.run)
+    job = open_job(recipe, device=accelerator.device, notice=pytest.fail, progress=False)
+    run = RunDir(tmp_path / "run")
+    run.open()
+    return Live(job, accelerator, run), Meter(accelerator.device, 0.0)
+
+
+def batch(count: int, seed: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(count, 3, 16, 16, generator=generator)
+    return Batch(images, torch.arange(count) % 10)
+
+
+def test_the_gradient_is_the_mean_over_the_global_batch(tmp_path: Path) -> None:
+    live, meter = live_of(tmp_path)
+    head = live.model.head.bias.detach().clone()
+    whole = batch(8)
+    expected = torch.full((10,), 0.1)  # a zero head: softmax is 1/10 everywhere
+    expected -= torch.bincount(whole.labels_B, minlength=10) / 8
+    parts = [Batch(whole.images_BCHW[i : i + 4], whole.labels_B[i : i + 4]) for i in (0, 4)]
+    live.step(2, iter(parts), meter)
+    assert torch.allclose(live.model.head.bias, head - 0.1 * expected, atol=1e-7)
+    assert meter.sums()[3] == 8
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_but_the_count(tmp_path: Path) -> None:
+    live, meter = live_of(tmp_path, "optim.ema_decay=0.5")
+    before = {name: value.clone() for name, value in live.model.state_dict().items()}
+    bad = batch(8)
+    bad.images_BCHW[3] = float("inf")
+    live.step(1, iter([bad]), meter)
+    for name, value in live.model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert (live.counters.step, live.counters.skipped, live.counters.skipped_in_row) == (1, 1, 1)
+    assert meter.sums().tolist() == [0, 0, 0, 0]
+    live.step(1, iter([batch(8)]), meter)
+    assert (live.counters.skipped, live.counters.skipped_in_row) == (1, 0)
+
+
+def test_dropout_depends_on_the_step_and_not_on_what_was_drawn_before(tmp_path: Path) -> None:
+    ends = []
+    for draws_before in (0, 5):
+        live, meter = live_of(tmp_path / str(draws_before), "model.dropout=0.5")
+        live.model.head.weight.data.normal_(generator=torch.Generator().manual_seed(0))
+        live.go_on(meter)
+        torch.rand(draws_before)
+        live.step(1, iter([batch(8)]), meter)
+        ends.append(live.model.blocks[0].mlp.fc1.weight.detach().clone())
+    assert torch.equal(*ends)
+
+
+def test_log_lines_name_the_rate_that_was_used(tmp_path: Path) -> None:
+    live, meter = live_of(tmp_path, "optim.schedule=linear", "optim.warmup_steps=4")
+    live.step(1, iter([batch(8)]), meter)
+    live.step(1, iter([batch(8)]), meter)
+    line = live.log(meter)
+    assert line["lr"] == pytest.approx(0.1 * 1 / 4)
+    assert line["samples_seen"] == 16
+    assert json.loads((live.run.path / "metrics.jsonl").read_text()) == line
+
+
+@pytest.mark.parametrize("metric, better", [("val.top1", [0.2, 0.3]), ("val.loss", [0.3, 0.2])])
+def test_the_best_is_strictly_better_in_the_metrics_own_direction(metric, better) -> None:
+    counters = Counters(step=1)
+    assert counters.note(metric, better[0])
+    counters.step = 2
+    assert counters.note(metric, better[1])
+    assert not counters.note(metric, better[1])
+    assert not counters.note(metric, better[0])
+    assert (counters.best, counters.best_step, counters.stale) == (better[1], 2, 2)
+
+
+def test_old_checkpoints_go_and_the_best_stays(tmp_path: Path) -> None:
+    live, meter = live_of(tmp_path, "run.keep_checkpoints=2")
+    for step in range(1, 6):
+        live.step(1, iter([batch(8, seed=step)]), meter)
+        if step == 2:
+            live.counters.note("val.top1", 0.5)
+        live.save(meter)
+    assert live.run.steps() == [2, 4, 5]
+    fresh, _ = live_of(tmp_path / "other")
+    fresh.run = live.run
+    fresh.restore(5)
+    restored, saved = (dataclasses.asdict(each.counters) for each in (fresh, live))
+    assert restored == saved
+    assert fresh.load_best()[0] == 2

@@ -1,0 +1,37 @@
+"""The table of operations: complete, and consistent with itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from finetune.data.operations import OPERATIONS, help_text
+from finetune.data.sentence import parse
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_default_is_within_its_own_bounds(name: str) -> None:
+    required = ", ".join(
+        f"{key}=15" for key, spec in OPERATIONS[name].parameters.items() if spec.required
+    )
+    (plain,) = parse(f"{name}({required})")
+    written = ", ".join(
+        f"{key}={value!r}" for key, value in plain.arguments.items() if value is not None
+    )
+    (again,) = parse(f"{name}({written})")
+    assert again == plain
+
+
+def test_help_names_every_operation_and_argument() -> None:
+    text = help_text()
+    for name, operation in OPERATIONS.items():
+        assert f"{name}(" in text
+        assert operation.help in text
+        assert all(key in text for key in operation.parameters)
+
+
+def test_the_table_is_read_without_torch() -> None:
+    code = "import sys, finetune.data.operations; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -50,6 +50,8 @@ def train(
     """
     from finetune.recipe import load_recipe
 
+    if out == "":
+        raise RecipeError("--out: is empty; name a folder, or leave it out for runs/RECIPE")
     if resume and (Path(recipe) / "recipe.yaml").is_file():
         recipe = str(Path(recipe) / "recipe.yaml")
     loaded, path = load_recipe(recipe, overrides), Path(recipe)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import (
     GradientAccumulationPlugin,
+    LoggerType,
     broadcast_object_list,
     parse_flag_from_env,
 )
@@ -27,7 +29,7 @@ from torch import nn
 from finetune.card import write_card
 from finetune.claims import answer
 from finetune.data.feed import Feed
-from finetune.errors import FinetuneError, Interrupted, SetupError
+from finetune.errors import FinetuneError, Interrupted, RecipeError, SetupError, nearest
 from finetune.job import open_job
 from finetune.live import Live
 from finetune.metrics import Counts
@@ -65,18 +67,24 @@ def launch(run: RunSection, *, out: Path | None = None) -> Accelerator:
                 f"{asked} processes were asked for and {processes.num_processes} started; run: "
                 f"{device}accelerate launch {multi}--num_processes {asked} -m finetune train …"
             )
+    known = sorted(kind.value for kind in LoggerType)
+    for tracker in run.trackers:
+        if tracker not in known:
+            raise RecipeError(f"run.trackers: unknown '{tracker}'{nearest(tracker, known)}")
     precision = pick_precision(run.precision, processes.device)
     # Accelerate keeps the precision of the process's first run; a second one may have another.
     AcceleratorState._reset_state()
     try:
-        accelerator = Accelerator(
-            mixed_precision="no" if precision == "fp32" else precision,
-            log_with=list(run.trackers) or None,
-            project_dir=out,
-            # Both are given so that no environment variable can change the training.
-            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-            dynamo_backend="no",
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*no supported trackers")  # said below
+            accelerator = Accelerator(
+                mixed_precision="no" if precision == "fp32" else precision,
+                log_with=list(run.trackers) or None,
+                project_dir=out,
+                # Both are given so that no environment variable can change the training.
+                gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+                dynamo_backend="no",
+            )
     except (ImportError, ValueError) as error:
         raise SetupError(f"run: {error}") from error
     # Accelerate leaves a tracker out, with a debug line, when its package is not there.
@@ -112,14 +120,15 @@ def train(
         notice=say if main else _silent,
         progress=main,
     )
-    # Before any image is decoded: whatever of the recipe does not fit together shows here.
+    # Before the data is decoded: whatever of the recipe does not fit together shows here.
+    job.try_pipelines()
     live = Live(job, accelerator, run)
     job.stream.micro_batches(0, rank=accelerator.process_index, world=world)
+    precision = accelerator.mixed_precision.replace("no", "fp32")
     if dry_run:
-        return {**job.plan(), "num_processes": world}
+        return {**job.plan(), "precision": precision, "num_processes": world}
     try:
         _on_main(accelerator, run.open)
-        precision = accelerator.mixed_precision.replace("no", "fp32")
         facts = {"precision": precision, "num_processes": world, "resume": resume, "notice": say}
         start = _on_main(accelerator, lambda: begin(run, job, **facts))
         if start is None:
@@ -168,6 +177,8 @@ def _fit(live: Live, train_feed: Feed, val_feed: Feed | None, stop: StopSignals)
                 live.share_statistics()
                 result = evaluate(live.evaluated(), val_feed, accelerator, batch_size=batch_size)
                 best = live.log_validation(result, meter)
+                shown.clear()
+                job.notice(_validation(result, step, best=best))
                 set_train_mode(live.model)
             signal_number = live.agree_to_stop(stop.received)
             if best or signal_number or job.saves_after(step):
@@ -236,43 +247,48 @@ def _heed(stop: StopSignals, run: RunDir) -> None:
 def _finish(live: Live, val_feed: Feed | None) -> dict[str, Any]:
     """Measure the best weights, read the test split once, and write results.json and model/."""
     job, run, accelerator = live.job, live.run, live.accelerator
+    batch_size = live.recipe.data.eval_batch_size
     best_step, weights = live.load_best()
-    model, results = live.evaluated(), dict[str, Any]()
-    test = job.source.splits.get("test")
-    feeds = {"val": val_feed, "test": None if test is None else job.feed(test, train=False)}
-    for name, feed in feeds.items():
-        if feed is not None:
-            results[name] = evaluate(
-                model, feed, accelerator, batch_size=live.recipe.data.eval_batch_size
-            )
+    results: dict[str, Any] = {}
+    if val_feed is not None:
+        results["val"] = evaluate(live.evaluated(), val_feed, accelerator, batch_size=batch_size)
+    results |= {"best_step": best_step, "steps": live.counters.step}
+    results |= {"skipped_steps": live.counters.skipped}
+    # Published before the test split is touched: a test image that cannot be read costs no model.
+    _publish(live, results, weights)
+    if (test := job.source.splits.get("test")) is not None:
+        feed = job.feed(test, train=False)
+        results["test"] = evaluate(live.evaluated(), feed, accelerator, batch_size=batch_size)
     if live.main:
         history = run.history()
-        results["train"] = next(
-            (line for line in reversed(history) if line["split"] == "train"), {}
-        )
-        results |= {"best_step": best_step, "steps": live.counters.step}
-        results |= {"skipped_steps": live.counters.skipped}
-        results["claims"] = answer(
-            [claim.model_dump() for claim in live.recipe.claims],
-            history,
-            results,
-            job.steps_per_epoch,
-        )
-        run.publish_model(
-            lambda folder: save_model(
-                folder,
-                job.built,
-                weights,
-                class_names=job.source.class_names,
-                preprocessing=job.preprocessing,
-                card=write_card(job.recipe, job.built.provenance, results, job.source.class_names),
-            ),
-            needed=sum(t.nbytes for t in weights.values()),
-        )
+        lines = (line for line in reversed(history) if line["split"] == "train")
+        results["train"] = next(lines, {})
+        claims = [claim.model_dump() for claim in live.recipe.claims]
+        results["claims"] = answer(claims, history, results, job.steps_per_epoch)
+        _publish(live, results, weights)
         run.write_json("results.json", results)
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return results
+
+
+def _publish(live: Live, results: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
+    """Write model/ on rank 0, with a card that says what is known so far."""
+    if not live.main:
+        return
+    job = live.job
+    names = job.source.class_names
+    live.run.publish_model(
+        lambda folder: save_model(
+            folder,
+            job.built,
+            weights,
+            class_names=names,
+            preprocessing=job.preprocessing,
+            card=write_card(job.recipe, job.built.provenance, results, names),
+        ),
+        needed=sum(tensor.nbytes for tensor in weights.values()),
+    )
 
 
 def _postfix(line: dict[str, Any]) -> dict[str, str]:
@@ -283,6 +299,12 @@ def _postfix(line: dict[str, Any]) -> dict[str, str]:
         "lr": f"{line['lr']:.1e}",
         "img/s": f"{line['images_per_second']:.0f}",
     }
+
+
+def _validation(result: dict[str, Any], step: int, *, best: bool) -> str:
+    """What a validation found, in a line."""
+    figures = "  ".join(f"{key} {result[key]:.4f}" for key in ("loss", "top1", "top5"))
+    return f"step {step}: val {figures}{'  (the best so far)' if best else ''}"
 
 
 def _silent(message: str) -> None:

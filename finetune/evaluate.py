@@ -33,6 +33,7 @@ def evaluate_model(model: str, *, data: str | None = None, split: str = "test") 
     """
     recorded = Path(model) / "recipe.yaml"
     recipe = load_recipe(recorded) if recorded.is_file() else None
+    built = build(model)
     section, seed = _data_section(model, recipe, data)
     settings = {} if recipe is None else recipe.run.model_dump(include={"precision", "threads"})
     accelerator = launch(RunSection(**settings))
@@ -43,7 +44,6 @@ def evaluate_model(model: str, *, data: str | None = None, split: str = "test") 
     if split not in source.splits:
         have = ", ".join(source.splits)
         raise DataError(f"{section.source}: has no split '{split}'; it has {have}")
-    built = build(model)
     _check_classes(model, built.class_names, source)
     preprocessing = built.preprocessing
     pipeline = Pipeline(

@@ -5,19 +5,20 @@ Nothing here trains, and nothing knows how many processes there are.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from finetune.data.augment import Pipeline
 from finetune.data.feed import Feed, Stream, crosses_epoch
 from finetune.data.sources import Source, Split, open_source, split_train
 from finetune.data.store import open_store
-from finetune.errors import DataError
+from finetune.errors import DataError, RecipeError
 from finetune.models.build import build
 from finetune.models.built import Built, Preprocessing
 from finetune.preprocess import as_published, default_eval
@@ -47,10 +48,25 @@ class Job:
         """K."""
         return len(self.source.class_names)
 
-    def fingerprint(self) -> str:
-        """One sha256 over all splits: another image or label gives another one."""
-        digests = [split.fingerprint() for split in self.source.splits.values()]
-        return hashlib.sha256("".join(digests).encode()).hexdigest()
+    def fingerprints(self) -> dict[str, str]:
+        """A sha256 for each split: another image or label gives another one."""
+        return {name: split.fingerprint() for name, split in self.source.splits.items()}
+
+    def try_pipelines(self) -> None:
+        """Send one training image through both pipelines.
+
+        Raises: RecipeError naming the pipeline that does not lead to the network's size.
+        """
+        split = self.source.splits["train"]
+        images = (_read(split, index) for index in range(len(split)))
+        image = next((image for image in images if image is not None), None)
+        if image is None:
+            return  # decoding all of them will say so
+        keys = np.zeros(1, dtype=np.uint64)
+        for name in ("train", "eval"):
+            pipeline: Pipeline = getattr(self, f"{name}_pipeline")
+            with _named(name):
+                pipeline([image], keys=keys if pipeline.random else None)
 
     @property
     def stream(self) -> Stream:
@@ -140,6 +156,10 @@ class Job:
             "image_size": list(self.preprocessing.image_size),
             "train_pipeline": self.train_pipeline.sentence,
             "eval_pipeline": self.eval_pipeline.sentence,
+            "optimizer": self.recipe.optim.name,
+            "lr": self.recipe.optim.lr,
+            "schedule": self.recipe.optim.schedule,
+            "device": str(self.device),
             "steps": self.steps,
             "steps_per_epoch": round(self.steps_per_epoch, 3),
             "warmup_steps": self.warmup_steps,
@@ -171,15 +191,16 @@ def open_job(
         data.source, image_column=data.image_column, label_column=data.label_column
     )
     source = split_train(source, data.val_fraction, seed)
+    num_samples = len(source.splits["train"])
+    if num_samples == 0:
+        raise DataError(f"{data.source}: the training split is empty; see: finetune data info")
+    if data.batch_size > num_samples:
+        notice(
+            f"data.batch_size: {data.batch_size} is more than the {num_samples} training images; "
+            "each step takes some of them several times"
+        )
     built = _build(recipe, num_classes=len(source.class_names))
     preprocessing = _preprocessing(recipe, built, notice)
-    size = preprocessing.image_size
-    shared: dict[str, Any] = {
-        "image_size": size,
-        "mean": preprocessing.mean,
-        "std": preprocessing.std,
-        "interpolation": preprocessing.interpolation,
-    }
     evaluation = data.eval or default_eval(preprocessing)
     published = as_published(preprocessing, evaluation)
     if published is None:
@@ -187,23 +208,48 @@ def open_job(
             f"data.eval: timm's hub format cannot say '{evaluation}'; whoever loads the published "
             f"model evaluates it with '{default_eval(preprocessing)}'"
         )
-    train_pipeline = Pipeline(data.train or f"{evaluation} | flip", train=True, **shared)
-    num_samples = len(source.splits["train"])
-    if num_samples == 0:
-        raise DataError(f"{data.source}: the training split is empty; see: finetune data info")
     return Job(
         recipe=recipe,
         source=source,
         built=built,
         preprocessing=published or preprocessing,
-        train_pipeline=train_pipeline,
-        eval_pipeline=Pipeline(evaluation, train=False, **shared),
+        train_pipeline=_pipeline("train", data.train or f"{evaluation} | flip", preprocessing),
+        eval_pipeline=_pipeline("eval", evaluation, preprocessing),
         num_samples=num_samples,
         device=device,
         local_processes=local_processes,
         notice=notice,
         progress=progress,
     )
+
+
+def _pipeline(key: str, sentence: str, preprocessing: Preprocessing) -> Pipeline:
+    """Make the pipeline of `data.train` or `data.eval`; what is wrong with it names the key."""
+    with _named(key):
+        return Pipeline(
+            sentence,
+            image_size=preprocessing.image_size,
+            mean=preprocessing.mean,
+            std=preprocessing.std,
+            interpolation=preprocessing.interpolation,
+            train=key == "train",
+        )
+
+
+@contextlib.contextmanager
+def _named(key: str) -> Iterator[None]:
+    try:
+        yield
+    except RecipeError as error:
+        raise RecipeError(f"data.{key}: {error}") from error
+
+
+def _read(split: Split, index: int) -> torch.Tensor | None:
+    """One image as (C, H, W) uint8, or None where it cannot be read."""
+    try:
+        return torch.from_numpy(split.read(index)).permute(2, 0, 1)
+    except DataError:
+        return None
 
 
 def _build(recipe: Recipe, *, num_classes: int) -> Built:

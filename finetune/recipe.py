@@ -233,7 +233,7 @@ class RunSection(Section):
     num_processes: Whole | None = Field(
         None, ge=1, description="refuse to run on any other number; null: any"
     )
-    threads: Whole | None = Field(None, ge=1, description="CPU threads of each process")
+    threads: Whole | None = Field(None, ge=1, le=1024, description="CPU threads of each process")
     max_skipped: Whole = Field(
         10, ge=0, description="steps in a row with a loss that is not finite before giving up"
     )

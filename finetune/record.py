@@ -6,6 +6,7 @@ Only rank 0 calls these; they know neither the network nor the other processes.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +21,7 @@ __all__ = ["begin", "note_plan", "status_kept"]
 
 # A resumed run may differ in these: they change where and how fast, not what is learned.
 _FREE_KEYS = {
-    "data": {"micro_batch", "eval_batch_size", "keep", "workers"},
+    "data": {"micro_batch", "eval_batch_size", "keep", "workers", "unreadable"},
     "run": {"log_every", "save_every", "keep_checkpoints", "num_processes", "threads", "trackers"},
 }
 
@@ -48,7 +49,7 @@ def begin(
         it is another one; CheckpointError if no checkpoint is intact.
     """
     record = run.read_json("run.json") or {}
-    fingerprint = job.fingerprint()
+    fingerprints = job.fingerprints()
     finished = record.get("status") == "done" and run.read_json("results.json") is not None
     if not run.steps() and not finished:
         start = 0  # nothing was learned yet: whatever stands here may be begun anew
@@ -59,7 +60,7 @@ def begin(
             "with --resume, or choose another --out"
         )
     else:
-        _check_same(run, job.recipe, record, precision=precision, fingerprint=fingerprint)
+        _check_same(run, job.recipe, record, precision=precision, fingerprints=fingerprints)
         if finished:
             return None
         start = run.newest(notice) or 0
@@ -74,7 +75,8 @@ def begin(
             "status": "running",
             **describe_machine(job.device, num_processes),
             "precision": precision,
-            "data_fingerprint": fingerprint,
+            "data_fingerprint": _joined(fingerprints),
+            "split_fingerprints": fingerprints,
             "weights_sha256": job.built.provenance.get("sha256"),
         },
     )
@@ -82,12 +84,17 @@ def begin(
 
 
 def _check_same(
-    run: RunDir, recipe: Recipe, record: dict[str, Any], *, precision: str, fingerprint: str
+    run: RunDir,
+    recipe: Recipe,
+    record: dict[str, Any],
+    *,
+    precision: str,
+    fingerprints: dict[str, str],
 ) -> None:
     """Refuse to continue a run whose recipe or data is another one, and show the difference."""
     old, new = load_recipe(run.path / "recipe.yaml").model_dump(), recipe.model_dump()
     differences = [
-        f"{section}.{key}: {old[section][key]!r} was {new[section][key]!r} is"
+        f"{section}.{key}: the run has {old[section][key]!r}, now {new[section][key]!r}"
         for section in ("model", "data", "optim", "run")
         for key in new[section]
         if old[section][key] != new[section][key] and key not in _FREE_KEYS.get(section, ())
@@ -102,11 +109,18 @@ def _check_same(
             f"{run.path}: began in {record['precision']}, and run.precision: auto means "
             f"{precision} on this machine; continue where it began, or choose another --out"
         )
-    if record.get("data_fingerprint") != fingerprint:
+    # What was learned came from these two; a test split may be mended before it is read.
+    recorded = record.get("split_fingerprints", {})
+    if any(recorded.get(name) != fingerprints.get(name) for name in ("train", "val")):
         raise DataError(
             f"{recipe.data.source}: the data is not what the run in {run.path} began with (an "
             "image or label was added, removed or changed); restore it, or choose another --out"
         )
+
+
+def _joined(fingerprints: dict[str, str]) -> str:
+    """One sha256 for the whole data set."""
+    return hashlib.sha256("".join(fingerprints.values()).encode()).hexdigest()
 
 
 def note_plan(run: RunDir, job: Job, *, start: int) -> None:

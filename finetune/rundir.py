@@ -110,6 +110,11 @@ class RunDir:
         Raises: SetupError if another live process holds the folder or it cannot be written.
         """
         with disk_errors(self.path, needed=4096):
+            own = {".lock", "run.json", "checkpoints"}
+            if self.path.is_dir() and (names := set(os.listdir(self.path))) and not names & own:
+                raise SetupError(
+                    f"{self.path}: is a folder with other things in it; choose another --out"
+                )
             try:
                 self.checkpoints.mkdir(parents=True, exist_ok=True)
             except (FileExistsError, NotADirectoryError, FileNotFoundError) as error:

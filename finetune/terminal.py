@@ -173,7 +173,7 @@ def _finite(value: Any) -> Any:
 def figures(results: dict[str, Any]) -> str:
     """One line for each split, one for each claim."""
     lines = []
-    for split in ("train", "val", "test"):
+    for split in ("test", "val", "train"):
         found = results.get(split) or {}
         shown = [
             f"{key} {found[key]:.4f}"
@@ -182,7 +182,8 @@ def figures(results: dict[str, Any]) -> str:
         ]
         if shown:
             images = f"  ({found['examples']} images)" if "examples" in found else ""
-            lines.append(f"{split}: {'  '.join(shown)}{images}")
+            label = "train (last log line)" if split == "train" else split
+            lines.append(f"{label}: {'  '.join(shown)}{images}")
     for claim in results.get("claims") or []:
         measured = claim.get("measured")
         figure = f"{measured:.4f}" if isinstance(measured, float) else measured

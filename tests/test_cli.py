@@ -192,14 +192,20 @@ class TestTrain:
         assert [call[0][1] for call in double.calls] == [run, run]
         assert main(["train", "runs/old"]) == 2  # without --resume it is a folder, not a recipe
 
+    def test_an_empty_out_is_no_folder(
+        self, recipe: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["train", recipe, "--out", ""]) == 2
+        assert "--out: is empty" in capsys.readouterr().err
+
     def test_text(
         self, recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         trained(monkeypatch)
         assert main(["train", recipe]) == 0
         assert capsys.readouterr().out.splitlines() == [
-            "val: top1 0.5000  loss 1.2500  (10 images)",
             "test: top1 0.7500  loss nan  (20 images)",
+            "val: top1 0.5000  loss 1.2500  (10 images)",
             "claim test.top1: met, measured 0.7500",
             "runs/mine",
         ]

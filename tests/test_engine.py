@@ -176,7 +176,7 @@ def test_every_kind_of_run_ends_with_a_model_that_timm_loads(
 def test_a_tracker_that_is_not_there_is_not_left_out_silently(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="comet_ml: its package is not installed"):
         train(tiny("run.trackers=[comet_ml]"), tmp_path / "run")
-    with pytest.raises(SetupError, match="nosuch"):
+    with pytest.raises(RecipeError, match="unknown 'nosuch'"):
         train(tiny("run.trackers=[nosuch]"), tmp_path / "run")
 
 
@@ -379,7 +379,7 @@ def test_a_signal_saves_and_resume_ends_the_same(plain, tmp_path: Path, monkeypa
 
 
 def test_resume_refuses_another_recipe_and_shows_the_difference(plain) -> None:
-    with pytest.raises(RecipeError, match=r"optim\.lr: 0\.003 was 0\.002 is"):
+    with pytest.raises(RecipeError, match=r"optim\.lr: the run has 0\.003, now 0\.002"):
         train(tiny(*FULL, "optim.lr=2e-3"), plain[0], resume=True)
     with pytest.raises(SetupError, match=r"holds a run already \(done\)"):
         train(tiny(*FULL), plain[0])
@@ -454,6 +454,33 @@ def test_the_test_split_is_read_once_at_the_end(
     monkeypatch.setattr(Live, "step", lambda self, *a: order.append("step") or step(self, *a))
     train(tiny("optim.steps=3"), tmp_path / "run")
     assert order == ["train", "val", "step", "step", "step", "test"]
+
+
+def test_a_broken_test_image_costs_only_the_test_figures(
+    image_folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    broken = image_folder / "test" / "red" / "red-0.png"
+    broken.write_bytes(b"no image")
+    overrides = [f"data.source=folder:{image_folder}", "data.batch_size=6", "optim.steps=3"]
+    with pytest.raises(DataError, match=r"red-0\.png"):
+        train(tiny(*overrides), out)
+    assert timm.create_model(f"local-dir:{out / 'model'}", pretrained=True).num_classes == 3
+    trained = weights(out)
+    results = train(tiny(*overrides, "data.unreadable=quarantine"), out, resume=True)
+    assert results["test"]["examples"] == 11
+    shutil.rmtree(out)
+    with pytest.raises(DataError):
+        train(tiny(*overrides), out)
+    broken.unlink()
+    assert train(tiny(*overrides), out, resume=True)["test"]["examples"] == 11
+    assert weights(out) == trained
+
+
+def test_a_pipeline_that_misses_the_size_shows_before_training(tmp_path: Path) -> None:
+    for key in ("train", "eval"):
+        with pytest.raises(RecipeError, match=rf"data\.{key}: .*"):
+            train(tiny(f"data.{key}=resize((8, 8))"), tmp_path / "run", dry_run=True)
 
 
 def test_dry_run_writes_nothing(tmp_path: Path) -> None:

@@ -67,15 +67,27 @@ def test_an_evaluation_that_timm_cannot_say_is_said() -> None:
 
 
 def test_one_more_image_is_another_fingerprint(image_folder) -> None:
-    before = job_of(f"data.source=folder:{image_folder}").fingerprint()
-    assert job_of(f"data.source=folder:{image_folder}").fingerprint() == before
+    before = job_of(f"data.source=folder:{image_folder}", "data.batch_size=6").fingerprints()
+    assert (
+        job_of(f"data.source=folder:{image_folder}", "data.batch_size=6").fingerprints() == before
+    )
     next((image_folder / "test" / "red").iterdir()).unlink()
-    assert job_of(f"data.source=folder:{image_folder}").fingerprint() != before
+    after = job_of(f"data.source=folder:{image_folder}", "data.batch_size=6").fingerprints()
+    assert {name for name in before if before[name] != after[name]} == {"test"}
+
+
+def test_a_batch_larger_than_the_data_is_said() -> None:
+    notices: list[str] = []
+    job_of("data.batch_size=5000", notices=notices)
+    assert len(notices) == 1
+    assert "5000 is more than the" in notices[0]
 
 
 def test_quarantine_shortens_the_stream(image_folder) -> None:
     next((image_folder / "train" / "red").iterdir()).write_bytes(b"no image")
-    job = job_of(f"data.source=folder:{image_folder}", "data.unreadable=quarantine")
+    job = job_of(
+        f"data.source=folder:{image_folder}", "data.batch_size=6", "data.unreadable=quarantine"
+    )
     before = job.num_samples
     job.feed(job.source.splits["train"], train=True)
     left = job.num_samples + len(job.source.splits["val"])

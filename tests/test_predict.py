@@ -18,8 +18,9 @@ import torch
 from PIL import Image
 
 from finetune import predict as predict_module
-from finetune.data.feed import Feed, open_store
+from finetune.data.feed import Feed
 from finetune.data.sources import open_source
+from finetune.data.store import open_store
 from finetune.errors import DataError, RecipeError, SetupError, WeightsError
 from finetune.models.build import Built, Preprocessing, save_model
 from finetune.predict import Classifier, describe, find_files, predict, unreadable

@@ -63,7 +63,7 @@ def test_only_what_changes_nothing_learned_may_differ(run: RunDir) -> None:
     free = ["data.micro_batch=8", "data.workers=1", "run.log_every=3", "run.threads=1"]
     assert start(run, job_of(*free), resume=True) == 2
     for override, named in (
-        ("model.dropout=0.1", r"model\.dropout: 0\.0 was 0\.1 is"),
+        ("model.dropout=0.1", r"model\.dropout: the run has 0\.0, now 0\.1"),
         ("data.batch_size=32", r"data\.batch_size"),
         ("run.seed=1", r"run\.seed"),
     ):

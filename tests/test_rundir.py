@@ -83,6 +83,13 @@ def test_a_file_in_the_way_and_a_folder_that_cannot_be_made(tmp_path: Path) -> N
         RunDir("/proc/none/run").open()
 
 
+def test_a_folder_of_other_things_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "photo.png").write_bytes(b"")
+    with pytest.raises(SetupError, match="other things in it"):
+        RunDir(tmp_path).open()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["photo.png"]
+
+
 def test_checkpoints_are_listed_in_order_and_verify(run: RunDir) -> None:
     for step in (30, 10, 200):
         run.save(step, fill(str(step)), needed=0)

@@ -285,6 +285,15 @@ def test_paths_that_are_no_files(tmp_path: Path) -> None:
             decode(tmp_path / name)
 
 
+@pytest.mark.parametrize("address", ["https://a.org/cat.png", "s3://bucket/cat.png"])
+def test_addresses_are_not_read(address: str) -> None:
+    for path in (address, Path(address)):
+        with pytest.raises(
+            DataError, match="addresses are not read; download it and give its path"
+        ):
+            decode(path)
+
+
 def test_names_that_are_not_utf8(tmp_path: Path) -> None:
     file = os.fsdecode(os.path.join(os.fsencode(tmp_path), b"caf\xe9.png"))
     try:

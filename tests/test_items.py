@@ -13,6 +13,7 @@ import pytest
 from samples import counts, make_folder, make_parquet, png, write
 
 from finetune.data import decode as decode_module
+from finetune.data import tables
 from finetune.data.decode import decode
 from finetune.data.sources import Split, open_source
 from finetune.errors import DataError
@@ -74,6 +75,76 @@ def test_rows_may_point_to_files_or_have_nothing(tmp_path: Path) -> None:
             train.read(row)
     assert train.items.sizes().tolist() == [len(png(5)), 0, 0, 0, 0]
     assert len(train.fingerprint()) == 64
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_rows_never_name_files_outside_their_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mapped: bool
+) -> None:
+    write(tmp_path / "secret/x.png", png(5))
+    write(tmp_path / "table/in/x.png", png(6))
+    (tmp_path / "table/link.png").symlink_to(tmp_path / "secret/x.png")
+    outside = [f"{tmp_path}/secret/x.png", "../secret/x.png", "in/../../secret/x.png", "link.png"]
+    outside.append("in/\0x.png")
+    inside = ["in/x.png", f"{tmp_path}/table/in/x.png", "in/../in/x.png"]
+    rows = [{"bytes": None, "path": path} for path in outside + inside]
+    make_parquet(tmp_path / "table/a.parquet", [0, 1] * 4, images=rows)
+    if mapped:
+        monkeypatch.setattr(tables, "_MEMORY_BYTES", 10)
+    train = open_source(f"parquet:{tmp_path}/table").splits["train"]
+    for row in range(5):
+        with pytest.raises(DataError, match=r"row \d.*: this path leads outside .*; put the image"):
+            train.read(row)
+    for row in range(5, 8):
+        assert np.array_equal(train.read(row), decode(png(6)))
+    assert train.items.sizes().tolist() == [0] * 5 + [len(png(6))] * 3
+    assert len(train.fingerprint()) == 64
+
+
+def test_an_address_in_a_table_is_not_read(tmp_path: Path) -> None:
+    rows = [{"bytes": None, "path": "https://a.org/x.png"}, {"bytes": png(1), "path": None}]
+    make_parquet(tmp_path / "a.parquet", [0, 1], images=rows)
+    with pytest.raises(DataError, match="addresses are not read; download it"):
+        open_source(f"parquet:{tmp_path}").splits["train"].read(0)
+
+
+@pytest.mark.parametrize(
+    "link,target",
+    [
+        ("train/cat/up", ".."),  # both classes
+        ("train/cat/top", "../.."),
+        ("train/cat/deep/dog", "../../dog"),
+        ("train/cat/deep/part", "../../dog/deep"),
+        ("train/cat/9.png", "../dog/0.png"),
+        ("test/cat/9.png", "../../train/cat/0.png"),  # would be trained on and tested on
+        ("train/feline", "cat"),
+        ("train/all", "."),
+        ("train/puppy", "dog/deep"),
+    ],
+)
+def test_links_into_other_classes_are_refused(tmp_path: Path, link: str, target: str) -> None:
+    folders = ("train/cat", "train/cat/deep", "train/dog", "train/dog/deep", "test/cat", "test/dog")
+    source = make_folder(tmp_path, dict.fromkeys(folders, 1))
+    assert counts(open_source(source)) == {"train": [2, 2], "test": [1, 1]}
+    (tmp_path / link).symlink_to(target)
+    with pytest.raises(DataError, match=f"the link {tmp_path}/{link} leads to .*remove the link"):
+        open_source(source)
+
+
+def test_links_that_keep_their_class_are_followed(tmp_path: Path) -> None:
+    source = make_folder(tmp_path / "d", {"train/cat": 1, "train/dog": 1, "test/cat": 1})
+    write(tmp_path / "d/pool/x.png", png(5))  # beside the splits: of no class
+    write(tmp_path / "d/train/.git/annex/y.png", png(6))
+    write(tmp_path / "elsewhere/z.png", png(7))
+    cat = tmp_path / "d/train/cat"
+    (cat / "x.png").symlink_to("../../pool/x.png")
+    (cat / "y.png").symlink_to("../.git/annex/y.png")
+    (cat / "z.png").symlink_to(tmp_path / "elsewhere/z.png")
+    (cat / "again.png").symlink_to("0.png")
+    (cat / "more").symlink_to(tmp_path / "elsewhere")
+    (cat / "circle").symlink_to(".")
+    (tmp_path / "d/val").symlink_to("test")
+    assert counts(open_source(source)) == {"train": [6, 1], "val": [1, 0], "test": [1, 0]}
 
 
 def read_in_worker(split: Split, index: int) -> np.ndarray:

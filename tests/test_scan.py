@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ def test_scan_lists_every_unreadable_image(tmp_path: Path) -> None:
     ]
     causes = ("cannot be decoded", "zero bytes", "not an image", "a pipe", "a link to nothing")
     for item, cause in zip(found, causes, strict=True):
-        assert item["error"].startswith(f"{item['name']}: {cause}")
+        assert item["error"].startswith(cause)  # the name is given once
     json.dumps(found)
     assert scan(open_source("embedded:digits")) == []
 
@@ -112,7 +113,7 @@ def test_quarantine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert "4 of 10 images cannot be read; they are left out" in messages(caplog)[0]
     for number in range(3):
         write(tmp_path / f"train/a/{number}.png", b"")
-    with pytest.raises(DataError, match="no readable image is left of 1 classes"):
+    with pytest.raises(DataError, match="no readable image is left of 1 class "):
         load_images(split, unreadable="quarantine")
 
 
@@ -157,7 +158,8 @@ def test_images_that_do_not_fit_in_memory(monkeypatch: pytest.MonkeyPatch) -> No
         raise MemoryError
 
     split = open_source("embedded:digits").splits["train"]
-    monkeypatch.setattr(scan_module.np, "empty", refuse)
+    without_memory = SimpleNamespace(**{**vars(np), "empty": refuse})  # numpy needs its own
+    monkeypatch.setattr(scan_module, "np", without_memory)
     with pytest.raises(DataError, match=r"do not fit in memory; set data.keep: none"):
         load_images(split)
 

@@ -32,7 +32,8 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     [
         ("foldr:x", "did you mean 'folder'"),
         ("parquet", "expected hub:owner/name"),
-        ("folder:", "expected hub:owner/name"),
+        ("folder:", "the PATH behind 'folder:' is missing; expected hub:owner/name"),
+        ("hub:", "the PATH behind 'hub:' is missing; expected hub:owner/name"),
         ("cifar10", "cannot read 'cifar10'"),
         ("embedded:digit", "did you mean 'digits'"),
         ("hub:cifar10", "expected hub:owner/name"),
@@ -97,6 +98,7 @@ def test_folder_of_classes_is_all_train(tmp_path: Path) -> None:
     source = open_source(make_folder(tmp_path, {"b": 2, "a": 3, "c/deep/er": 1}))
     assert counts(source) == {"train": [3, 2, 1]}
     assert source.splits["train"].name_of(5) == "c/deep/er/0.png"
+    assert source.description == "image files in 1 split"
 
 
 def test_relative_folder_survives_a_change_of_directory(
@@ -114,12 +116,12 @@ def test_relative_folder_survives_a_change_of_directory(
     "folders,said",
     [
         ({"train/a": 1, "train/b": 1, "test/a": 1, "test/c": 1}, "in 'test' but not in 'train': c"),
-        ({"train/a": 1, "train/b": 0}, r"1 class folders in .*train have no images: b"),
-        ({"train/a": 1, "train/b": 1, "test/a": 0}, r"class folders in .*test have no images: a"),
+        ({"train/a": 1, "train/b": 0}, r"1 class folder without images in .*train: b"),
+        ({"train/a": 1, "train/b": 1, "test/a": 0}, r"1 class folder without images in .*test: a"),
         ({"cat": 1, "Cat": 1}, "'Cat' and 'cat' differ only in case"),
         ({"train/cat": 1, "train/dog": 1, "test/Cat": 1}, "'Cat' and 'cat' differ only"),
         ({"caf\u00e9": 1, "cafe\u0301": 1}, "differ only in case, Unicode"),
-        ({"train/a": 2}, r"only one class, \['a'\]; two are needed"),
+        ({"train/a": 2}, r"only one class, \['a'\]; two are needed: add images"),
         ({"train": 3, "test": 1}, r"no class folders in .*train"),
         ({"": 3}, "no class folders"),
         ({"a": 1, "b": 1, "test/a": 1}, "'test' stands beside class folders .a, b."),
@@ -137,6 +139,10 @@ def test_folder_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "flowers").mkdir()
     with pytest.raises(DataError, match=r"no such folder; did you mean 'flowers'\?"):
         open_source(f"folder:{tmp_path}/flower")
+    with pytest.raises(
+        DataError, match="no such folder; expected a folder with a folder per class"
+    ):
+        open_source("folder:/nonexistent")
     write(tmp_path / "file.png", png(0))
     with pytest.raises(DataError, match="a file, not a folder"):
         open_source(f"folder:{tmp_path}/file.png")
@@ -163,7 +169,7 @@ def test_clutter_is_ignored_with_one_notice(
         open_source(source)
     assert counts(opened) == {"train": [1, 1]}
     assert len(caplog.records) == 1
-    assert "4 files that are not images are ignored: .DS_Store, ._0.png" in messages(caplog)[0]
+    assert "ignored 4 files of other kinds: .DS_Store, ._0.png" in messages(caplog)[0]
 
 
 def test_subset_and_names(tmp_path: Path) -> None:
@@ -258,5 +264,7 @@ def test_split_train_refusals(tmp_path: Path) -> None:
     for wrong in (-0.1, 1.0, 3.0):
         with pytest.raises(DataError, match=r"data.val_fraction: .* is not in"):
             split_train(source, wrong, 0)
-    with pytest.raises(DataError, match="every class has a single image"):
+    with pytest.raises(
+        DataError, match=r"every class has a single image in 'train'.*data.val_fraction=0"
+    ):
         split_train(source, 0.5, 0)

@@ -96,9 +96,36 @@ def test_parquet_paths_that_lead_nowhere(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match=said):
             open_source(f"parquet:{tmp_path}/{path}")
-    write(tmp_path / "a.parquet", b"version https://git-lfs.github.com/spec/v1")
-    with pytest.raises(DataError, match=r"a.parquet: not a parquet file, or a damaged one"):
-        open_source(f"parquet:{tmp_path}/a.parquet")
+
+
+@pytest.mark.parametrize(
+    "content,said",
+    [
+        (b"version https://git-lfs.github.com/spec/v1", "a Git LFS pointer.*run `git lfs pull`"),
+        (b"\n<!DOCTYPE html><html>", "a web page, not a parquet file; download the file itself"),
+        (b"", "zero bytes, not a parquet file; download it again"),
+        (b"PAR1 and no end", r"not a parquet file, or a damaged one \(.*\); download it again"),
+    ],
+)
+def test_files_that_are_no_tables(tmp_path: Path, content: bytes, said: str) -> None:
+    make_parquet(tmp_path / "test.parquet", [0, 1])
+    write(tmp_path / "train.parquet", content)
+    with pytest.raises(DataError, match=f"train.parquet: {said}"):
+        open_source(f"parquet:{tmp_path}")
+
+
+def test_a_second_file_that_is_none_is_named(tmp_path: Path) -> None:
+    make_parquet(tmp_path / "train-0.parquet", [0, 1])
+    write(tmp_path / "train-1.parquet", b"version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(DataError, match=r"train-1.parquet: a Git LFS pointer"):
+        open_source(f"parquet:{tmp_path}")
+
+
+def test_one_file_and_more_are_counted(tmp_path: Path) -> None:
+    make_parquet(tmp_path / "train.parquet", [0, 1])
+    assert open_source(f"parquet:{tmp_path}").description.startswith("1 parquet file, columns")
+    make_parquet(tmp_path / "test.parquet", [0, 1])
+    assert open_source(f"parquet:{tmp_path}").description.startswith("2 parquet files, columns")
 
 
 def test_larger_than_memory_is_mapped_to_the_same(
@@ -164,6 +191,28 @@ def test_hub(
     assert train.name_of(3) == "hub:someone/things@v1.0:large train row 3 (turned.png)"
     assert np.array_equal(pickle.loads(pickle.dumps(train)).read(3), train.read(3))
     assert "revision v1.0" in source.description
+
+
+def test_hub_rows_name_files_of_the_cache_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from datasets import load_dataset
+
+    write(tmp_path / "cache/downloads/x.png", png(5))
+    write(tmp_path / "secret.png", png(6))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    paths = [f"{tmp_path}/cache/downloads/x.png", f"{tmp_path}/secret.png", "secret.png"]
+    rows = [{"bytes": None, "path": path} for path in paths]
+    file = make_parquet(tmp_path / "t.parquet", [0, 1, 1], names=["a", "b"], images=rows)
+    loaded = load_dataset("parquet", data_files=str(file), cache_dir=str(tmp_path / "cache"))
+    hub_double(monkeypatch, lambda: loaded)
+    train = open_source("hub:someone/things").splits["train"]
+    assert np.array_equal(train.read(0), decode(png(5)))
+    with pytest.raises(DataError, match=r"secret.png\): this path leads outside"):
+        train.read(1)
+    with pytest.raises(DataError, match="no such file"):  # never from the working directory
+        train.read(2)
 
 
 def test_hub_revision_is_never_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

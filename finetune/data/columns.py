@@ -96,7 +96,10 @@ def number_labels(
     names = next(iter(declared.values()))
     for split, other in declared.items():
         if other != names:
-            raise DataError(f"split '{split}': its class names differ from the other splits'")
+            raise DataError(
+                f"split '{split}': its class names differ from the other splits'; write all splits "
+                "with the same names in the same order"
+            )
     arrays = {split: _label_array(column, split) for split, column in columns.items()}
     if names is None:
         return _number_unnamed(arrays)
@@ -109,7 +112,8 @@ def number_labels(
         if len(wrong):
             raise DataError(
                 f"split '{split}': {len(wrong)} of {len(array)} labels are outside 0 to "
-                f"{len(names) - 1}; the first is {array[wrong[0]]} in row {wrong[0]}"
+                f"{len(names) - 1}; the first is {array[wrong[0]]} in row {wrong[0]}; correct the "
+                "labels or leave these rows out"
             )
     return {split: array.astype(np.int64) for split, array in arrays.items()}, list(names)
 
@@ -119,12 +123,12 @@ def _label_array(column: pa.ChunkedArray, split: str) -> np.ndarray:
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     if len(column) == 0:
-        raise DataError(f"split '{split}' is empty")
+        raise DataError(f"split '{split}' is empty: it has no rows; add some or remove its file")
     if column.null_count:
         row = np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0]
         raise DataError(
             f"split '{split}': {column.null_count} of {len(column)} labels are missing; "
-            f"the first in row {row}"
+            f"the first in row {row}; add the labels or leave these rows out"
         )
     if pa.types.is_integer(column.type):
         return np.asarray(column.to_numpy(), dtype=np.int64)
@@ -132,16 +136,27 @@ def _label_array(column: pa.ChunkedArray, split: str) -> np.ndarray:
         column = column.cast(pa.string())
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         return np.asarray(column.to_pylist(), dtype=object)
-    raise DataError(f"split '{split}': labels of type {column.type}; expected integers or strings")
+    raise DataError(
+        f"split '{split}': labels of type {column.type}; expected integers or strings, one for "
+        "each image; convert the column, or name another with data.label_column"
+    )
 
 
 def _number_unnamed(arrays: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], list[str]]:
     """Number labels that have no declared names, by their sorted order."""
     if len({array.dtype.kind for array in arrays.values()}) > 1:
-        raise DataError("the label column holds integers in one split and strings in another")
+        raise DataError(
+            "the label column holds integers in one split and strings in another; write all splits "
+            "with the same type"
+        )
     every = sorted({label for array in arrays.values() for label in np.unique(array).tolist()})
-    if isinstance(every[0], int) and every[0] < 0:
-        raise DataError(f"the label column has the label {every[0]}; labels start at 0")
+    for split, array in arrays.items():
+        wrong = np.flatnonzero(array < 0) if array.dtype.kind == "i" else np.arange(0)
+        if len(wrong):
+            raise DataError(
+                f"split '{split}': {len(wrong)} of {len(array)} labels are below 0; the first is "
+                f"{array[wrong[0]]} in row {wrong[0]}; correct the labels or leave these rows out"
+            )
     refuse_alike([str(label) for label in every], "the label column")
     number = {label: index for index, label in enumerate(every)}
     numbered = {

@@ -26,11 +26,12 @@ from PIL import Image, UnidentifiedImageError
 
 from finetune.errors import DataError
 
-__all__ = ["LIMIT_PIXELS", "decode", "notice", "open_regular", "printable"]
+__all__ = ["LIMIT_PIXELS", "counted", "decode", "notice", "open_regular", "printable"]
 
 LIMIT_PIXELS = 64_000_000
 # An allow-list: PIL would also start Ghostscript for an EPS, and guess at unsigned files.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "ICO", "MPO")
+_ADDRESSES = {"http:", "https:", "ftp:", "s3:", "gs:", "hf:", "file:"}
 _ORIENTATION = 0x0112
 _EXIF_KEYS = ("exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif")
 _log = logging.getLogger("finetune")
@@ -86,6 +87,11 @@ def printable(path: str | Path) -> str:
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """`1 file`, `2 files`; the plural is given where it is not the noun and an s."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file: opening a named pipe would wait for ever."""
     try:
@@ -93,6 +99,8 @@ def open_regular(path: Path) -> BinaryIO:
         if stat.S_ISREG(mode):
             return path.open("rb")
     except FileNotFoundError:
+        if _ADDRESSES.intersection(path.parts):  # Path makes one slash of two
+            raise DataError("addresses are not read; download it and give its path") from None
         link = path.is_symlink()
         raise DataError("a link to nothing" if link else "no such file") from None
     except OSError as error:

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from finetune.data.decode import decode, open_regular, printable
 from finetune.errors import DataError
 
-__all__ = ["ArrayItems", "Chunk", "FileItems", "Items", "RowItems", "walk_images"]
+__all__ = ["ArrayItems", "Chunk", "FileItems", "Items", "Links", "RowItems", "walk_images"]
 
 _SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".dib", ".tif", ".tiff"),
@@ -46,11 +46,26 @@ class Chunk:
     first_row: int
     content: pa.Array
     paths: pa.Array | None
-    folder: Path  # what relative paths start from
+    folders: tuple[Path, ...]  # only files below these are read; relative paths start at the first
 
     def path(self, offset: int) -> str | None:
         """The picture's own file name or path, where the table has one."""
         return None if self.paths is None else self.paths[offset].as_py()
+
+    def file(self, path: str) -> Path:
+        """The file that a path of the table means, links resolved.
+
+        Raises: DataError outside the folders: a table from elsewhere must not name any local file.
+        """
+        if "\0" not in path and self.folders:
+            file = Path(os.path.realpath(self.folders[0] / path))
+            if any(file.is_relative_to(os.path.realpath(folder)) for folder in self.folders):
+                return file
+        where = " or ".join(str(folder) for folder in self.folders) or "the table"
+        raise DataError(
+            f"this path leads outside {where} and is not read; put the image there, or its bytes "
+            "into the table"
+        )
 
 
 class RowItems:
@@ -91,7 +106,7 @@ class RowItems:
         path = chunk.path(offset)
         if not path:
             raise DataError("no image in this row")
-        with open_regular(chunk.folder / path) as stream:  # the hub's image folders: paths only
+        with open_regular(chunk.file(path)) as stream:  # the hub's image folders: paths only
             return stream.read()
 
     def read(self, row: int) -> np.ndarray:
@@ -119,7 +134,10 @@ def _chunk_sizes(chunk: Chunk) -> np.ndarray:
     if chunk.content.null_count:
         for offset in np.flatnonzero(chunk.content.is_null().to_numpy(zero_copy_only=False)):
             path = chunk.path(int(offset))
-            sizes[offset] = _size(chunk.folder / path) if path else 0
+            try:
+                sizes[offset] = _size(chunk.file(path)) if path else 0
+            except DataError:
+                sizes[offset] = 0
     return sizes
 
 
@@ -161,32 +179,93 @@ def _size(path: Path) -> int:
         return 0
 
 
-def walk_images(folder: Path, ignored: Counter[str]) -> Iterable[str]:
+class Links:
+    """Refuses links that lead from one class into another: an image would get a wrong label."""
+
+    def __init__(self, class_folders: Iterable[Path], source: str) -> None:
+        self._source = source
+        folders = list(class_folders)
+        self._classes = {os.path.realpath(folder) for folder in folders}
+        self._no_links = {os.path.realpath(folder) for folder in folders if not folder.is_symlink()}
+        self._above = {str(up) for folder in self._classes for up in Path(folder).parents}
+        for folder in folders:
+            if folder.is_symlink():
+                self.check(os.fspath(folder), None)
+
+    def check(self, link: str, class_folder: str | None) -> None:
+        """Refuse a link to another class or above a class.
+
+        Args:
+            link: the path of a link; links to its own class, or out of the data set, are fine.
+            class_folder: where it was found; None for the link that is a class folder itself.
+        Raises: DataError naming link and target.
+        """
+        target = os.path.realpath(link)
+        places = {target, *(str(up) for up in Path(target).parents)}
+        if class_folder is None:
+            others = self._no_links
+        else:
+            others = self._classes - {os.path.realpath(class_folder)}
+        if target in self._above or places & others:
+            raise DataError(
+                f"{self._source}: the link {printable(link)} leads to {printable(target)}, which "
+                "is another class or holds one; its images would count twice: remove the link"
+            )
+
+
+def walk_images(folder: Path, ignored: Counter[str], links: Links | None = None) -> Iterable[str]:
     """List the image files below a folder, following links to folders but never in circles.
 
     Args:
         folder: where to begin; hidden files and folders are passed over.
         ignored: counts the names of files that are no images.
+        links: what checks each link; None to follow them all.
     Returns: their paths, in no order. A file is an image by its suffix; nothing is opened.
-    Raises: DataError for a folder that cannot be listed.
+    Raises: DataError for a folder that cannot be listed, or a link that is refused.
     """
-
-    def refuse(error: OSError) -> None:
-        raise DataError(f"{printable(error.filename)}: cannot be listed ({error.strerror})")
-
     seen = set()
-    for parent, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
+    waiting = [os.fspath(folder)]
+    while waiting:
+        parent = waiting.pop()
         identity = os.path.realpath(parent)
         if identity in seen:
-            folders.clear()
             continue
         seen.add(identity)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in files:
-            if name.startswith(".") or os.path.splitext(name)[1].lower() not in _SUFFIXES:
-                ignored[printable(name)] += 1
+        folders = []
+        for entry in _listed(parent):
+            hidden = entry.name.startswith(".")
+            is_folder = _is_folder(entry)
+            if hidden and is_folder:
+                continue
+            if not is_folder and (hidden or _suffix(entry.name) not in _SUFFIXES):
+                ignored[printable(entry.name)] += 1
+                continue
+            if links and entry.is_symlink():
+                links.check(entry.path, os.fspath(folder))
+            if is_folder:
+                folders.append(entry.path)
             else:
-                yield os.path.join(parent, name)
+                yield entry.path
+        waiting += reversed(folders)
+
+
+def _listed(folder: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:  # tells links and folders apart without looking at each
+            return sorted(entries, key=lambda entry: entry.name)
+    except OSError as error:
+        raise DataError(f"{printable(folder)}: cannot be listed ({error.strerror})") from None
+
+
+def _suffix(name: str) -> str:
+    return os.path.splitext(name)[1].lower()
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
 
 
 class ArrayItems:

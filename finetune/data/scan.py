@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from tqdm import tqdm
 
-from finetune.data.decode import notice
+from finetune.data.decode import counted, notice
 from finetune.data.sources import Source, Split
 from finetune.errors import DataError
 
@@ -109,19 +109,21 @@ def _visit(
 def scan(source: Source, workers: int = 2, *, progress: bool = True) -> list[dict[str, Any]]:
     """Decode every image of every split and list those that cannot be read.
 
-    Returns: [{"split", "index", "name", "class", "error"}], empty when all is well.
+    Returns: [{"split", "index", "name", "class", "error"}], empty when all is well; the error does
+        not repeat the name.
     """
     unreadable = []
     for split in source.splits.values():
         found = _visit(split, lambda index, image: None, workers=workers, progress=progress)
         for index, message in found:
+            name = split.name_of(index)
             unreadable.append(
                 {
                     "split": split.name,
                     "index": index,
-                    "name": split.name_of(index),
+                    "name": name,
                     "class": source.class_names[split.labels[index]],
-                    "error": message,
+                    "error": message.removeprefix(f"{name}: "),
                 }
             )
     return unreadable
@@ -176,7 +178,8 @@ def _without(split: Split, failed: list[tuple[int, str]], unreadable: str) -> np
     emptied = np.setdiff1d(split.labels, split.labels[kept])
     if len(emptied):
         raise DataError(
-            f"split '{split.name}': no readable image is left of {len(emptied)} classes (labels "
+            f"split '{split.name}': no readable image is left of "
+            f"{counted(len(emptied), 'class', 'classes')} (labels "
             f"{', '.join(str(label) for label in emptied[:5])}); the first of {len(failed)} "
             f"unreadable: {failed[0][1]}"
         )

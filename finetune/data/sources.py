@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from finetune.data.columns import SPLITS, in_order, refuse_alike
-from finetune.data.decode import notice, printable
-from finetune.data.items import ArrayItems, FileItems, Items, walk_images
+from finetune.data.decode import counted, notice, printable
+from finetune.data.items import ArrayItems, FileItems, Items, Links, walk_images
 from finetune.data.tables import Tables, read_hub, read_parquet
 from finetune.errors import DataError, nearest
 
@@ -132,10 +132,12 @@ def open_source(
     Raises: DataError: no such source, or one that cannot be trained on.
     """
     kind, colon, rest = source.partition(":")
-    if not colon or kind not in _KINDS or not rest:
+    if kind not in _KINDS or not rest:
         hint = nearest(kind, _KINDS)
         if not colon and Path(source).expanduser().exists():
             hint = f"; did you mean 'folder:{source}' or 'parquet:{source}'?"
+        elif kind in _KINDS:
+            hint = f": the PATH behind '{kind}:' is missing"
         raise DataError(
             f"data.source: cannot read {source!r}{hint}; expected hub:owner/name, parquet:PATH, "
             "folder:PATH or embedded:digits"
@@ -161,7 +163,10 @@ def _from_tables(source: str, tables: Tables) -> Source:
 def _check(source: Source) -> None:
     """Refuse what cannot be trained on or would be measured wrongly."""
     if len(source.class_names) < 2:
-        raise DataError(f"{source.name}: only one class, {source.class_names}; two are needed")
+        raise DataError(
+            f"{source.name}: only one class, {source.class_names}; two are needed: add "
+            "images of another, or name another column of a table with data.label_column"
+        )
     train = source.splits.get("train")
     if train is None:
         return
@@ -170,14 +175,13 @@ def _check(source: Source) -> None:
         unknown = sorted(set(np.unique(split.labels).tolist()) - known)
         if unknown:
             names = ", ".join(source.class_names[label] for label in unknown[:5])
-            raise DataError(
-                f"{source.name}: {len(unknown)} classes are in '{name}' but not in 'train': "
-                f"{names}; add training images or remove these"
-            )
+            number = counted(len(unknown), "class", "classes")
+            cause = f"{number} in '{name}' but not in 'train': {names}"
+            raise DataError(f"{source.name}: {cause}; add training images or remove these")
     missing = [name for label, name in enumerate(source.class_names) if label not in known]
     if missing:
-        names = ", ".join(missing[:5])
-        notice(f"{source.name}: {len(missing)} declared classes have no image: {names}")
+        number = counted(len(missing), "declared class", "declared classes")
+        notice(f"{source.name}: {number} without an image: {', '.join(missing[:5])}")
 
 
 def _open_folder(source: str, path: str) -> Source:
@@ -185,17 +189,16 @@ def _open_folder(source: str, path: str) -> Source:
     root = Path(path).expanduser().absolute()
     if not root.is_dir():
         siblings = [p.name for p in root.parent.iterdir()] if root.parent.is_dir() else []
-        cause = "a file, not a folder" if root.exists() else "no such folder"
-        hint = "" if root.exists() else nearest(root.name, siblings)
-        raise DataError(f"{source}: {cause}{hint}")
+        absent = f"no such folder{nearest(root.name, siblings)}"
+        cause = "a file, not a folder" if root.exists() else absent
+        raise DataError(f"{source}: {cause}; expected a folder with a folder per class in it")
     ignored: Counter[str] = Counter()
-    found = {
-        split: _find_classes(folder, source, ignored)
-        for split, folder in _split_folders(root, source).items()
-    }
+    folders = _split_folders(root, source)
+    links = Links((one for folder in folders.values() for one in _subfolders(folder)), source)
+    found = {split: _classes(folders[split], source, ignored, links) for split in folders}
     if ignored:
         examples = ", ".join(sorted(ignored)[:5])
-        notice(f"{source}: {ignored.total()} files that are not images are ignored: {examples}")
+        notice(f"{source}: ignored {counted(ignored.total(), 'file')} of other kinds: {examples}")
     class_names = sorted({name for classes in found.values() for name in classes})
     if not class_names:
         raise DataError(f"{source}: no images in class folders; expected {path}/CLASS/IMAGE.jpg")
@@ -207,7 +210,7 @@ def _open_folder(source: str, path: str) -> Source:
         labels = np.array([label for _, label in files], dtype=np.int64)
         items = FileItems(root, [file.removeprefix(f"{root}{os.sep}") for file, _ in files])
         splits[split] = Split(split, labels, items)
-    return Source(source, splits, class_names, f"image files in {len(splits)} splits")
+    return Source(source, splits, class_names, f"image files in {counted(len(splits), 'split')}")
 
 
 def _subfolders(folder: Path) -> list[Path]:
@@ -239,7 +242,9 @@ def _split_folders(root: Path, source: str) -> dict[str, Path]:
     return in_order(found)
 
 
-def _find_classes(folder: Path, source: str, ignored: Counter[str]) -> dict[str, list[str]]:
+def _classes(
+    folder: Path, source: str, ignored: Counter[str], links: Links
+) -> dict[str, list[str]]:
     """List the image files of each class folder, also in folders below it.
 
     Args:
@@ -249,15 +254,15 @@ def _find_classes(folder: Path, source: str, ignored: Counter[str]) -> dict[str,
     """
     classes = {}
     for class_folder in _subfolders(folder):
-        classes[printable(class_folder.name)] = list(walk_images(class_folder, ignored))
+        classes[printable(class_folder.name)] = list(walk_images(class_folder, ignored, links))
     ignored.update(printable(p.name) for p in folder.iterdir() if not p.is_dir())
     empty = [name for name, files in classes.items() if not files]
     if not classes:
         raise DataError(f"{source}: no class folders in {printable(folder)}")
     if empty:
         raise DataError(
-            f"{source}: {len(empty)} class folders in {printable(folder)} have no images: "
-            f"{', '.join(empty[:5])}; fill or remove them"
+            f"{source}: {counted(len(empty), 'class folder')} without images in "
+            f"{printable(folder)}: {', '.join(empty[:5])}; fill or remove them"
         )
     return classes
 
@@ -315,7 +320,10 @@ def split_train(source: Source, val_fraction: float, seed: int) -> Source:
         ranked = members[np.argsort(draws[members], kind="stable")]
         in_val[ranked[: min(wanted, len(members) - 1)]] = True
     if not in_val.any():
-        raise DataError(f"{source.name}: every class has a single image; none can be validation")
+        raise DataError(
+            f"{source.name}: every class has a single image in 'train'; none can be validation: "
+            "add images, or train without validation (data.val_fraction=0)"
+        )
     val = dataclasses.replace(train.subset(np.flatnonzero(in_val)), name="val")
     splits = {**source.splits, "train": train.subset(np.flatnonzero(~in_val)), "val": val}
     return dataclasses.replace(source, splits=in_order(splits))

@@ -22,7 +22,7 @@ from finetune.data.columns import (
     in_order,
     number_labels,
 )
-from finetune.data.decode import notice
+from finetune.data.decode import counted, notice, open_regular
 from finetune.data.items import Chunk, RowItems
 from finetune.errors import DataError, nearest
 
@@ -52,8 +52,14 @@ def read_parquet(path: str, image_column: str | None, label_column: str | None) 
     Raises: DataError for anything missing or damaged.
     """
     files = _split_files(_find_files(path), path)
+    for file in (file for group in files.values() for file in group):
+        _refuse_other(file)
     if sum(file.stat().st_size for group in files.values() for file in group) > _MEMORY_BYTES:
-        return _from_datasets(_memory_mapped(files), f"parquet:{path}", image_column, label_column)
+        # paths in a table start from its folder, which `datasets` does not keep
+        parents = {file.parent for group in files.values() for file in group}
+        folders = tuple(parents) if len(parents) == 1 else ()
+        loaded = _memory_mapped(files)
+        return _from_datasets(loaded, f"parquet:{path}", image_column, label_column, folders)
     schemas = {split: _schema(group[0]) for split, group in files.items()}
     image, label = find_columns(next(iter(schemas.values())), image_column, label_column)
     labels = {split: _label_column(group, label) for split, group in files.items()}
@@ -64,7 +70,7 @@ def read_parquet(path: str, image_column: str | None, label_column: str | None) 
         for split in numbered
     }
     number = sum(len(group) for group in files.values())
-    description = f"{number} parquet files, columns {image!r} and {label!r}"
+    description = f"{counted(number, 'parquet file')}, columns {image!r} and {label!r}"
     return Tables(items, numbered, class_names, description)
 
 
@@ -108,15 +114,35 @@ def _split_files(files: Sequence[Path], path: str) -> dict[str, list[Path]]:
         return {"train": rest}
     if rest:
         names = ", ".join(file.name for file in rest[:3])
-        notice(f"parquet:{path}: {len(rest)} files of no known split are left out: {names}")
+        notice(f"parquet:{path}: {counted(len(rest), 'file')} of no known split left out: {names}")
     return in_order(found)
+
+
+def _refuse_other(file: Path) -> None:
+    """Refuse what is found under the name of a parquet file: a pointer, a page, nothing."""
+    try:
+        with open_regular(file) as stream:
+            head = stream.read(256).lstrip().lower()
+    except DataError as error:
+        raise DataError(f"{file}: {error}") from None
+    if head.startswith(b"version https://git-lfs"):
+        raise DataError(f"{file}: a Git LFS pointer, not the file itself; run `git lfs pull`")
+    if head.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
+        raise DataError(
+            f"{file}: a web page, not a parquet file; download the file itself (on the hub: "
+            "/resolve/ in the address, not /blob/)"
+        )
+    if not head:
+        raise DataError(f"{file}: zero bytes, not a parquet file; download it again")
 
 
 def _schema(file: Path) -> pa.Schema:
     try:
         return pq.read_schema(file)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{file}: not a parquet file, or a damaged one ({error})") from None
+        raise DataError(
+            f"{file}: not a parquet file, or a damaged one ({error}); download it again"
+        ) from None
 
 
 def _label_column(files: Iterable[Path], column: str) -> pa.ChunkedArray:
@@ -134,23 +160,26 @@ def _load_files(files: Iterable[Path], column: str) -> list[Chunk]:
         row = 0
         try:
             for batch in pq.ParquetFile(file).iter_batches(_BATCH_ROWS, columns=[column]):
-                chunks.append(_chunk(file.name, file.parent, row, batch.column(column)))
+                chunks.append(_chunk(file.name, (file.parent,), row, batch.column(column)))
                 row += batch.num_rows
         except KeyError:
             raise DataError(f"{file}: has no column {column!r}, which other files have") from None
         except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{file}: damaged parquet file ({error})") from None
+            raise DataError(f"{file}: damaged parquet file ({error}); download it again") from None
     return chunks
 
 
-def _chunk(title: str, folder: Path, first_row: int, array: pa.Array) -> Chunk:
+def _chunk(title: str, folders: tuple[Path, ...], first_row: int, array: pa.Array) -> Chunk:
     kind = array.type
     if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
         paths = array.field("path") if kind.get_field_index("path") >= 0 else None
-        return Chunk(title, first_row, array.field("bytes"), paths, folder)
+        return Chunk(title, first_row, array.field("bytes"), paths, folders)
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        return Chunk(title, first_row, array, None, folder)
-    raise DataError(f"{title}: the image column holds {kind}; expected encoded images as bytes")
+        return Chunk(title, first_row, array, None, folders)
+    raise DataError(
+        f"{title}: the image column holds {kind}; expected encoded images as bytes; name another "
+        "with data.image_column, or use a folder: source for image files"
+    )
 
 
 def read_hub(text: str, image_column: str | None, label_column: str | None) -> Tables:
@@ -168,7 +197,7 @@ def read_hub(text: str, image_column: str | None, label_column: str | None) -> T
     if Path(name).is_dir():  # `datasets` would read it instead of the hub
         raise DataError(f"hub:{text}: there is a folder {name!r} here; use parquet: or folder:")
     loaded = _load_hub(text, name, revision, config)
-    tables = _from_datasets(loaded, f"hub:{text}", image_column, label_column)
+    tables = _from_datasets(loaded, f"hub:{text}", image_column, label_column, _caches())
     commit = _commit(loaded)
     if revision and re.fullmatch(r"[0-9a-f]{40}", revision) and commit not in (None, revision):
         # offline, `datasets` takes whatever revision is cached
@@ -197,6 +226,15 @@ def _load_hub(text: str, name: str, revision: str | None, config: str | None) ->
         raise DataError(f"hub:{text}: cannot be loaded ({cause})") from None
 
 
+def _caches() -> tuple[Path, ...]:
+    """Where the library unpacks and downloads to: an image folder's rows are paths below it."""
+    from datasets import config
+    from huggingface_hub import constants
+
+    caches = (config.HF_DATASETS_CACHE, config.DOWNLOADED_DATASETS_PATH, constants.HF_HUB_CACHE)
+    return tuple(Path(cache).absolute() for cache in caches)
+
+
 def _commit(loaded: Any) -> str | None:
     """The hub commit that a loaded data set came from, where `datasets` recorded it."""
     for dataset in loaded.values():
@@ -215,9 +253,13 @@ def _memory_mapped(files: dict[str, list[Path]]) -> Any:
 
 
 def _from_datasets(
-    loaded: Any, title: str, image_column: str | None, label_column: str | None
+    loaded: Any,
+    title: str,
+    image_column: str | None,
+    label_column: str | None,
+    folders: tuple[Path, ...],
 ) -> Tables:
-    """Take the splits that we know out of a `datasets.DatasetDict`."""
+    """Take the splits that we know out of a `datasets.DatasetDict`; for folders see Chunk."""
     found = in_order({SPLITS[name]: data for name, data in loaded.items() if name in SPLITS})
     if not found and len(loaded) == 1:
         found = {"train": next(iter(loaded.values()))}
@@ -232,17 +274,18 @@ def _from_datasets(
     labels = {split: data.data.column(label) for split, data in found.items()}
     numbered, class_names = number_labels(labels, names)
     items = {
-        split: RowItems(functools.partial(_load_dataset, found[split], image, f"{title} {split}"))
-        for split in numbered
+        split: RowItems(functools.partial(_load_dataset, data, image, f"{title} {split}", folders))
+        for split, data in found.items()
+        if split in numbered
     }
     return Tables(items, numbered, class_names, f"columns {image!r} and {label!r}")
 
 
-def _load_dataset(dataset: Any, column: str, title: str) -> list[Chunk]:
+def _load_dataset(dataset: Any, column: str, title: str, folders: tuple[Path, ...]) -> list[Chunk]:
     # straight from its memory-mapped Arrow table: `datasets` would decode, and turn by EXIF, itself
     chunks = []
     row = 0
     for array in dataset.data.column(column).chunks:
-        chunks.append(_chunk(title, Path(), row, array))
+        chunks.append(_chunk(title, folders, row, array))
         row += len(array)
     return chunks

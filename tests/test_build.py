@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from networks import (
 )
 from torch import nn
 
-from finetune.errors import RecipeError
+from finetune.errors import RecipeError, WeightsError
 from finetune.models.build import build
+from finetune.models.hub_files import CONTROL_ARGS
 from finetune.models.posemb import resize_grid
 
 # timm's own interpolation of relative positions
@@ -87,8 +89,27 @@ class TestRegularisation:
             built("vit", args={"embed_dims": 32})
 
     def test_arguments_that_do_not_go_together(self) -> None:
-        with pytest.raises(RecipeError, match=r"vit_tiny_patch16_224 cannot be built.*model\.args"):
+        with pytest.raises(RecipeError, match=r"model\.args: timm refused .*divisible") as caught:
             built("vit", args={**TINY, "num_heads": 5})
+        assert "px" not in str(caught.value)
+        assert "\n" not in str(caught.value)
+        with pytest.raises(RecipeError, match=r"model\.args: timm refused .*nope"):
+            built("vit", args={**TINY, "act_layer": "nope"})
+
+    @pytest.mark.parametrize("key", CONTROL_ARGS)
+    def test_arguments_that_steer_timm(self, key: str) -> None:
+        with pytest.raises(RecipeError, match=rf"model\.args\.{key}: is no argument of a network"):
+            built("vit", args={**TINY, key: 10})
+
+    def test_where_they_belong(self) -> None:
+        with pytest.raises(RecipeError) as caught:
+            built("vit", args={"pretrained": False, "num_classes": 3, "foo:1": None})
+        lines = str(caught.value).splitlines()
+        assert "model.pretrained" in lines[0]
+        assert "from the data" in lines[1]
+        assert lines[2] == "model.args.foo:1: has no value; write a space after the colon"
+        with pytest.raises(RecipeError, match=r"model\.args\.img_size"):
+            built("vit", args={"img_size": "large"})
 
     def test_gradient_checkpointing_changes_no_gradient(self) -> None:
         gradients = []
@@ -113,6 +134,35 @@ class TestRegularisation:
         assert made.provenance["trainable_parameters"] == 7 * 32 + 7
         count = sum(p.numel() for p in made.model.parameters())
         assert made.provenance["parameters"] == count
+
+
+class TestConfig:
+    @pytest.mark.parametrize("argument", [{"global_pool": "nope"}, {"no_such": 1}, {"depth": "x"}])
+    def test_values_that_timm_refuses_are_the_folders(
+        self, argument: dict[str, Any], tmp_path: Path
+    ) -> None:
+        folder = saved(tmp_path, "vit")
+        path = Path(folder, "config.json")
+        config = json.loads(path.read_text())
+        config["model_args"] |= argument
+        path.write_text(json.dumps(config))
+        for num_classes in (None, 3):
+            with pytest.raises(WeightsError, match=r"config\.json: timm cannot build") as caught:
+                build(folder, num_classes=num_classes, image_size=48)
+            assert "image_size" not in str(caught.value)
+
+    def test_the_recipes_arguments_on_a_good_folder(self, tmp_path: Path) -> None:
+        with pytest.raises(RecipeError, match=r"model\.args: timm refused \{'num_heads': 7\}"):
+            build(saved(tmp_path, "vit"), num_classes=3, args={"num_heads": 7})
+
+    def test_names_for_another_number_of_classes(self, tmp_path: Path) -> None:
+        folder = saved(tmp_path, "vit")
+        path = Path(folder, "config.json")
+        config = json.loads(path.read_text())
+        names = [*config["label_names"], "fox"]
+        path.write_text(json.dumps({**config, "num_classes": 6, "label_names": names}))
+        with pytest.raises(WeightsError, match="6 names, but the head has 5 classes"):
+            build(folder)
 
 
 @pytest.mark.slow

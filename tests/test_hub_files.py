@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,6 +20,7 @@ from networks import (
 )
 from safetensors.torch import load_file
 
+from finetune.models import hub_files
 from finetune.models import weights as weights_module
 from finetune.models.weights import resolve
 
@@ -164,3 +166,81 @@ class TestHub:
         assert found.provenance["revision"] == COMMIT
         assert not any("config.json" in r for r in hub.requests)
         assert not {"hf_hub_id", "url", "file"} & found.config.keys()
+
+
+def edit(folder: Path, section: str | None, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    target = config if section is None else config[section]
+    target.update(changes)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+class TestConfig:
+    @pytest.mark.parametrize("key", sorted({*hub_files.CONTROL_ARGS} - {"num_classes"}))
+    def test_nothing_steers_timms_loader(self, folder: Path, key: str) -> None:
+        edit(folder, "model_args", **{key: "/somewhere/evil.pth"})
+        text = message(folder)
+        assert f"config.json: model_args.{key}" in text
+        assert "weights_only" not in text
+
+    def test_what_timm_writes_there_is_dropped(self, folder: Path) -> None:
+        before = resolve(str(folder)).model_args
+        edit(folder, "model_args", num_classes=7, in_chans=3)
+        edit(folder, "pretrained_cfg", url="http://host/x.pth", file="/x.pth", hf_hub_id="a/b")
+        found = resolve(str(folder))
+        assert found.model_args == before
+        assert not {"url", "file", "hf_hub_id"} & found.config.keys()
+
+    @pytest.mark.parametrize(
+        "key, value",
+        [
+            ("mean", [0.5, 0.5]),
+            ("mean", [0.5, 0.5, float("nan")]),
+            ("mean", 0.5),
+            ("std", [0.5, 0.5, 0]),
+            ("std", [0.5, "0.5", 0.5]),
+            ("crop_pct", 0),
+            ("crop_pct", "all"),
+            ("crop_pct", float("inf")),
+            ("input_size", [3, 32]),
+            ("input_size", [3, 32.5, 32]),
+            ("input_size", [1, 32, 32]),
+            ("input_size", [3, 0, 32]),
+            ("label_offset", "one"),
+            ("classifier", 5),
+        ],
+    )
+    def test_values_of_no_use(self, folder: Path, key: str, value: Any) -> None:
+        edit(folder, "pretrained_cfg", **{key: value})
+        assert f"config.json: {key}: " in message(folder)
+
+    @pytest.mark.parametrize(
+        "key, value",
+        [
+            ("model_args", [1]),
+            ("pretrained_cfg", "here"),
+            ("num_classes", "ten"),
+            ("num_classes", -1),
+            ("label_names", "ant"),
+            ("label_names", [1, 2, 3]),
+            ("label_names", ["ant", "bee"]),
+            ("label_names", {"0": "ant", "1": "bee"}),
+            ("model_args", {"img_size": "large"}),
+        ],
+    )
+    def test_sections_of_no_use(self, folder: Path, key: str, value: Any) -> None:
+        edit(folder, None, **{key: value})
+        assert f"config.json: {key}" in message(folder)
+
+    def test_a_tag_belongs_to_no_architecture(self, folder: Path) -> None:
+        edit(folder, None, architecture="vit_tiny_patch16_224.nothing")
+        assert resolve(str(folder)).architecture == "vit_tiny_patch16_224"
+        edit(folder, None, architecture=["vit_tiny_patch16_224"])
+        assert "does not know" in message(folder)
+
+    @pytest.mark.parametrize("name", timm.list_pretrained()[::40])
+    def test_timms_own_configurations_pass(self, name: str) -> None:
+        entry = vars(timm.get_pretrained_cfg(name))
+        checked = {key for key in hub_files.CHECKS if entry[key] is not None}
+        assert checked
+        assert all(hub_files.CHECKS[key][1](entry[key]) for key in checked)

@@ -79,7 +79,9 @@ class TestDamage:
         made = folder / "made"
         path = folder / "pytorch_model.bin"
         torch.save({"x": Runs(made)}, path, _use_new_zipfile_serialization=zipped)
-        assert "refused" in message(folder)
+        text = message(folder)
+        assert "refused" in text
+        assert "weights_only" not in text
         assert not made.exists()
         path.write_bytes(pickle.dumps(Runs(made)))
         message(folder)
@@ -96,7 +98,9 @@ class TestDamage:
     def test_archives_of_objects_are_refused(self, tmp_path: Path) -> None:
         made = tmp_path / "made"
         np.savez(tmp_path / "code.npz", x=np.array([Runs(made)], dtype=object))
-        assert "Python objects" in message(tmp_path / "code.npz")
+        text = message(tmp_path / "code.npz")
+        assert "Python objects" in text
+        assert "allow_pickle" not in text
         assert not made.exists()
 
     def test_archives_of_something_else(self, tmp_path: Path) -> None:
@@ -105,3 +109,19 @@ class TestDamage:
         whole = (tmp_path / "other.npz").read_bytes()
         (tmp_path / "half.npz").write_bytes(whole[: len(whole) // 2])
         assert "truncated" in message(tmp_path / "half.npz")
+
+    def test_archives_that_are_none(self, tmp_path: Path) -> None:
+        path = tmp_path / "x.npz"
+        path.write_text("plain text")
+        text = message(path)
+        assert "not a NumPy archive" in text
+        assert "pickle" not in text
+
+    def test_files_that_cannot_be_opened(self, folder: Path) -> None:
+        path = folder / "model.safetensors"
+        path.unlink()
+        path.symlink_to(path)
+        assert "model.safetensors: cannot be read" in message(folder)
+        path.unlink()
+        path.mkdir()
+        assert "model.safetensors: cannot be read" in message(folder)

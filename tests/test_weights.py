@@ -135,6 +135,12 @@ class TestNames:
         assert names[0].startswith("tench")
         assert weights_module._imagenet_names(7) is None
 
+    def test_addresses_are_not_read(self) -> None:
+        for name in ("https://host/a/model.safetensors", "https://host/owner/name"):
+            assert "addresses are not read; download it first" in message(name)
+        assert "did you mean 'hf-hub:a/b'?" in message("hub:a/b")
+        assert "cannot be read" in message("a" * 5000)
+
 
 class TestFiles:
     def test_safetensors_with_a_configuration_beside(self, folder: Path) -> None:
@@ -152,3 +158,10 @@ class TestFiles:
     def test_a_suffix_that_is_none(self, tmp_path: Path) -> None:
         (tmp_path / "weights.h5").write_bytes(b"x")
         assert "not a weights file" in message(tmp_path / "weights.h5")
+
+    def test_code_is_refused_before_an_architecture_is_asked_for(self, tmp_path: Path) -> None:
+        path = tmp_path / "alone.pth"
+        torch.save({"x": Path.cwd}, path)
+        text = message(path)
+        assert "refused" in text
+        assert "config.json" not in text

@@ -13,10 +13,11 @@ import timm
 from timm.data.config import resolve_data_config
 from torch import nn
 
-from finetune.errors import RecipeError, nearest
+from finetune.errors import FinetuneError, RecipeError, WeightsError, nearest
 from finetune.models.built import Built, Preprocessing, save_model
 from finetune.models.fit import load, stride, timm_config
 from finetune.models.head import as_names, freeze_parameters, set_train_mode, zero_head
+from finetune.models.hub_files import CONTROL_ARGS, is_size
 from finetune.models.posemb import METHODS
 from finetune.models.weights import Weights, resolve
 
@@ -24,6 +25,13 @@ __all__ = ["Built", "Preprocessing", "build", "save_model", "set_train_mode"]
 
 # Arguments of build() that are not timm's: they say how to read a file.
 READING_ARGS = ("architecture", "pre_logits")
+# Where the recipe says what these keywords of timm would.
+PLACES = {
+    "pretrained": "set model.pretrained instead",
+    "num_classes": "the classes come from the data",
+    "in_chans": "images have three channels here",
+    "model_name": "set model.name instead",
+}
 # Recipe key to timm's keywords, first the ones that match the ViT paper's dropout places.
 DROPOUT_KEYWORDS = {
     "dropout": (("pos_drop_rate", "proj_drop_rate"), ("proj_drop_rate",), ("drop_rate",)),
@@ -67,12 +75,12 @@ def build(
     """
     if posemb not in METHODS:
         raise RecipeError(f"model.posemb: unknown '{posemb}'; use one of: {', '.join(METHODS)}")
-    weights = resolve(name, pretrained=pretrained, args=args)
+    weights = resolve(name, pretrained=pretrained, args=_checked(args))
     model_args, size = _arguments(weights, args or {}, image_size)
     rates = {"dropout": dropout, "attention_dropout": attention_dropout, "drop_path": drop_path}
     classes = _source_classes(weights) if num_classes is None else num_classes
 
-    model, dropouts = _create(weights, model_args, rates, classes, size)
+    model, dropouts = _create(weights, model_args, rates, classes, size, args=args or {})
     _check_divisible(model, size, weights.architecture)
     resized = "none"
     if weights.state is not None:
@@ -90,7 +98,7 @@ def build(
         model_args=model_args,
         preprocessing=_preprocessing(weights.config, size),
         provenance=_provenance(model, weights, posemb=resized, dropout=dropouts),
-        class_names=weights.class_names if num_classes is None else None,
+        class_names=_own_names(weights, classes) if num_classes is None else None,
     )
 
 
@@ -108,6 +116,24 @@ def _provenance(model: nn.Module, weights: Weights, **done: Any) -> dict[str, An
 
 
 # --- creating ------------------------------------------------------------------------------------
+
+
+def _checked(args: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Refuse what is no argument of a network, all at once."""
+    problems = []
+    for key, value in (args or {}).items():
+        if value is None:
+            problems.append(f"model.args.{key}: has no value; write a space after the colon")
+        elif key == "num_classes" and value == 0:
+            continue  # "no head", which a new head replaces and weights of their own decide
+        elif key in CONTROL_ARGS:
+            advice = PLACES.get(key, "remove the key")
+            problems.append(f"model.args.{key}: is no argument of a network; {advice}")
+        elif key == "img_size" and not is_size(value):
+            problems.append(f"model.args.img_size: {value!r}, expected pixels, or [height, width]")
+    if problems:
+        raise RecipeError("\n".join(problems))
+    return args or {}
 
 
 def _arguments(
@@ -136,17 +162,30 @@ def _source_classes(weights: Weights) -> int:
     return int(weights.config.get("num_classes") or 0)
 
 
+def _own_names(weights: Weights, num_classes: int) -> list[str] | None:
+    names = weights.class_names
+    if names is not None and len(names) != num_classes:
+        raise WeightsError(
+            f"{weights.provenance.get('source')}: config.json: label_names: {len(names)} names, "
+            f"but the head has {num_classes} classes; give one each, or remove the key"
+        )
+    return names
+
+
 def _create(
     weights: Weights,
     model_args: Mapping[str, Any],
     rates: Mapping[str, float],
     num_classes: int,
     size: tuple[int, int],
+    *,
+    args: Mapping[str, Any],
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Create the network with random weights.
 
     Returns: it, and timm's keyword arguments for its dropout.
-    Raises: RecipeError naming the argument that the network does not take.
+    Raises: RecipeError naming the argument that the network does not take; WeightsError where
+        the weights' own config.json is at fault.
     """
     places = {key: list(DROPOUT_KEYWORDS[key]) for key, rate in rates.items() if rate}
     while True:
@@ -155,22 +194,64 @@ def _create(
         config = timm_config(weights)
         try:
             model = timm.create_model(weights.architecture, pretrained_cfg=config, **kwargs)
-        except TypeError as error:
-            refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-            if refused is None:
-                raise _cannot_create(weights.architecture, size, error) from error
-            key = next((k for k, o in places.items() if refused[1] in o[0]), None)
+        except Exception as error:  # a network may raise anything on values it cannot use
+            key = next((k for k, o in places.items() if _unexpected(error) in o[0]), None)
             if key is None:
-                raise _refused(weights.architecture, refused[1], error) from error
+                raise _cannot_create(weights, args, size, error) from error
             places[key].pop(0)
             if not places[key]:
                 raise RecipeError(
                     f"model.{key}: {weights.architecture} has no such dropout; set it to 0"
                 ) from error
-        except (AssertionError, ValueError, RuntimeError, NotImplementedError) as error:
-            raise _cannot_create(weights.architecture, size, error) from error
         else:
             return model, extra
+
+
+def _unexpected(error: Exception) -> str | None:
+    """The keyword argument that a call did not take."""
+    found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    return found[1] if found and isinstance(error, TypeError) else None
+
+
+def _cannot_create(
+    weights: Weights, args: Mapping[str, Any], size: tuple[int, int], error: Exception
+) -> FinetuneError:
+    """Say whose values timm refuses: the weights' own, the recipe's arguments, or its size."""
+    own_error = _failure(weights, None) if weights.from_config else None
+    if own_error is not None:
+        return WeightsError(
+            f"{weights.provenance.get('source')}: config.json: timm cannot build "
+            f"{weights.architecture} from its values ({_reason(own_error)}); get it again"
+        )
+    unexpected = _unexpected(error)
+    if unexpected is not None:
+        return _refused(weights.architecture, unexpected, error)
+    own = {k: v for k, v in args.items() if k not in READING_ARGS}
+    if own and _failure(weights, size) is None:
+        return RecipeError(
+            f"model.args: timm refused {own} for {weights.architecture} ({_reason(error)})"
+        )
+    return RecipeError(
+        f"model: {weights.architecture} cannot be built at {size[0]}x{size[1]} px "
+        f"({_reason(error)}); check model.image_size"
+    )
+
+
+def _failure(weights: Weights, size: tuple[int, int] | None) -> Exception | None:
+    """What timm raises on the weights' own values, with nothing from the recipe but a size."""
+    own, _ = _arguments(weights, {}, size)
+    classes, config = _source_classes(weights), timm_config(weights)
+    try:
+        timm.create_model(weights.architecture, pretrained_cfg=config, num_classes=classes, **own)
+    except Exception as error:  # see _create
+        return error
+    return None
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).splitlines() or [""]
+    kind = type(error).__name__
+    return f"{kind}: {lines[0]}" if isinstance(error, KeyError) else lines[0] or kind
 
 
 def _refused(architecture: str, argument: str, error: Exception) -> RecipeError:
@@ -184,14 +265,6 @@ def _refused(architecture: str, argument: str, error: Exception) -> RecipeError:
     key = "image_size" if argument == "img_size" else f"args.{argument}"
     return RecipeError(
         f"model.{key}: {architecture} takes no argument '{argument}'{nearest(argument, names)}"
-    )
-
-
-def _cannot_create(architecture: str, size: tuple[int, int], error: Exception) -> RecipeError:
-    cause = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return RecipeError(
-        f"model: {architecture} cannot be built at {size[0]}x{size[1]} px ({cause}); check "
-        f"model.image_size and model.args"
     )
 
 

@@ -6,6 +6,8 @@ import hashlib
 import json
 import struct
 import zipfile
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +44,14 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     Raises: WeightsError for a web page, an LFS pointer, a truncated or damaged file, a file that
         would run code, an empty one, or NaN and infinities.
     """
-    _sniff(path)
-    if path.suffix == ".safetensors":
-        content: dict[str, Any] = _read_safetensors(path)
-    elif path.suffix == ".npz":
-        content = _read_npz(path)
-    else:
-        content = _read_pickled(path)
+    reader = {".safetensors": _read_safetensors, ".npz": _read_npz}.get(path.suffix, _read_pickled)
+    try:
+        _sniff(path)
+        content: Mapping[str, Any] = reader(path)
+    except OSError as error:  # a link to itself, a folder, no permission
+        raise WeightsError(
+            f"{path.name}: cannot be read ({error.strerror or error}); check the file"
+        ) from error
     tensors = {name: value for name, value in content.items() if isinstance(value, Tensor)}
     if not tensors:
         raise WeightsError(f"{path.name}: holds no tensors; is it a file of weights?")
@@ -106,18 +109,22 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _read_npz(path: Path) -> dict[str, Tensor]:
+    with path.open("rb") as file:
+        if file.read(2) != b"PK":  # numpy takes anything else for a pickle
+            raise WeightsError(f"{path.name}: not a NumPy archive; download it again")
     try:
         with np.load(path, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
+            members = {name: archive[name] for name in archive.files}
     except ValueError as error:
+        # The cause is left out: it advises to read the objects all the same.
         raise WeightsError(
-            f"{path.name}: holds Python objects or is not a NumPy archive ({error}); it is not "
-            f"read, since that could run code"
+            f"{path.name}: holds Python objects or damaged arrays; it is not read, since objects "
+            f"could run code"
         ) from error
-    except (zipfile.BadZipFile, EOFError, OSError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError) as error:
         raise _truncated(path, error) from error
-    numeric = {name: a for name, a in arrays.items() if a.dtype.kind in "fiu"}
-    return {name: torch.from_numpy(array) for name, array in numeric.items()}
+    arrays = {name: a for name, a in members.items() if isinstance(a, np.ndarray)}
+    return {name: torch.from_numpy(a) for name, a in arrays.items() if a.dtype.kind in "fiu"}
 
 
 def _read_pickled(path: Path) -> dict[str, Any]:
@@ -126,9 +133,10 @@ def _read_pickled(path: Path) -> dict[str, Any]:
     except (EOFError, zipfile.BadZipFile) as error:
         raise _truncated(path, error) from error
     except Exception as error:  # torch raises a different type for each way a file is broken
-        if "weights_only" in str(error) or "globals" in str(error):
+        text = str(error)
+        if "weights_only" in text or "globals" in text:
             raise WeightsError(
                 f"{path.name}: refused, since reading it would run code that it carries; convert "
                 f"it to .safetensors where you trust it"
-            ) from error
-        raise _truncated(path, str(error).splitlines()[0]) from error
+            ) from None  # torch's and timm's own words advise to run it
+        raise _truncated(path, text.partition("\n")[0] or type(error).__name__) from error

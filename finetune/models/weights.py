@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import difflib
-import json
+import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import timm
 from timm.data.imagenet_info import ImageNetInfo, infer_imagenet_subset
-from timm.models import PretrainedCfg, split_model_name_tag
+from timm.models import split_model_name_tag
 from torch import Tensor
 
 from finetune.errors import WeightsError, nearest
 from finetune.models import google
-from finetune.models.hub_files import download, first_of, hub_file
+from finetune.models.hub_files import clean, download, first_of, hub_file, read_config
 from finetune.models.tensors import read_tensors, sha256_of
 
 __all__ = ["Weights", "locate", "resolve"]
@@ -32,10 +32,6 @@ WEIGHT_FILES = (
 )
 PICKLED = (".bin", ".pth", ".pt", ".tar")
 FILES = (".safetensors", ".npz", *PICKLED)
-# What an architecture fixes, where an old config.json leaves it out.
-STRUCTURE_KEYS = ("classifier", "first_conv", "fixed_input_size", "input_size")
-# Keys of timm's pretrained configuration that say where weights were, not what they are.
-PLACE_KEYS = ("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "custom_load")
 
 
 @dataclass(frozen=True)
@@ -49,6 +45,7 @@ class Weights:
         state: name to tensor on the CPU, all finite; None when training starts from scratch.
         class_names: in the order of the classifier's outputs, when the weights carry them.
         provenance: source, revision, file, sha256, license.
+        from_config: model_args and config come from a config.json, not from timm or the user.
     """
 
     architecture: str
@@ -57,6 +54,7 @@ class Weights:
     state: dict[str, Tensor] | None = None
     class_names: list[str] | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
+    from_config: bool = False
 
 
 def resolve(
@@ -94,7 +92,20 @@ def locate(name: str) -> Path | None:
     if name.startswith("embedded:"):
         return _embedded(name.removeprefix("embedded:"))
     path = Path(name.removeprefix("local-dir:")).expanduser()
-    if not path.exists():
+    try:
+        there = path.exists()
+    except OSError as error:
+        raise WeightsError(f"model.name: '{name}' cannot be read ({error.strerror})") from error
+    if not there:
+        if "://" in name:
+            raise WeightsError(
+                f"model.name: '{name}' is an address, and addresses are not read; download it "
+                f"first and give the file or folder"
+            )
+        if repository := re.fullmatch(r"(?:hub|hf|huggingface):/*([^/]+/.+)", name):
+            raise WeightsError(
+                f"model.name: unknown '{name}'; did you mean 'hf-hub:{repository[1]}'?"
+            )
         looks_local = name.startswith((".", "/", "~", "local-dir:")) or path.suffix in FILES
         if looks_local:
             raise WeightsError(f"model.name: no such file or folder '{name}'; check the path")
@@ -154,7 +165,7 @@ def _from_registry(name: str, pretrained: bool) -> Weights:
         raise WeightsError(f"model.name: {architecture} has no weights '{tag}'{known}")
     entry = asdict(config) if config is not None else {}
     if not pretrained:
-        return Weights(architecture, {}, _clean(entry), provenance={"source": name})
+        return Weights(architecture, {}, clean(entry), provenance={"source": name})
     repository, url = entry.get("hf_hub_id"), entry.get("url")
     if repository:
         wanted = (entry["hf_hub_filename"],) if entry.get("hf_hub_filename") else WEIGHT_FILES
@@ -174,22 +185,23 @@ def _from_registry(name: str, pretrained: bool) -> Weights:
         "license": entry.get("license"),
     }
     names = _imagenet_names(entry.get("num_classes"))
-    return _read(path, architecture, {}, _clean(entry), provenance, names)
+    return _read(path, architecture, {}, clean(entry), provenance, names)
 
 
 def _from_hub(name: str, pretrained: bool) -> Weights:
     repository, _, wanted = name.split(":", 1)[1].partition("@")
     config_path, revision = hub_file(repository, "config.json", wanted or None)
-    architecture, model_args, config, class_names = _read_config(config_path, name)
+    architecture, model_args, config, class_names = read_config(config_path, name)
     provenance = {"source": name, "repository": repository, "revision": revision}
     provenance["license"] = config.get("license")
     if not pretrained:
-        return Weights(architecture, model_args, config, None, class_names, provenance)
+        return Weights(architecture, model_args, config, None, class_names, provenance, True)
     if class_names is None and repository.startswith("timm/"):
         class_names = _imagenet_names(config.get("num_classes"))
     # Pinned to the configuration's commit: a push in between cannot mix two versions.
     path, _ = first_of(repository, WEIGHT_FILES, revision or wanted or None)
-    return _read(path, architecture, model_args, config, provenance, class_names)
+    found = _read(path, architecture, model_args, config, provenance, class_names)
+    return replace(found, from_config=True)
 
 
 # --- from local folders and files ----------------------------------------------------------------
@@ -202,16 +214,17 @@ def _from_folder(folder: Path, pretrained: bool, *, source: str) -> Weights:
             f"{source}: no config.json in this folder; give a folder in timm's hub format, a run "
             f"directory, or one .safetensors or .npz file"
         )
-    architecture, model_args, config, class_names = _read_config(config_path, source)
+    architecture, model_args, config, class_names = read_config(config_path, source)
     provenance = {"source": source, "license": config.get("license")}
     if not pretrained:
-        return Weights(architecture, model_args, config, None, class_names, provenance)
+        return Weights(architecture, model_args, config, None, class_names, provenance, True)
     found = [folder / name for name in WEIGHT_FILES if (folder / name).is_file()]
     for suffix in (".safetensors", *PICKLED):
         found += sorted(folder.glob(f"*{suffix}"))
     if not found:
         raise WeightsError(f"{source}: no weights beside config.json; expected model.safetensors")
-    return _read(found[0], architecture, model_args, config, provenance, class_names)
+    weights = _read(found[0], architecture, model_args, config, provenance, class_names)
+    return replace(weights, from_config=True)
 
 
 def _from_file(path: Path, pretrained: bool, args: Mapping[str, Any], *, source: str) -> Weights:
@@ -235,17 +248,20 @@ def _from_file(path: Path, pretrained: bool, args: Mapping[str, Any], *, source:
     if named is not None:
         entry = timm.get_pretrained_cfg(named)
         architecture, model_args = named, {}
-        config = _clean(asdict(entry)) if entry is not None else {}
+        config = clean(asdict(entry)) if entry is not None else {}
     elif beside.is_file():
-        architecture, model_args, config, class_names = _read_config(beside, source)
+        architecture, model_args, config, class_names = read_config(beside, source)
     else:
+        read_tensors(path)  # what is wrong with the file itself comes first
         raise WeightsError(
             f"{source}: tensors alone do not say which network they are; put its config.json "
             f"beside them, or set model.args.architecture, for instance vit_base_patch16_224"
         )
+    described = named is None
     if not pretrained:
-        return Weights(architecture, model_args, config, None, class_names, provenance)
-    return _read(path, architecture, model_args, config, provenance, class_names)
+        return Weights(architecture, model_args, config, None, class_names, provenance, described)
+    weights = _read(path, architecture, model_args, config, provenance, class_names)
+    return replace(weights, from_config=described)
 
 
 def _read(
@@ -264,44 +280,6 @@ def _read(
     return Weights(architecture, model_args, config, tensors, class_names, provenance)
 
 
-def _read_config(
-    path: Path, source: str
-) -> tuple[str, dict[str, Any], dict[str, Any], list[str] | None]:
-    """timm's config.json: architecture, model_args, pretrained configuration, class names."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise WeightsError(f"{source}: config.json is not JSON ({error}); get it again") from error
-    if not isinstance(content, dict) or "architecture" not in content:
-        kind = "transformers" if isinstance(content, dict) and "architectures" in content else ""
-        cause = f"config.json is in {kind}'s format" if kind else "config.json has no architecture"
-        raise WeightsError(f"{source}: {cause}; choose weights in timm's format (hf-hub:timm/…)")
-    architecture = content["architecture"]
-    if not timm.is_model(architecture):
-        close = nearest(architecture, timm.list_models())
-        raise WeightsError(f"{source}: this timm does not know '{architecture}'{close}")
-    # Older folders hold the pretrained configuration at the top level.
-    given = dict(content.get("pretrained_cfg") or content)
-    entry = timm.get_pretrained_cfg(architecture)
-    structure = {key: getattr(entry, key, None) for key in STRUCTURE_KEYS}
-    known = {f.name for f in fields(PretrainedCfg)}
-    config = structure | {k: v for k, v in given.items() if k in known}
-    config["architecture"] = architecture
-    config["num_classes"] = content.get("num_classes", config.get("num_classes"))
-    names = content.get("label_names") or given.get("label_names") or content.get("labels")
-    return architecture, dict(content.get("model_args") or {}), _clean(config), _names(names)
-
-
-def _names(names: Any) -> list[str] | None:
-    """Class names as a list; timm also allows {index: name} and {name: index}."""
-    if isinstance(names, Mapping) and names:
-        by_index = {int(k): v for k, v in names.items() if str(k).isdigit()}
-        if sorted(by_index) != list(range(len(names))):
-            return None  # gaps in the numbering: no list can hold them
-        return [str(by_index[i]) for i in range(len(names))]
-    return [str(name) for name in names] if isinstance(names, list | tuple) and names else None
-
-
 def _imagenet_names(num_classes: int | None) -> list[str] | None:
     """ImageNet's class names for timm's own weights, which do not carry them."""
     subset = infer_imagenet_subset({"num_classes": num_classes})
@@ -314,9 +292,3 @@ def _imagenet_names(num_classes: int | None) -> list[str] | None:
         f"{name} ({synset})" if name in twice else name
         for name, synset in zip(names, synsets, strict=True)
     ]
-
-
-def _clean(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A pretrained configuration without the places that its weights once came from."""
-    drop = (*PLACE_KEYS, "label_names", "label_descriptions")
-    return {k: v for k, v in config.items() if k not in drop and v is not None}

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 
-from finetune.data.augment import Pipeline
 from finetune.data.feed import Feed
 from finetune.data.sources import Source, open_source, split_train
 from finetune.data.store import open_store
 from finetune.engine import evaluate, launch
 from finetune.errors import DataError, RecipeError
 from finetune.models.build import build
-from finetune.preprocess import default_eval
+from finetune.preprocess import make_pipeline
 from finetune.progress import say
 from finetune.recipe import DataSection, Recipe, RunSection, load_recipe
 
@@ -46,14 +45,7 @@ def evaluate_model(model: str, *, data: str | None = None, split: str = "test") 
         raise DataError(f"{section.source}: has no split '{split}'; it has {have}")
     _check_classes(model, built.class_names, source)
     preprocessing = built.preprocessing
-    pipeline = Pipeline(
-        section.eval or default_eval(preprocessing),
-        image_size=preprocessing.image_size,
-        mean=preprocessing.mean,
-        std=preprocessing.std,
-        interpolation=preprocessing.interpolation,
-        train=False,
-    )
+    pipeline = make_pipeline(preprocessing, section.eval, train=False)
     store = open_store(
         source.splits[split],
         keep=section.keep,

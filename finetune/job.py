@@ -21,7 +21,7 @@ from finetune.data.store import open_store
 from finetune.errors import DataError, RecipeError
 from finetune.models.build import build
 from finetune.models.built import Built, Preprocessing
-from finetune.preprocess import as_published, default_eval
+from finetune.preprocess import as_published, default_eval, make_pipeline
 from finetune.recipe import Recipe
 
 __all__ = ["Job", "open_job"]
@@ -226,14 +226,7 @@ def open_job(
 def _pipeline(key: str, sentence: str, preprocessing: Preprocessing) -> Pipeline:
     """Make the pipeline of `data.train` or `data.eval`; what is wrong with it names the key."""
     with _named(key):
-        return Pipeline(
-            sentence,
-            image_size=preprocessing.image_size,
-            mean=preprocessing.mean,
-            std=preprocessing.std,
-            interpolation=preprocessing.interpolation,
-            train=key == "train",
-        )
+        return make_pipeline(preprocessing, sentence, train=key == "train")
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from finetune.data.decode import decode, printable
 from finetune.data.items import walk_images
 from finetune.errors import DataError, FinetuneError, RecipeError, SetupError, WeightsError
 from finetune.models.build import build
-from finetune.preprocess import default_eval
+from finetune.preprocess import make_pipeline
 from finetune.recipe import load_recipe
 
 __all__ = ["Classifier", "describe", "find_files", "predict", "unreadable"]
@@ -81,14 +81,7 @@ class Classifier:
         recorded = Path(model) / "recipe.yaml"
         sentence = load_recipe(recorded).data.eval if recorded.is_file() else None
         preprocessing = built.preprocessing
-        pipeline = Pipeline(
-            sentence or default_eval(preprocessing),
-            image_size=preprocessing.image_size,
-            mean=preprocessing.mean,
-            std=preprocessing.std,
-            interpolation=preprocessing.interpolation,
-            train=False,
-        )
+        pipeline = make_pipeline(preprocessing, sentence, train=False)
         return cls(built.model, pipeline, names, device=device)
 
     def predict(

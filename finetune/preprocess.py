@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from finetune.data.augment import Pipeline
 from finetune.data.sentence import parse
 from finetune.models.built import Preprocessing
 
-__all__ = ["as_published", "default_eval"]
+__all__ = ["as_published", "default_eval", "make_pipeline"]
 
 
 def default_eval(preprocessing: Preprocessing) -> str:
@@ -31,6 +32,27 @@ def default_eval(preprocessing: Preprocessing) -> str:
     if preprocessing.crop_mode == "squash" and scaled == [height, width]:
         return resize
     return f"{resize} | center_crop(({height}, {width}))"
+
+
+def make_pipeline(
+    preprocessing: Preprocessing, sentence: str | None = None, *, train: bool = False
+) -> Pipeline:
+    """Connect a sentence with what the weights expect.
+
+    Args:
+        preprocessing: size, mean, std and interpolation.
+        sentence: operations; None for the evaluation that the configuration implies.
+        train: whether random operations are allowed.
+    Raises: RecipeError if the sentence does not lead to the image size.
+    """
+    return Pipeline(
+        sentence or default_eval(preprocessing),
+        image_size=preprocessing.image_size,
+        mean=preprocessing.mean,
+        std=preprocessing.std,
+        interpolation=preprocessing.interpolation,
+        train=train,
+    )
 
 
 def as_published(preprocessing: Preprocessing, sentence: str) -> Preprocessing | None:

@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
+import torch
 from PIL import Image
 
-from finetune.data.sources import Source
+from finetune.data.sources import Source, Split
+from finetune.data.store import Store, open_store
 
 
 def png(number: int, size: tuple[int, int] = (5, 4), **options: Any) -> bytes:
@@ -68,3 +71,16 @@ def counts(source: Source) -> dict[str, list[int]]:
         name: np.bincount(split.labels, minlength=len(source.class_names)).tolist()
         for name, split in source.splits.items()
     }
+
+
+def store_of(split: Split, keep: str = "auto", **changes: Any) -> Store:
+    """A split's store on the CPU; a notice that is not expected fails the test."""
+    settings: dict[str, Any] = {
+        "device": torch.device("cpu"),
+        "workers": 1,
+        "unreadable": "stop",
+        "local_processes": 1,
+        "progress": False,
+        "notice": pytest.fail,
+    }
+    return open_store(split, keep=keep, **{**settings, **changes})

@@ -8,11 +8,11 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
+from samples import store_of
 
 from finetune.data.augment import Pipeline
 from finetune.data.feed import Feed, Stream, crosses_epoch
 from finetune.data.sources import open_source
-from finetune.data.store import Store, open_store
 from finetune.errors import RecipeError
 
 DIGITS = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "interpolation": "bilinear"}
@@ -113,18 +113,6 @@ def test_epoch_ends_are_found_whether_or_not_the_batch_divides_them() -> None:
 @pytest.fixture(scope="module")
 def digits():
     return open_source("embedded:digits").splits["test"]
-
-
-def store_of(split, keep: str = "auto", **changes) -> Store:
-    settings = {
-        "device": torch.device("cpu"),
-        "workers": 1,
-        "unreadable": "stop",
-        "local_processes": 1,
-        "progress": False,
-        "notice": pytest.fail,
-    }
-    return open_store(split, keep=keep, **{**settings, **changes})
 
 
 @pytest.mark.parametrize("total", range(1, 26))

@@ -6,29 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from samples import store_of
 
 from finetune.data import store as store_module
 from finetune.data.sources import open_source
-from finetune.data.store import Store, open_store
 from finetune.errors import DataError
 
 
 @pytest.fixture(scope="module")
 def digits():
     return open_source("embedded:digits").splits["test"]
-
-
-def store_of(split, keep: str = "auto", **changes) -> Store:
-    settings = {
-        "device": torch.device("cpu"),
-        "workers": 1,
-        "unreadable": "stop",
-        "local_processes": 1,
-        "progress": False,
-        "notice": pytest.fail,
-    }
-    return open_store(split, keep=keep, **{**settings, **changes})
 
 
 def test_an_image_that_vanishes_while_training_is_a_data_error(image_folder) -> None:

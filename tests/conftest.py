@@ -164,3 +164,14 @@ def image_folder(tmp_path: Path) -> Path:
                 pixels[..., channel] += 140
                 Image.fromarray(pixels).save(folder / f"{name}-{number}.png")
     return top
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Any]:
+    """An open run directory with nothing in it."""
+    from finetune.rundir import RunDir
+
+    run = RunDir(tmp_path / "run")
+    run.open()
+    yield run
+    run.close()

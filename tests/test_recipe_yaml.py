@@ -6,30 +6,10 @@ import time
 from pathlib import Path
 
 import pytest
+from recipe_texts import BASE, problem, problems
 
 from finetune.errors import RecipeError
 from finetune.recipe import load_recipe, parse_recipe
-
-BASE = """\
-model: {name: vit_tiny}
-data: {source: "embedded:digits"}
-optim:
-  lr: 1e-3
-  steps: 100
-"""
-
-
-def problems(text: str, *overrides: str) -> list[str]:
-    """The lines of the error that a recipe ends in."""
-    with pytest.raises(RecipeError) as caught:
-        parse_recipe(text, name="r.yaml", overrides=overrides)
-    assert caught.value.exit_code == 2
-    return str(caught.value).splitlines()
-
-
-def problem(text: str, *overrides: str) -> str:
-    (line,) = problems(text, *overrides)
-    return line
 
 
 class TestFiles:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,14 +33,6 @@ def job_of(*overrides: str) -> Job:
 def start(run: RunDir, job: Job, **changes: Any) -> int | None:
     facts: dict[str, Any] = {"precision": "fp32", "num_processes": 1, "resume": False}
     return begin(run, job, **{**facts, "notice": lambda text: None, **changes})
-
-
-@pytest.fixture
-def run(tmp_path: Path):
-    run = RunDir(tmp_path / "run")
-    run.open()
-    yield run
-    run.close()
 
 
 def save(run: RunDir, step: int) -> None:

@@ -23,14 +23,6 @@ def fill(text: str):
     return write
 
 
-@pytest.fixture
-def run(tmp_path: Path):
-    run = RunDir(tmp_path / "run")
-    run.open()
-    yield run
-    run.close()
-
-
 def test_a_second_owner_is_refused_with_the_first_ones_process(run: RunDir) -> None:
     child = os.fork()  # a lock belongs to a process
     if child == 0:

@@ -71,7 +71,6 @@ def save(folder: Path, made: Built, names: list[str] | None = None) -> str:
         made.model.state_dict(),
         class_names=NAMES if names is None else names,
         preprocessing=made.preprocessing,
-        card="# A card\n",
     )
     return str(folder)
 

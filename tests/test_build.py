@@ -22,7 +22,7 @@ from torch import nn
 
 from finetune.errors import RecipeError, WeightsError
 from finetune.models.build import build
-from finetune.models.hub_files import CONTROL_ARGS
+from finetune.models.config import CONTROL_ARGS
 from finetune.models.posemb import resize_grid
 
 # timm's own interpolation of relative positions

@@ -44,14 +44,12 @@ class TestSaving:
             made.model.state_dict(),
             class_names=NAMES,
             preprocessing=preprocessing,
-            card="# Card\n",
         )
         config = json.loads((tmp_path / "config.json").read_text())
         assert config["architecture"] == "vit_tiny_patch16_224"
         assert config["num_classes"] == 5
         assert config["label_names"] == NAMES
         assert config["model_args"] == {**TINY, "img_size": [32, 32]}
-        assert (tmp_path / "README.md").read_text() == "# Card\n"
         assert build(str(tmp_path)).preprocessing == preprocessing
         plain = timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
         data = timm.data.resolve_model_data_config(plain)
@@ -73,7 +71,6 @@ class TestSaving:
             state,
             class_names=NAMES,
             preprocessing=made.preprocessing,
-            card="",
         )
         loaded = load_file(tmp_path / "model.safetensors")
         assert loaded.keys() == state.keys()
@@ -82,7 +79,7 @@ class TestSaving:
     def test_what_does_not_belong_is_refused(self, tmp_path: Path) -> None:
         made = built("vit")
         state = {f"module.{k}": v for k, v in made.model.state_dict().items()}
-        keywords = {"preprocessing": made.preprocessing, "card": ""}
+        keywords = {"preprocessing": made.preprocessing}
         with pytest.raises(FinetuneError, match=r"module\.cls_token"):
             save_model(tmp_path, made, state, class_names=NAMES, **keywords)
         with pytest.raises(FinetuneError, match="4 class names for 5"):
@@ -90,3 +87,69 @@ class TestSaving:
 
     def test_no_license_is_claimed_for_weights_from_scratch(self, tmp_path: Path) -> None:
         assert build(saved(tmp_path, "vit")).provenance["license"] is None
+
+
+class TestTemperature:
+    @pytest.fixture
+    def first(self, tmp_path: Path) -> Path:
+        """A saved network without a temperature."""
+        return Path(saved(tmp_path, "vit"))
+
+    @pytest.fixture
+    def folder(self, first: Path, tmp_path: Path) -> Path:
+        """The same with one."""
+        made = build(str(first))
+        folder = tmp_path / "calibrated"
+        folder.mkdir()
+        save_model(
+            folder,
+            made,
+            made.model.state_dict(),
+            class_names=NAMES,
+            preprocessing=made.preprocessing,
+            temperature=1.5,
+        )
+        return folder
+
+    def test_it_is_kept_with_the_head(self, folder: Path, first: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        assert config["calibration"] == {"temperature": 1.5, "split": "val"}
+        assert build(str(folder)).temperature == 1.5
+        assert build(str(folder), num_classes=5).temperature is None  # another head
+        assert build(str(folder), pretrained=False).temperature is None  # other weights
+        without = json.loads((first / "config.json").read_text())
+        assert "calibration" not in without
+        assert build(str(first)).temperature is None
+
+    def test_plain_timm_gives_the_same_logits(self, folder: Path, first: Path) -> None:
+        x = images(NETWORKS["vit"][2])
+        before = timm.create_model(f"local-dir:{first}", pretrained=True)
+        after = timm.create_model(f"local-dir:{folder}", pretrained=True)
+        assert logits(before, x).any()
+        assert torch.equal(logits(before, x), logits(after, x))
+
+    def test_transformers_gives_the_same_logits(self, folder: Path) -> None:
+        transformers = pytest.importorskip(
+            "transformers", reason="transformers is not installed: its side is not tested"
+        )
+        x = images(NETWORKS["vit"][2])
+        plain = timm.create_model(f"local-dir:{folder}", pretrained=True)
+        theirs = transformers.AutoModelForImageClassification.from_pretrained(str(folder)).eval()
+        with torch.no_grad():
+            found = theirs(pixel_values=x).logits
+        assert torch.allclose(found, logits(plain, x), rtol=0, atol=1e-6)
+        assert theirs.config.id2label == dict(enumerate(NAMES))
+
+    @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+    def test_what_divides_nothing_is_refused(self, tmp_path: Path, value: float) -> None:
+        made = built("vit")
+        with pytest.raises(FinetuneError, match="expected a number above 0"):
+            save_model(
+                tmp_path,
+                made,
+                made.model.state_dict(),
+                class_names=NAMES,
+                preprocessing=made.preprocessing,
+                temperature=value,
+            )
+        assert not list(tmp_path.iterdir())

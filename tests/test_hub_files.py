@@ -1,30 +1,35 @@
-"""models/hub_files.py against a hub on loopback: versions, caches, and each refusal."""
+"""models/hub_files.py against the loopback hub: versions, caches, each fault, each refusal."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import threading
+import logging
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub.constants
 import pytest
 import timm
 import torch
-from networks import (
-    message,
-    timm_folder,
-)
+from hub_server import HubServer, point_at
+from networks import message, timm_folder
 from safetensors.torch import load_file
 
-from finetune.models import hub_files
+from finetune.engine import train
+from finetune.errors import HubError
+from finetune.hub import reads as hub_reads
 from finetune.models import weights as weights_module
+from finetune.models.hub_files import fetch, hub_file
 from finetune.models.weights import resolve
+from finetune.recipe import parse_recipe
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
+NET = "someone/net"
+ALICE = "hf_aliceAlice1234"
+CONFIG, WEIGHTS = r"GET /someone/net/resolve/.*/config\.json", r"GET /cdn/"
+HEADS = r"HEAD /someone/net/"
 
 
 @pytest.fixture
@@ -32,215 +37,379 @@ def folder(tmp_path: Path) -> Path:
     return timm_folder(tmp_path / "net")
 
 
-class Hub(ThreadingHTTPServer):
-    """The hub's file route on loopback: HEAD and GET of /owner/name/resolve/revision/file."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), Answer)
-        self.folder = folder
-        self.requests: list[str] = []
-
-
-class Answer(BaseHTTPRequestHandler):
-    server: Hub
-
-    def do_GET(self) -> None:
-        self.answer(body=True)
-
-    def do_HEAD(self) -> None:
-        self.answer(body=False)
-
-    def answer(self, *, body: bool) -> None:
-        self.server.requests.append(f"{self.command} {self.path}")
-        repository, _, rest = self.path.lstrip("/").partition("/resolve/")
-        revision, _, filename = rest.partition("/")
-        path = self.server.folder / filename
-        wrong = None
-        if repository != "someone/net":
-            wrong = "GatedRepo" if "gated" in repository else "RepoNotFound"
-        elif revision not in ("main", "v1", COMMIT):
-            wrong = "RevisionNotFound"
-        elif not path.is_file():
-            wrong = "EntryNotFound"
-        content = b"" if wrong else path.read_bytes()
-        self.send_response({None: 200, "GatedRepo": 403}.get(wrong, 404))
-        if wrong:
-            self.send_header("X-Error-Code", wrong)
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        if body:
-            self.wfile.write(content)
-
-    def log_message(self, *args: Any) -> None:
-        pass
+def content_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture
-def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    server = Hub(folder)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    address = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
-    template = address + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    set_offline(monkeypatch, False)
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    monkeypatch.setattr(hub_reads, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(hub_reads, "_said", set())
+    with HubServer() as hub:
+        hub.add_repo(NET, content_of(folder))
+        hub.tag(NET, "v1")
+        hub.add_user("someone", token=ALICE)
+        point_at(hub, monkeypatch, tmp_path / "home")
+        yield hub
+        assert hub.mistakes == []
 
 
-def set_offline(monkeypatch: pytest.MonkeyPatch, offline: bool) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+def set_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
 
-class TestHub:
-    def test_a_repository_is_read_at_one_commit(self, hub: Hub, folder: Path) -> None:
-        found = resolve("hf-hub:someone/net@v1")
+def hub_error(name: str) -> str:
+    with pytest.raises(HubError) as caught:
+        resolve(name)
+    assert caught.value.exit_code == 7
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def blob_of(hub: HubServer, filename: str) -> Path:
+    """Where the cache keeps a file's bytes."""
+    return hub_file(NET, filename, None)[0].resolve()
+
+
+class TestVersions:
+    def test_a_repository_is_read_at_one_commit(self, hub: HubServer, folder: Path) -> None:
+        [commit, _] = hub.commits(NET)
+        hub.commit(NET, {"config.json": b"broken since"})
+        found = resolve(f"hf-hub:{NET}@v1")
         local = resolve(str(folder))
         assert found.state is not None
         assert local.state is not None
         assert all(torch.equal(found.state[k], local.state[k]) for k in local.state)
         assert found.class_names == local.class_names
-        assert found.provenance["revision"] == COMMIT
-        assert found.provenance["sha256"] == local.provenance["sha256"]
-        weights = [r for r in hub.requests if "model.safetensors" in r]
+        assert found.provenance == {
+            "source": f"hf-hub:{NET}@v1",
+            "repository": NET,
+            "revision": commit,
+            "file": "model.safetensors",
+            "sha256": local.provenance["sha256"],
+            "license": local.provenance["license"],
+        }
+        weights = [path for _, path in hub.requests if path.endswith("model.safetensors")]
         assert weights
-        assert all(COMMIT in r for r in weights)
+        assert all(commit in path for path in weights)
 
-    def test_pickled_weights_are_the_second_choice(self, hub: Hub, folder: Path) -> None:
+    def test_branches_and_commits(self, hub: HubServer) -> None:
+        [old, _] = hub.commits(NET)
+        new = hub.commit(NET, {"README.md": b"newer"}, revision="main")
+        names = {f"hf-hub:{NET}": new, f"hf-hub:{NET}@main": new, f"hf-hub:{NET}@{old}": old}
+        for name, commit in names.items():
+            assert resolve(name).provenance["revision"] == commit
+
+    def test_pickled_weights_are_the_second_choice(self, hub: HubServer, folder: Path) -> None:
         state = load_file(folder / "model.safetensors")
-        (folder / "model.safetensors").unlink()
-        assert "no weights file" in message("hf-hub:someone/net")
+        hub.commit(NET, {"model.safetensors": None})
+        assert "no weights file" in message(f"hf-hub:{NET}")
         torch.save(state, folder / "pytorch_model.bin")
-        assert resolve("hf-hub:someone/net").provenance["file"] == "pytorch_model.bin"
-
-    def test_a_warm_cache_needs_no_request(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-        first = resolve("hf-hub:someone/net")
-        set_offline(monkeypatch, True)
-        hub.requests.clear()
-        again = resolve("hf-hub:someone/net")
-        assert hub.requests == []
-        assert again.provenance == first.provenance
-
-    def test_a_warm_cache_serves_when_the_hub_does_not_answer(
-        self, hub: Hub, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        first = resolve("hf-hub:someone/net")
-        monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the client's retries
-        nobody = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", nobody)
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-        assert resolve("hf-hub:someone/net").provenance == first.provenance
-        assert "not in the cache" in message("hf-hub:someone/other")
-
-    def test_a_cold_cache_offline(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-        set_offline(monkeypatch, True)
-        text = message("hf-hub:someone/net")
-        assert "no network" in text
-        assert "not in the cache" in text
-        assert hub.requests == []
-
-    def test_wrong_names(self, hub: Hub, folder: Path) -> None:
-        assert "no such repository" in message("hf-hub:nobody/net")
-        assert "no such revision" in message("hf-hub:someone/net@v2")
-        assert "access must be granted" in message("hf-hub:gated/net")
-        assert "owner/name" in message("hf-hub:a/b/c")
-        (folder / "config.json").unlink()
-        assert "no file config.json" in message("hf-hub:someone/net")
+        hub.commit(NET, {"pytorch_model.bin": (folder / "pytorch_model.bin").read_bytes()})
+        assert resolve(f"hf-hub:{NET}").provenance["file"] == "pytorch_model.bin"
 
     def test_registry_names_come_by_the_same_road(
-        self, hub: Hub, monkeypatch: pytest.MonkeyPatch
+        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         entry = timm.get_pretrained_cfg("vit_tiny_patch16_224")
         assert entry is not None
-        monkeypatch.setattr(entry, "hf_hub_id", "someone/net")
+        monkeypatch.setattr(entry, "hf_hub_id", NET)
         monkeypatch.setattr(weights_module.timm, "get_pretrained_cfg", lambda _: entry)
+        hub.fail(WEIGHTS, kind="corrupt")
         found = resolve("vit_tiny_patch16_224")
         assert found.state is not None
-        assert found.provenance["repository"] == "someone/net"
-        assert found.provenance["revision"] == COMMIT
-        assert not any("config.json" in r for r in hub.requests)
+        assert found.provenance["repository"] == NET
+        assert found.provenance["revision"] == hub.commits(NET)[0]
+        assert hub.count(r"config\.json") == 0
         assert not {"hf_hub_id", "url", "file"} & found.config.keys()
 
 
-def edit(folder: Path, section: str | None, **changes: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    target = config if section is None else config[section]
-    target.update(changes)
-    (folder / "config.json").write_text(json.dumps(config))
+class TestCache:
+    def test_a_warm_cache_needs_no_request(
+        self,
+        hub: HubServer,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        first = resolve(f"hf-hub:{NET}")
+        assert capsys.readouterr().err == ""
+        set_offline(monkeypatch)
+        hub.requests.clear()
+        assert resolve(f"hf-hub:{NET}").provenance == first.provenance
+        assert resolve(f"hf-hub:{NET}").provenance == first.provenance
+        assert hub.requests == []
+        told = [line for line in capsys.readouterr().err.splitlines() if "using revision" in line]
+        assert len(told) == 1
+        assert str(first.provenance["revision"]) in told[0]
+        assert "HF_HUB_OFFLINE is set" in told[0]
+
+    def test_a_warm_cache_serves_when_nobody_answers(
+        self, hub: HubServer, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        first = resolve(f"hf-hub:{NET}@v1")
+        hub.stop()
+        started = time.monotonic()
+        assert resolve(f"hf-hub:{NET}@v1").provenance == first.provenance
+        assert time.monotonic() - started < 3
+        told = [line for line in capsys.readouterr().err.splitlines() if line]
+        assert len(told) == 1
+        assert "the hub cannot be reached" in told[0]
+        assert f"using revision {first.provenance['revision']} from the cache" in told[0]
+
+    def test_a_warm_cache_serves_when_the_hub_is_out_of_order(
+        self, hub: HubServer, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        first = resolve(f"hf-hub:{NET}")
+        hub.fail(".", status=503, times=None)
+        assert resolve(f"hf-hub:{NET}").provenance == first.provenance
+        assert "the hub answered 503; using revision" in capsys.readouterr().err
+
+    def test_nothing_cached_and_nobody_there(
+        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(hub_reads, "FIRST_WAIT_SECONDS", 0.5)  # as it is
+        hub.stop()
+        started = time.monotonic()
+        text = hub_error(f"hf-hub:{NET}")
+        assert time.monotonic() - started < 4
+        assert "the hub cannot be reached" in text
+        set_offline(monkeypatch)
+        text = hub_error(f"hf-hub:{NET}")
+        assert "HF_HUB_OFFLINE is set" in text
+        assert "not in the cache" in text
+
+    def test_a_file_known_to_be_missing(
+        self, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        torch.save(load_file(folder / "model.safetensors"), folder / "w.bin")
+        weights = (folder / "w.bin").read_bytes()
+        hub.commit(NET, {"model.safetensors": None, "pytorch_model.bin": weights})
+        first = resolve(f"hf-hub:{NET}")
+        set_offline(monkeypatch)
+        assert resolve(f"hf-hub:{NET}").provenance == first.provenance
+
+    @pytest.mark.slow
+    def test_three_processes_download_once(self, hub: HubServer, tmp_path: Path) -> None:
+        code = f"from finetune.models.weights import resolve; resolve('hf-hub:{NET}')"
+        environment = hub.environment(tmp_path / "cold")
+        command = [sys.executable, "-c", code]
+        running = [subprocess.Popen(command, env=environment) for _ in range(3)]
+        assert [process.wait() for process in running] == [0, 0, 0]
+        assert hub.count(CONFIG) == 1
+        assert hub.count(WEIGHTS) == 1
+        assert hub.count(HEADS) >= 3
 
 
-class TestConfig:
-    @pytest.mark.parametrize("key", sorted({*hub_files.CONTROL_ARGS} - {"num_classes"}))
-    def test_nothing_steers_timms_loader(self, folder: Path, key: str) -> None:
-        edit(folder, "model_args", **{key: "/somewhere/evil.pth"})
-        text = message(folder)
-        assert f"config.json: model_args.{key}" in text
-        assert "weights_only" not in text
+class TestPassingFaults:
+    @pytest.mark.parametrize("place", [HEADS, CONFIG, WEIGHTS])
+    @pytest.mark.parametrize("kind", ["503", "429", "reset", "lost"])
+    def test_it_is_tried_again(
+        self, hub: HubServer, place: str, kind: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        if kind.isdigit():
+            hub.fail(place, status=int(kind), retry_after=0, times=2)
+        else:
+            hub.fail(place, kind=kind)
+        assert resolve(f"hf-hub:{NET}").state is not None
+        told = capsys.readouterr().err
+        assert told.count("trying again") <= 1
+        assert "http://" not in told
+        if kind.isdigit():
+            assert f"hf-hub:{NET}: the hub answered {kind}; trying again" in told
 
-    def test_what_timm_writes_there_is_dropped(self, folder: Path) -> None:
-        before = resolve(str(folder)).model_args
-        edit(folder, "model_args", num_classes=7, in_chans=3)
-        edit(folder, "pretrained_cfg", url="http://host/x.pth", file="/x.pth", hf_hub_id="a/b")
-        found = resolve(str(folder))
-        assert found.model_args == before
-        assert not {"url", "file", "hf_hub_id"} & found.config.keys()
+    def test_a_cut_connection_is_resumed(
+        self, hub: HubServer, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        hub.fail(WEIGHTS, kind="truncate")
+        with caplog.at_level(logging.WARNING):
+            assert resolve(f"hf-hub:{NET}").state is not None
+        assert hub.count(WEIGHTS) == 2
+        assert not [r for r in caplog.records if r.name.startswith("huggingface_hub")]
 
-    @pytest.mark.parametrize(
-        "key, value",
-        [
-            ("mean", [0.5, 0.5]),
-            ("mean", [0.5, 0.5, float("nan")]),
-            ("mean", 0.5),
-            ("std", [0.5, 0.5, 0]),
-            ("std", [0.5, "0.5", 0.5]),
-            ("crop_pct", 0),
-            ("crop_pct", "all"),
-            ("crop_pct", float("inf")),
-            ("input_size", [3, 32]),
-            ("input_size", [3, 32.5, 32]),
-            ("input_size", [1, 32, 32]),
-            ("input_size", [3, 0, 32]),
-            ("label_offset", "one"),
-            ("classifier", 5),
-        ],
-    )
-    def test_values_of_no_use(self, folder: Path, key: str, value: Any) -> None:
-        edit(folder, "pretrained_cfg", **{key: value})
-        assert f"config.json: {key}: " in message(folder)
+    def test_a_busy_hub_is_left_alone_for_as_long_as_it_asks(
+        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        waits: list[float] = []
+        monkeypatch.setattr(hub_reads.time, "sleep", waits.append)
+        hub.fail(HEADS, status=429, retry_after=3)
+        hub.fail(WEIGHTS, status=429, retry_after=3600)
+        assert resolve(f"hf-hub:{NET}").state is not None
+        assert waits == [3.0, hub_reads.LONGEST_WAIT_SECONDS]
 
-    @pytest.mark.parametrize(
-        "key, value",
-        [
-            ("model_args", [1]),
-            ("pretrained_cfg", "here"),
-            ("num_classes", "ten"),
-            ("num_classes", -1),
-            ("label_names", "ant"),
-            ("label_names", [1, 2, 3]),
-            ("label_names", ["ant", "bee"]),
-            ("label_names", {"0": "ant", "1": "bee"}),
-            ("model_args", {"img_size": "large"}),
-        ],
-    )
-    def test_sections_of_no_use(self, folder: Path, key: str, value: Any) -> None:
-        edit(folder, None, **{key: value})
-        assert f"config.json: {key}" in message(folder)
+    @pytest.mark.parametrize("place", [HEADS, CONFIG, WEIGHTS])
+    @pytest.mark.parametrize("kind", ["status", "reset"])
+    def test_for_ever(self, hub: HubServer, place: str, kind: str) -> None:
+        hub.fail(place, kind=kind, times=None)
+        started = time.monotonic()
+        text = hub_error(f"hf-hub:{NET}")
+        assert time.monotonic() - started < 15
+        assert text.startswith(f"hf-hub:{NET}")
+        assert "could not be fetched" in text
+        assert "try again later" in text
+        assert hub.count(place) >= hub_reads.TRIES
 
-    def test_a_tag_belongs_to_no_architecture(self, folder: Path) -> None:
-        edit(folder, None, architecture="vit_tiny_patch16_224.nothing")
-        assert resolve(str(folder)).architecture == "vit_tiny_patch16_224"
-        edit(folder, None, architecture=["vit_tiny_patch16_224"])
-        assert "does not know" in message(folder)
+    @pytest.mark.slow
+    def test_cut_for_ever(self, hub: HubServer) -> None:
+        hub.fail(WEIGHTS, kind="truncate", times=None)
+        assert "the connection is cut again and again" in hub_error(f"hf-hub:{NET}")
+        assert hub.count(WEIGHTS) < 20
 
-    @pytest.mark.parametrize("name", timm.list_pretrained()[::40])
-    def test_timms_own_configurations_pass(self, name: str) -> None:
-        entry = vars(timm.get_pretrained_cfg(name))
-        checked = {key for key in hub_files.CHECKS if entry[key] is not None}
-        assert checked
-        assert all(hub_files.CHECKS[key][1](entry[key]) for key in checked)
+    def test_the_client_keeps_its_ways(self, hub: HubServer) -> None:
+        session = huggingface_hub.get_session()
+        resolve(f"hf-hub:{NET}")
+        assert "send" not in vars(session)
+        assert not logging.getLogger("huggingface_hub.file_download").filters
+
+
+class TestOtherBytes:
+    """Same length, other content: nothing but the checksum can tell."""
+
+    @pytest.mark.parametrize("place", [CONFIG, WEIGHTS])
+    def test_they_are_fetched_again(
+        self, hub: HubServer, folder: Path, place: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        hub.fail(place, kind="corrupt", times=2)
+        found, local = resolve(f"hf-hub:{NET}"), resolve(str(folder))
+        assert found.state is not None
+        assert local.state is not None
+        assert all(torch.equal(found.state[k], local.state[k]) for k in local.state)
+        assert found.provenance["sha256"] == local.provenance["sha256"]
+        assert hub.count(place) == 3
+        assert "bytes that are not those of its checksum; trying again" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("place", [CONFIG, WEIGHTS])
+    def test_for_ever(self, hub: HubServer, tmp_path: Path, place: str) -> None:
+        hub.fail(place, kind="corrupt", times=None)
+        assert "bytes that are not those of its checksum" in hub_error(f"hf-hub:{NET}")
+        left = [p for p in (tmp_path / "home/hub").rglob("blobs/*") if p.is_file()]
+        good = set(hub.files(NET).values())
+        assert all(path.read_bytes() in good for path in left)
+
+    @pytest.mark.parametrize("filename", ["config.json", "model.safetensors"])
+    def test_in_the_cache(
+        self, hub: HubServer, folder: Path, filename: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        blob = blob_of(hub, filename)
+        resolve(f"hf-hub:{NET}")
+        damaged = bytearray(blob.read_bytes())
+        damaged[-5] ^= 1
+        blob.write_bytes(damaged)
+        with monkeypatch.context() as offline:
+            set_offline(offline)
+            text = message(f"hf-hub:{NET}")
+            assert f"{filename} in the cache is damaged" in text
+            assert f"delete {blob}, or connect" in text
+        sha256 = resolve(str(folder)).provenance["sha256"]
+        assert resolve(f"hf-hub:{NET}").provenance["sha256"] == sha256
+        assert blob.read_bytes() == (folder / filename).read_bytes()
+        blob.write_bytes(damaged)
+        hub.stop()
+        assert "in the cache is damaged" in message(f"hf-hub:{NET}")
+
+    def test_without_links(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_SYMLINKS", True)
+        monkeypatch.setattr(
+            "huggingface_hub.file_download.are_symlinks_supported", lambda *_: False
+        )
+        hub.fail(CONFIG, kind="corrupt", times=None)
+        with pytest.raises(HubError, match="not those of its checksum"):
+            fetch(NET, "config.json", None)
+
+
+class TestRefusals:
+    def test_four_different_ones(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        texts = {
+            message("hf-hub:nobody/net"),
+            message(f"hf-hub:{NET}@v2"),
+        }
+        hub.commit(NET, {"config.json": None})
+        texts.add(message(f"hf-hub:{NET}"))
+        monkeypatch.setenv("HF_TOKEN", "hf_wrongWrong1234")
+        texts.add(hub_error(f"hf-hub:{NET}"))
+        parts = (
+            "nobody/net: no such repository, or it is private; check the name, or log in with",
+            "@v2: no such revision; leave '@v2' away",
+            "no file config.json",
+            "the hub refuses the token in HF_TOKEN (401); make a new one and `hf auth login`",
+        )
+        for part in parts:
+            assert len([text for text in texts if part in text]) == 1, part
+
+    def test_names_that_are_none(self, hub: HubServer) -> None:
+        assert "write hf-hub:owner/name" in message("hf-hub:a/b/c")
+
+    def test_a_wrong_token_is_told_although_there_is_a_copy(
+        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        resolve(f"hf-hub:{NET}")
+        monkeypatch.setenv("HF_TOKEN", "hf_wrongWrong1234")
+        assert "refuses the token in HF_TOKEN" in hub_error(f"hf-hub:{NET}")
+
+    def test_private(self, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        hub.add_repo("someone/secret", content_of(folder), private=True)
+        assert "or it is private; check the name, or log in" in message("hf-hub:someone/secret")
+        hub.add_user("other", token="hf_otherOther1234")
+        monkeypatch.setenv("HF_TOKEN", "hf_otherOther1234")
+        assert "check the rights of your token" in message("hf-hub:someone/secret")
+        monkeypatch.setenv("HF_TOKEN", ALICE)
+        assert resolve("hf-hub:someone/secret").state is not None
+
+    def test_gated(self, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        hub.add_repo("someone/gated", content_of(folder), gated=True)
+        assert "access must be granted first" in hub_error("hf-hub:someone/gated")
+        monkeypatch.setenv("HF_TOKEN", ALICE)
+        assert resolve("hf-hub:someone/gated").state is not None
+
+    @pytest.mark.parametrize("status", [400, 403, 500])
+    @pytest.mark.parametrize("place", [HEADS, CONFIG, WEIGHTS])
+    def test_a_token_is_never_repeated(
+        self,
+        hub: HubServer,
+        place: str,
+        status: int,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        monkeypatch.setenv("HF_TOKEN", ALICE)
+        hub.fail(place, status=status, times=None, echo=True)
+        text = hub_error(f"hf-hub:{NET}")
+        assert str(status) in text
+        seen = capsys.readouterr()
+        assert ALICE not in text + seen.out + seen.err
+
+    @pytest.mark.parametrize("address", ["localhost:8", "{cdn}/elsewhere"])
+    def test_what_answers_is_no_hub(
+        self, hub: HubServer, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        point_at(address.format(cdn=hub.cdn), monkeypatch, tmp_path / "other")
+        assert "check HF_ENDPOINT" in hub_error(f"hf-hub:{NET}")
+
+    def test_xet_names_the_switch(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("hf_xet")
+        hub.xet = True
+        assert "HF_HUB_DISABLE_XET=1" in hub_error(f"hf-hub:{NET}")
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+        assert resolve(f"hf-hub:{NET}").state is not None
+
+
+@pytest.mark.slow
+def test_damaged_weights_are_never_trained_on(hub: HubServer, folder: Path, tmp_path: Path) -> None:
+    """A run whose weights came with other bytes first is the run from the true ones, bit by bit."""
+    text = """
+    model: {name: NAME}
+    data: {source: "embedded:digits", train: resize, eval: resize, batch_size: 32}
+    optim: {name: sgd, lr: 0.01, steps: 2}
+    run: {precision: fp32, threads: 1, log_every: 1}
+    """
+    hub.fail(WEIGHTS, kind="corrupt", times=2)
+    ends = []
+    for number, name in enumerate((f"hf-hub:{NET}@v1", str(folder))):
+        run = tmp_path / str(number)
+        train(parse_recipe(text.replace("NAME", json.dumps(name))), run)
+        ends.append((run / "model" / "model.safetensors").read_bytes())
+        record = json.loads((run / "run.json").read_text())
+        assert resolve(str(folder)).provenance["sha256"] in json.dumps(record)
+    assert hub.count(WEIGHTS) == 3
+    assert ends[0] == ends[1]
+    assert hub.commits(NET)[0] in (tmp_path / "0" / "run.json").read_text()

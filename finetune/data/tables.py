@@ -23,6 +23,7 @@ from finetune.data.columns import (
     number_labels,
 )
 from finetune.data.decode import counted, notice, open_regular
+from finetune.data.hub_sets import load_hub
 from finetune.data.items import Chunk, RowItems
 from finetune.errors import DataError, nearest
 
@@ -188,7 +189,7 @@ def read_hub(text: str, image_column: str | None, label_column: str | None) -> T
     Args:
         text: `owner/name[@revision][:config]`.
         image_column, label_column: None to find them.
-    Raises: DataError: no such data set, not reachable, no such configuration.
+    Raises: DataError: no such data set, revision or configuration; HubError: no access, or no hub.
     """
     match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([^:]+))?(?::(.+))?", text)
     if not match:
@@ -196,34 +197,10 @@ def read_hub(text: str, image_column: str | None, label_column: str | None) -> T
     name, revision, config = match.groups()
     if Path(name).is_dir():  # `datasets` would read it instead of the hub
         raise DataError(f"hub:{text}: there is a folder {name!r} here; use parquet: or folder:")
-    loaded = _load_hub(text, name, revision, config)
+    loaded, commit = load_hub(f"hub:{text}", name, config, revision)
     tables = _from_datasets(loaded, f"hub:{text}", image_column, label_column, _caches())
-    commit = _commit(loaded)
-    if revision and re.fullmatch(r"[0-9a-f]{40}", revision) and commit not in (None, revision):
-        # offline, `datasets` takes whatever revision is cached
-        raise DataError(f"hub:{text}: only revision {commit} is cached; connect to fetch this one")
     tables.description += f", revision {commit or revision or 'unknown'}"
     return tables
-
-
-def _load_hub(text: str, name: str, revision: str | None, config: str | None) -> Any:
-    import datasets
-
-    try:
-        return datasets.load_dataset(name, config, revision=revision)
-    except datasets.exceptions.DatasetNotFoundError as error:
-        raise DataError(
-            f"hub:{text}: no such data set or revision, or a private or gated one ({error}); "
-            "check the name, or log in with `hf auth login`"
-        ) from None
-    except ConnectionError:
-        raise DataError(
-            f"hub:{text}: the hub cannot be reached and nothing is cached; connect once, or use "
-            "parquet: or folder: with a local copy"
-        ) from None
-    except Exception as error:  # `datasets` lets through what its builders and readers raise
-        cause = " ".join(str(error).split())
-        raise DataError(f"hub:{text}: cannot be loaded ({cause})") from None
 
 
 def _caches() -> tuple[Path, ...]:
@@ -233,16 +210,6 @@ def _caches() -> tuple[Path, ...]:
 
     caches = (config.HF_DATASETS_CACHE, config.DOWNLOADED_DATASETS_PATH, constants.HF_HUB_CACHE)
     return tuple(Path(cache).absolute() for cache in caches)
-
-
-def _commit(loaded: Any) -> str | None:
-    """The hub commit that a loaded data set came from, where `datasets` recorded it."""
-    for dataset in loaded.values():
-        for url in dataset.info.download_checksums or {}:
-            match = re.search(r"@([0-9a-f]{40})/", url)
-            if match:
-                return match.group(1)
-    return None
 
 
 def _memory_mapped(files: dict[str, list[Path]]) -> Any:

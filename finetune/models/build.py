@@ -15,9 +15,9 @@ from torch import nn
 
 from finetune.errors import FinetuneError, RecipeError, WeightsError, nearest
 from finetune.models.built import Built, Preprocessing, save_model
+from finetune.models.config import CONTROL_ARGS, is_size
 from finetune.models.fit import load, stride, timm_config
 from finetune.models.head import as_names, freeze_parameters, set_train_mode, zero_head
-from finetune.models.hub_files import CONTROL_ARGS, is_size
 from finetune.models.posemb import METHODS
 from finetune.models.weights import Weights, resolve
 
@@ -64,8 +64,7 @@ def build(
         image_size: pixels, or (height, width); None takes the weights' own.
         posemb: how position embeddings are resized, "paper" or "timm".
         head_init: "zeros", or "default" for timm's initialisation; for a new head only.
-        freeze: "none", "backbone" (all but the head), or the number of first blocks to freeze
-            together with the patch, position and class-token embeddings.
+        freeze: "none", "backbone" (all but the head), or a count: all embeddings and first blocks.
         dropout: where the ViT paper has it, if the network has these places; else before the head.
         attention_dropout: on attention weights.
         drop_path: stochastic depth at the last block, growing linearly from 0.
@@ -99,6 +98,7 @@ def build(
         preprocessing=_preprocessing(weights.config, size),
         provenance=_provenance(model, weights, posemb=resized, dropout=dropouts),
         class_names=_own_names(weights, classes) if num_classes is None else None,
+        temperature=_own_temperature(weights) if num_classes is None else None,
     )
 
 
@@ -160,6 +160,11 @@ def _source_classes(weights: Weights) -> int:
             if weight is not None:
                 return weight.shape[0] - int(weights.config.get("label_offset") or 0)
     return int(weights.config.get("num_classes") or 0)
+
+
+def _own_temperature(weights: Weights) -> float | None:
+    """What was fitted to the logits of these tensors; random ones have none."""
+    return weights.temperature if weights.state is not None else None
 
 
 def _own_names(weights: Weights, num_classes: int) -> list[str] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,8 @@ class Built:
         preprocessing: the weights' own, at the size the network was built for.
         provenance: source, revision, sha256, what happened to the position embeddings, …
         class_names: when the weights carry them and the head was kept.
+        temperature: divides the logits before the softmax, when the weights carry one and the
+            head was kept.
     """
 
     model: nn.Module
@@ -66,6 +69,7 @@ class Built:
     preprocessing: Preprocessing
     provenance: dict[str, Any]
     class_names: list[str] | None
+    temperature: float | None = None
 
 
 def save_model(
@@ -75,9 +79,9 @@ def save_model(
     *,
     class_names: Sequence[str],
     preprocessing: Preprocessing,
-    card: str,
+    temperature: float | None = None,
 ) -> None:
-    """Write config.json, model.safetensors and README.md in timm's hub format.
+    """Write config.json and model.safetensors in timm's hub format.
 
     `timm.create_model("local-dir:FOLDER", pretrained=True)` then gives the same logits.
 
@@ -87,8 +91,9 @@ def save_model(
         state_dict: the trained weights, by the names of `built.model`.
         class_names: in the order of the logits.
         preprocessing: what evaluation used.
-        card: the text of README.md.
-    Raises: FinetuneError if a tensor or the number of classes is not the network's.
+        temperature: as fitted on the val split, above 0; None when it was not.
+    Raises: FinetuneError if a tensor or the number of classes is not the network's, or if the
+        temperature is not above 0.
     """
     folder = Path(folder)
     own = built.model.state_dict()
@@ -105,12 +110,16 @@ def save_model(
         raise FinetuneError(
             f"{folder}: {len(class_names)} class names for {num_classes} classes; give one each"
         )
+    if temperature is not None and not (math.isfinite(temperature) and temperature > 0):
+        raise FinetuneError(f"{folder}: temperature {temperature}; expected a number above 0")
     tensors = {k: v.detach().cpu().contiguous().clone() for k, v in state_dict.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = _saved_config(built, class_names, preprocessing)
+    if temperature is not None:
+        # beside timm's keys: timm and transformers leave alone what they do not know
+        config["calibration"] = {"temperature": float(temperature), "split": "val"}
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
-    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def _saved_config(

@@ -1,84 +1,45 @@
-"""Files in the hub's format: fetched through the cache with their commit, config.json checked."""
+"""Files of the hub: through the client's cache, with their commit, their bytes checked."""
 
 from __future__ import annotations
 
-import json
-import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
-import timm
-from huggingface_hub import hf_hub_download
+from huggingface_hub import (
+    get_token,
+    hf_hub_download,
+    is_offline_mode,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import (
     EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
 )
-from timm.models import PretrainedCfg, split_model_name_tag
 from torch import hub
 
-from finetune.errors import WeightsError, nearest
+from finetune.errors import HubError, WeightsError
+from finetune.hub.calls import clean
+from finetune.hub.reads import Fault, Watch, checked, refusal, retried, say_once, was_cut, watching
 
-__all__ = [
-    "CONTROL_ARGS",
-    "clean",
-    "download",
-    "first_of",
-    "hub_file",
-    "is_size",
-    "read_config",
-]
-
-# What an architecture fixes, where an old config.json leaves it out.
-STRUCTURE_KEYS = ("classifier", "first_conv", "fixed_input_size", "input_size")
-# Keys of timm's pretrained configuration that say where weights were, not what they are.
-PLACE_KEYS = ("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "custom_load")
-# Keywords of timm.create_model() that steer it (where it loads from, what it returns) and are
-# no arguments of a network.
-CONTROL_ARGS = (
-    "model_name",
-    "pretrained",
-    "pretrained_cfg",
-    "pretrained_cfg_overlay",
-    "checkpoint_path",
-    "cache_dir",
-    "scriptable",
-    "exportable",
-    "no_jit",
-    "features_only",
-    "num_classes",
-    "in_chans",
-    "model_cfg",
-    "feature_cfg",
-    "pruned",
-    "pretrained_strict",
-    "pretrained_filter_fn",
-    "pretrained_model_args",
-    "kwargs_filter",
-)
+__all__ = ["HubFile", "download", "fetch", "first_of", "hub_file"]
 
 
-def first_of(
-    repository: str, filenames: tuple[str, ...], revision: str | None
-) -> tuple[Path, str | None]:
-    """The first of several files that a repository holds."""
-    missing: WeightsError | None = None
-    for filename in filenames:
-        try:
-            return hub_file(repository, filename, revision)
-        except _NoSuchFile as error:
-            missing = missing or error
-    raise WeightsError(
-        f"hf-hub:{repository}: no weights file (looked for {', '.join(filenames)}); "
-        f"choose a repository in timm's format"
-    ) from missing
+@dataclass(frozen=True)
+class HubFile:
+    """A file of a repository, in the cache.
+
+    Attributes:
+        path: in the client's cache.
+        commit: of the repository, that the file belongs to; None for a cache of another layout.
+        sha256: of its bytes, when checking them took it.
+    """
+
+    path: Path
+    commit: str | None
+    sha256: str | None
 
 
 class _NoSuchFile(WeightsError):
@@ -86,49 +47,183 @@ class _NoSuchFile(WeightsError):
 
 
 def hub_file(repository: str, filename: str, revision: str | None) -> tuple[Path, str | None]:
-    """Download one file, or take it from the cache; no request when the hub is set offline.
+    """Download one file, or take it from the cache: see fetch().
 
     Returns: its path and the commit that it belongs to.
-    Raises: WeightsError telling apart a wrong name, a wrong revision, no access and no network.
     """
-    where = f"hf-hub:{repository}" + (f"@{revision}" if revision else "")
+    found = fetch(repository, filename, revision)
+    return found.path, found.commit
+
+
+def first_of(
+    repository: str, filenames: tuple[str, ...], revision: str | None, *, source: str | None = None
+) -> HubFile:
+    """The first of several files that a repository holds.
+
+    Args:
+        source: what the user calls it, for messages.
+    Raises: WeightsError if it holds none of them; see fetch() for the rest.
+    """
+    missing: WeightsError | None = None
+    for filename in filenames:
+        try:
+            return fetch(repository, filename, revision, source=source)
+        except _NoSuchFile as error:
+            missing = missing or error
+    raise WeightsError(
+        f"{source or f'hf-hub:{repository}'}: no weights file (looked for {', '.join(filenames)}); "
+        f"choose a repository in timm's format"
+    ) from missing
+
+
+def fetch(
+    repository: str, filename: str, revision: str | None, *, source: str | None = None
+) -> HubFile:
+    """Download one file, or take it from the cache, and check its bytes against the hub's name.
+
+    What fails in passing, and bytes that are not those announced, are fetched again within
+    bounds; when the hub does not answer, the copy in the cache serves, and its commit is told. No
+    request is made when the hub is set offline.
+
+    Args:
+        repository: owner/name.
+        filename: in the repository.
+        revision: branch, tag or commit; None for the newest.
+        source: what the user calls it, for messages; made of the above by default.
+    Raises: WeightsError telling apart a wrong name, revision and file, and a damaged copy;
+        HubError for a token that is refused, no access, and a hub that does not answer.
+    """
+    where = source or f"hf-hub:{repository}" + (f"@{revision}" if revision else "")
     try:
-        path = Path(hf_hub_download(repository, filename, revision=revision))
+        copy = _copy(where, repository, filename, revision)
+        if is_offline_mode():
+            return _from_copy(where, filename, copy, "HF_HUB_OFFLINE is set")
+        return _Download(where, repository, filename, revision).run(copy)
     except HFValidationError as error:
         raise WeightsError(f"{where}: not a repository name; write hf-hub:owner/name") from error
-    except LocalEntryNotFoundError as error:
+
+
+def _copy(where: str, repository: str, filename: str, revision: str | None) -> Path | None:
+    """The copy in the cache that a revision stood for when it was last seen."""
+    found = try_to_load_from_cache(repository, filename, revision=revision)
+    if found is None or isinstance(found, str):
+        return Path(found) if found else None
+    if is_offline_mode():
+        raise _NoSuchFile(f"{where}: no file {filename}; is it in timm's format?")
+    return None
+
+
+def _from_copy(where: str, filename: str, copy: Path | None, cause: str) -> HubFile:
+    if copy is None:
+        raise HubError(
+            f"{where}: {cause}, and {filename} is not in the cache; run once with a connection, or "
+            f"copy the model and give its folder"
+        )
+    sha256 = checked(copy)
+    if sha256 is None:
         raise WeightsError(
-            f"{where}: no network (or HF_HUB_OFFLINE is set) and {filename} is not in the cache; "
-            f"run once with a connection, or copy the model and give its folder"
-        ) from error
-    except GatedRepoError as error:
-        raise WeightsError(
-            f"{where}: access must be granted first; accept the terms on its page, then "
-            f"`hf auth login`"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise WeightsError(
-            f"{where}: no such revision; leave '@{revision}' away for the newest"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise WeightsError(
-            f"{where}: no such repository, or it is private; check the name, or `hf auth login`"
-        ) from error
-    except EntryNotFoundError as error:
-        raise _NoSuchFile(f"{where}: no file {filename}; is it in timm's format?") from error
-    except HfHubHTTPError as error:
-        raise WeightsError(f"{where}: the hub answered {error}; try again later") from error
-    except OSError as error:
-        raise WeightsError(f"{where}: {error}; try again, or give a local folder") from error
+            f"{where}: {filename} in the cache is damaged (its bytes are not what its checksum "
+            f"says), and {cause}; delete {copy.resolve()}, or connect to fetch it anew"
+        )
+    commit = _commit_of(copy)
+    say_once(f"{where}: {cause}; using revision {commit} from the cache")
+    return HubFile(copy, commit, sha256 or None)
+
+
+class _Download:
+    """One file on its way, over as many tries as it takes."""
+
+    def __init__(self, where: str, repository: str, filename: str, revision: str | None) -> None:
+        self.where = where
+        self.repository = repository
+        self.filename = filename
+        self.revision = revision
+        self.damaged: Path | None = None
+
+    def run(self, copy: Path | None) -> HubFile:
+        """Try within bounds, then go back to the copy that was there before."""
+        try:
+            return retried(self.where, self._try, has_copy=copy is not None)
+        except Fault as fault:
+            cause = str(fault)
+            if self.damaged is not None and not fault.unreachable:
+                # timm and transformers do not check what they find there
+                self.damaged.resolve().unlink(missing_ok=True)
+            if copy is not None and (
+                fault.unreachable or (copy.exists() and checked(copy) is not None)
+            ):
+                return _from_copy(self.where, self.filename, copy, cause)
+        raise HubError(
+            f"{self.where}: {self.filename} could not be fetched: {cause}; try again later, or "
+            f"give a local folder"
+        )
+
+    def _try(self) -> HubFile:
+        with watching() as watch:
+            path = self._ask(watch)
+        sha256 = checked(path, watch.etag)
+        if sha256 is None:
+            self.damaged = path
+            raise Fault(f"{self.filename} came with bytes that are not those of its checksum")
+        return HubFile(path, _commit_of(path), sha256 or None)
+
+    def _ask(self, watch: Watch) -> Path:
+        """Ask the client once; it writes a forced download over the damaged one in one step."""
+        error: Exception | None = None
+        try:
+            path = hf_hub_download(
+                self.repository,
+                self.filename,
+                revision=self.revision,
+                force_download=self.damaged is not None,
+            )
+        except (Fault, HFValidationError):
+            raise
+        except Exception as caught:
+            error = caught
+        # Where it is refused, the client would go on with a copy, as if nothing had happened.
+        error = watch.refusal() or error
+        if error is None:
+            return Path(path)
+        self._explain(error)
+
+    def _explain(self, error: Exception) -> NoReturn:
+        text = clean(str(error), get_token())
+        if was_cut(error):
+            raise Fault(f"the connection was cut ({text})") from None
+        if re.search("hf_xet|xet-read-token|Xet", f"{type(error)} {error}"):
+            raise HubError(
+                f"{self.where}: {self.filename} cannot be read from Xet storage ({text}); set "
+                f"HF_HUB_DISABLE_XET=1 to fetch it the plain way"
+            ) from None
+        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+            raise _NoSuchFile(
+                f"{self.where}: no file {self.filename}; is it in timm's format?"
+            ) from None
+        cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else error
+        definite = refusal(cause, self.where, self.revision, missing=WeightsError)
+        if definite is not None:
+            raise definite from None
+        if isinstance(error, LocalEntryNotFoundError):  # an answer without the hub's headers
+            raise HubError(
+                f"{self.where}: what answers is not a hub; check HF_ENDPOINT and the proxy"
+            ) from None
+        if isinstance(error, OSError):
+            raise WeightsError(f"{self.where}: {text}; try again, or give a local folder") from None
+        raise HubError(f"{self.where}: {text or type(error).__name__}; check HF_ENDPOINT") from None
+
+
+def _commit_of(path: Path) -> str | None:
     parts = path.parts
-    commit = parts[parts.index("snapshots") + 1] if "snapshots" in parts else None
-    return path, commit
+    return parts[parts.index("snapshots") + 1] if "snapshots" in parts else None
 
 
 def download(url: str) -> Path:
     """A file that the registry knows by address only, through torch's cache.
 
     torch's convention puts the first digits of the sha256 into the name; they are checked.
+
+    Raises: WeightsError if it cannot be fetched, or has another checksum.
     """
     filename = url.rsplit("/", 1)[-1]
     path = Path(hub.get_dir()) / "checkpoints" / filename
@@ -142,149 +237,3 @@ def download(url: str) -> Path:
                 f"{url}: cannot be downloaded ({error}) and is not in the cache; try again"
             ) from error
     return path
-
-
-# --- config.json ---------------------------------------------------------------------------------
-
-
-def read_config(
-    path: Path, source: str
-) -> tuple[str, dict[str, Any], dict[str, Any], list[str] | None]:
-    """timm's config.json, which somebody else wrote: nothing in it may steer timm's loader.
-
-    Returns: architecture, model_args, pretrained configuration, class names.
-    Raises: WeightsError naming the key.
-    """
-    where = f"{source}: config.json"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise WeightsError(f"{where} cannot be read ({error.strerror}); check the file") from error
-    except (ValueError, RecursionError) as error:
-        raise WeightsError(f"{where} is not JSON ({error}); get it again") from error
-    if not isinstance(content, dict) or "architecture" not in content:
-        kind = "transformers" if isinstance(content, dict) and "architectures" in content else ""
-        cause = f"{where} is in {kind}'s format" if kind else f"{where} has no architecture"
-        raise WeightsError(f"{cause}; choose weights in timm's format (hf-hub:timm/…)")
-    architecture, _ = split_model_name_tag(str(content["architecture"]))
-    if not timm.is_model(architecture):
-        close = nearest(architecture, timm.list_models())
-        raise WeightsError(f"{source}: this timm does not know '{architecture}'{close}")
-    # Older folders hold the pretrained configuration at the top level.
-    given = _mapping(content, "pretrained_cfg", where) or content
-    entry = timm.get_pretrained_cfg(architecture)
-    structure = {key: getattr(entry, key, None) for key in STRUCTURE_KEYS}
-    known = {f.name for f in fields(PretrainedCfg)}
-    config = structure | {k: v for k, v in given.items() if k in known}
-    config["architecture"] = architecture
-    config["num_classes"] = content.get("num_classes", config.get("num_classes"))
-    config = clean(config)
-    for key, (expected, is_valid) in CHECKS.items():
-        if key in config and not is_valid(config[key]):
-            raise WeightsError(f"{where}: {key}: {_got(config[key])}, expected {expected}")
-    names = content.get("label_names") or given.get("label_names") or content.get("labels")
-    class_names = _names(names, config.get("num_classes"), where)
-    return architecture, _model_args(content, where), config, class_names
-
-
-def clean(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A pretrained configuration without the places that its weights once came from."""
-    drop = (*PLACE_KEYS, "label_names", "label_descriptions")
-    return {k: v for k, v in config.items() if k not in drop and v is not None}
-
-
-def is_size(value: object) -> bool:
-    """Whether this is a size in pixels: one whole number, or (height, width)."""
-    sides = value if isinstance(value, list | tuple) else (value, value)
-    return len(sides) == 2 and all(_is_whole(side, least=1) for side in sides)
-
-
-def _is_whole(value: object, *, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_real(value: object) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and math.isfinite(value)  # type: ignore[arg-type]
-
-
-def _three(value: object, is_valid: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 3 and all(map(is_valid, value))
-
-
-def _is_names(value: object) -> bool:
-    several = value if isinstance(value, list | tuple) else (value,)
-    return all(isinstance(name, str) for name in several)
-
-
-# Of a pretrained configuration: what is expected, and whether it is that.
-CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "mean": ("3 finite numbers", lambda v: _three(v, _is_real)),
-    "std": ("3 finite numbers above 0", lambda v: _three(v, lambda x: _is_real(x) and x > 0)),
-    # timm has up to 1.15
-    "crop_pct": ("a number above 0 and below 2", lambda v: _is_real(v) and 0 < v < 2),
-    "input_size": (
-        "3 whole numbers, [3, height, width]",
-        lambda v: _three(v, lambda x: _is_whole(x, least=1)) and v[0] == 3,
-    ),
-    "num_classes": ("a whole number", _is_whole),
-    "label_offset": ("a whole number", _is_whole),
-    "classifier": ("a name or a list of names", _is_names),
-    "first_conv": ("a name or a list of names", _is_names),
-}
-
-
-def _got(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _mapping(content: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
-    value = content.get(key)
-    if value is not None and not isinstance(value, dict):
-        raise WeightsError(f"{where}: {key}: {_got(value)}, expected a mapping")
-    return dict(value or {})
-
-
-def _model_args(content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The network's arguments; what timm itself writes there and build() decides is dropped."""
-    args = _mapping(content, "model_args", where)
-    args.pop("num_classes", None)
-    if args.get("in_chans") in (3, None):
-        args.pop("in_chans", None)
-    for key in args:
-        if key == "in_chans":
-            raise WeightsError(
-                f"{where}: model_args.in_chans: {_got(args[key])}, expected 3; images have three "
-                f"channels here"
-            )
-        if key in CONTROL_ARGS:
-            raise WeightsError(
-                f"{where}: model_args.{key} steers timm's loader and is no argument of a network; "
-                f"remove it if you trust the rest"
-            )
-    if args.get("img_size") is not None and not is_size(args["img_size"]):
-        raise WeightsError(
-            f"{where}: model_args.img_size: {_got(args['img_size'])}, expected pixels, or "
-            f"[height, width]"
-        )
-    return args
-
-
-def _names(names: Any, num_classes: int | None, where: str) -> list[str] | None:
-    """Class names as a list; timm also allows {index: name} and {name: index}."""
-    if not names:
-        return None
-    if isinstance(names, Mapping):
-        by_index = {int(k): v for k, v in names.items() if str(k).isdecimal()}
-        if sorted(by_index) != list(range(len(names))):
-            return None  # gaps in the numbering: no list can hold them
-        names = [by_index[i] for i in range(len(names))]
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise WeightsError(f"{where}: label_names: {_got(names)}, expected a list of strings")
-    if num_classes is not None and len(names) != num_classes:
-        raise WeightsError(
-            f"{where}: label_names: {len(names)} names for {num_classes} classes; give one each, "
-            f"or remove the key"
-        )
-    return names

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from finetune.errors import WeightsError, nearest
 from finetune.models import google
-from finetune.models.hub_files import clean, download, first_of, hub_file, read_config
+from finetune.models.config import ModelConfig, clean, read_config
+from finetune.models.hub_files import download, fetch, first_of
 from finetune.models.tensors import read_tensors, sha256_of
 
 __all__ = ["Weights", "locate", "resolve"]
@@ -45,6 +46,7 @@ class Weights:
         state: name to tensor on the CPU, all finite; None when training starts from scratch.
         class_names: in the order of the classifier's outputs, when the weights carry them.
         provenance: source, revision, file, sha256, license.
+        temperature: divides the logits before the softmax; None when it was never fitted.
         from_config: model_args and config come from a config.json, not from timm or the user.
     """
 
@@ -54,6 +56,7 @@ class Weights:
     state: dict[str, Tensor] | None = None
     class_names: list[str] | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
+    temperature: float | None = None
     from_config: bool = False
 
 
@@ -169,9 +172,10 @@ def _from_registry(name: str, pretrained: bool) -> Weights:
     repository, url = entry.get("hf_hub_id"), entry.get("url")
     if repository:
         wanted = (entry["hf_hub_filename"],) if entry.get("hf_hub_filename") else WEIGHT_FILES
-        path, revision = first_of(repository, wanted, entry.get("hf_hub_revision"))
+        found = first_of(repository, wanted, entry.get("hf_hub_revision"), source=name)
+        path, revision, sha256 = found.path, found.commit, found.sha256
     elif url:
-        path, revision = download(url), None
+        path, revision, sha256 = download(url), None, None
     else:
         raise WeightsError(
             f"model.name: timm has no pretrained weights for {architecture}; choose another name, "
@@ -185,23 +189,37 @@ def _from_registry(name: str, pretrained: bool) -> Weights:
         "license": entry.get("license"),
     }
     names = _imagenet_names(entry.get("num_classes"))
-    return _read(path, architecture, {}, clean(entry), provenance, names)
+    return _read(path, Weights(architecture, {}, clean(entry), None, names, provenance), sha256)
 
 
 def _from_hub(name: str, pretrained: bool) -> Weights:
     repository, _, wanted = name.split(":", 1)[1].partition("@")
-    config_path, revision = hub_file(repository, "config.json", wanted or None)
-    architecture, model_args, config, class_names = read_config(config_path, name)
+    described = fetch(repository, "config.json", wanted or None, source=name)
+    revision = described.commit
+    content = read_config(described.path, name)
     provenance = {"source": name, "repository": repository, "revision": revision}
-    provenance["license"] = config.get("license")
+    weights = _described(content, provenance)
     if not pretrained:
-        return Weights(architecture, model_args, config, None, class_names, provenance, True)
-    if class_names is None and repository.startswith("timm/"):
-        class_names = _imagenet_names(config.get("num_classes"))
+        return weights
+    if weights.class_names is None and repository.startswith("timm/"):
+        names = _imagenet_names(content.config.get("num_classes"))
+        weights = replace(weights, class_names=names)
     # Pinned to the configuration's commit: a push in between cannot mix two versions.
-    path, _ = first_of(repository, WEIGHT_FILES, revision or wanted or None)
-    found = _read(path, architecture, model_args, config, provenance, class_names)
-    return replace(found, from_config=True)
+    found = first_of(repository, WEIGHT_FILES, revision or wanted or None, source=name)
+    return _read(found.path, weights, found.sha256)
+
+
+def _described(content: ModelConfig, provenance: dict[str, Any]) -> Weights:
+    """What a config.json says, without tensors yet."""
+    return Weights(
+        architecture=content.architecture,
+        model_args=content.model_args,
+        config=content.config,
+        class_names=content.class_names,
+        provenance={**provenance, "license": content.config.get("license")},
+        temperature=content.temperature,
+        from_config=True,
+    )
 
 
 # --- from local folders and files ----------------------------------------------------------------
@@ -214,17 +232,15 @@ def _from_folder(folder: Path, pretrained: bool, *, source: str) -> Weights:
             f"{source}: no config.json in this folder; give a folder in timm's hub format, a run "
             f"directory, or one .safetensors or .npz file"
         )
-    architecture, model_args, config, class_names = read_config(config_path, source)
-    provenance = {"source": source, "license": config.get("license")}
+    weights = _described(read_config(config_path, source), {"source": source})
     if not pretrained:
-        return Weights(architecture, model_args, config, None, class_names, provenance, True)
+        return weights
     found = [folder / name for name in WEIGHT_FILES if (folder / name).is_file()]
     for suffix in (".safetensors", *PICKLED):
         found += sorted(folder.glob(f"*{suffix}"))
     if not found:
         raise WeightsError(f"{source}: no weights beside config.json; expected model.safetensors")
-    weights = _read(found[0], architecture, model_args, config, provenance, class_names)
-    return replace(weights, from_config=True)
+    return _read(found[0], weights)
 
 
 def _from_file(path: Path, pretrained: bool, args: Mapping[str, Any], *, source: str) -> Weights:
@@ -244,40 +260,32 @@ def _from_file(path: Path, pretrained: bool, args: Mapping[str, Any], *, source:
         kept = state if pretrained else None
         return Weights(architecture, model_args, config, kept, None, provenance)
     beside = path.with_name("config.json")
-    class_names: list[str] | None = None
     if named is not None:
         entry = timm.get_pretrained_cfg(named)
-        architecture, model_args = named, {}
         config = clean(asdict(entry)) if entry is not None else {}
+        weights = Weights(named, {}, config, provenance=provenance)
     elif beside.is_file():
-        architecture, model_args, config, class_names = read_config(beside, source)
+        # its license is said of a folder, not of one file among others
+        weights = replace(_described(read_config(beside, source), {}), provenance=provenance)
     else:
         read_tensors(path)  # what is wrong with the file itself comes first
         raise WeightsError(
             f"{source}: tensors alone do not say which network they are; put its config.json "
             f"beside them, or set model.args.architecture, for instance vit_base_patch16_224"
         )
-    described = named is None
-    if not pretrained:
-        return Weights(architecture, model_args, config, None, class_names, provenance, described)
-    weights = _read(path, architecture, model_args, config, provenance, class_names)
-    return replace(weights, from_config=described)
+    return _read(path, weights) if pretrained else weights
 
 
-def _read(
-    path: Path,
-    architecture: str,
-    model_args: dict[str, Any],
-    config: dict[str, Any],
-    provenance: dict[str, Any],
-    class_names: list[str] | None = None,
-) -> Weights:
+def _read(path: Path, weights: Weights, sha256: str | None = None) -> Weights:
+    """Add the tensors of a file to what is known of them; `sha256` where it was computed."""
     tensors = read_tensors(path)
-    provenance = {**provenance, "file": path.name, "sha256": sha256_of(path)}
+    read = {"file": path.name, "sha256": sha256 or sha256_of(path)}
+    model_args = weights.model_args
     if path.suffix == ".npz":
         _, npz_args, tensors = google.convert(tensors, source=path.name, args={})
         model_args = {**npz_args, **model_args}
-    return Weights(architecture, model_args, config, tensors, class_names, provenance)
+    provenance = {**weights.provenance, **read}
+    return replace(weights, model_args=model_args, state=tensors, provenance=provenance)
 
 
 def _imagenet_names(num_classes: int | None) -> list[str] | None:

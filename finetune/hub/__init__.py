@@ -1,0 +1,1 @@
+"""The hub: reading with retries and verification, and publishing in one commit."""

@@ -1,0 +1,324 @@
+"""A hub on loopback for the real clients: its HTTP interface, and faults when a test asks for them.
+
+`HubServer` answers the web side (the parts in `hub_routes.py`), keeps everything in memory
+(`hub_store.py`), and logs each request. Large files are served from a second port, as the real
+hub serves them from another host.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import hub_routes
+from hub_routes import Reply, Request
+from hub_store import MAIN, File, Store, User, is_lfs
+
+__all__ = ["HubServer", "point_at"]
+
+FAULTS = ("status", "reset", "truncate", "corrupt", "lost")
+
+
+@dataclass
+class Fault:
+    """What goes wrong with the requests whose "METHOD /path" a pattern is found in."""
+
+    pattern: str
+    kind: str
+    status: int
+    times: int | None  # None: for ever
+    retry_after: int | None
+    echo: bool  # the error repeats the request's Authorization header, as a careless server would
+
+    def takes(self, line: str) -> bool:
+        if self.times == 0 or not re.search(self.pattern, line):
+            return False
+        if self.times is not None:
+            self.times -= 1
+        return True
+
+    def reply(self, request: Request) -> Reply:
+        words = "injected fault"
+        if self.echo:
+            words += f": got Authorization {request.headers.get('authorization')}"
+        headers = {"X-Error-Message": words}
+        if self.retry_after is not None:
+            headers["Retry-After"] = str(self.retry_after)
+        return Reply(self.status, json.dumps({"error": words}).encode(), headers)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 64
+
+    def __init__(self, hub: HubServer) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.hub = hub
+        self.open_sockets: set[socket.socket] = set()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no news; anything else is a mistake of this server."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            self.hub.mistakes.append(repr(error))
+            super().handle_error(request, client_address)
+
+    def stop(self) -> None:
+        self.shutdown()
+        self.server_close()
+        for connection in list(self.open_sockets):  # kept alive by a client's pool
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue  # it was closed already
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: _Server
+
+    def setup(self) -> None:
+        super().setup()
+        self.server.open_sockets.add(self.connection)
+
+    def finish(self) -> None:
+        self.server.open_sockets.discard(self.connection)
+        super().finish()
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def answer(self) -> None:
+        body = self._body()
+        headers = {key.lower(): value for key, value in self.headers.items()}
+        request = Request(self.command, self.path, headers, body)
+        hub = self.server.hub
+        with hub.store.lock:
+            hub.requests.append((self.command, self.path))
+            hub.headers.append(headers)
+            line = f"{self.command} {self.path}"
+            fault = next((fault for fault in hub.faults if fault.takes(line)), None)
+        if fault and fault.kind == "reset":
+            self.close_connection = True
+            return
+        if fault and fault.kind == "status":
+            self.send(fault.reply(request))
+            return
+        with hub.store.lock:
+            reply = hub_routes.answer(hub, request)
+        if fault and fault.kind == "lost":
+            self.close_connection = True
+            return
+        self.send(reply, fault.kind if fault else None)
+
+    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = answer
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        pieces = []
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            pieces.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(pieces)
+
+    def send(self, reply: Reply, fault: str | None = None) -> None:
+        content = reply.body
+        if fault == "corrupt":  # the last bytes, where weights stay plausible numbers
+            tail = content[-64:]
+            content = content[: len(content) - len(tail)] + bytes(byte ^ 1 for byte in tail)
+        elif fault == "truncate":
+            content = content[: len(content) // 2]
+            self.close_connection = True
+        self.send_response(reply.status)
+        for key, value in {"Content-Type": "application/json", **reply.headers}.items():
+            self.send_header(key, value)
+        if "Content-Length" not in reply.headers:
+            self.send_header("Content-Length", str(len(reply.body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+
+@dataclass
+class HubServer:
+    """The hub; use it in a `with` statement.
+
+    Attributes:
+        xet: announce Xet storage in the headers of large files, without serving it.
+        requests: (method, path with query) of each request, as received.
+        headers: those of each request, by lower-case name.
+        mistakes: exceptions in this server itself; a test may assert that there are none.
+    """
+
+    xet: bool = False
+    store: Store = field(default_factory=Store)
+    requests: list[tuple[str, str]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    mistakes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._servers = [_Server(self), _Server(self)]
+        main, other = (server.server_port for server in self._servers)
+        # The clients follow what stays on one host, and older ones do not count the port.
+        self.url, self.cdn = f"http://127.0.0.1:{main}", f"http://localhost:{other}"
+
+    def __enter__(self) -> HubServer:
+        for server in self._servers:
+            kwargs = {"poll_interval": 0.02}
+            threading.Thread(target=server.serve_forever, kwargs=kwargs, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Go away: connections are closed, later ones refused."""
+        for server in self._servers:
+            server.stop()
+        self._servers = []
+
+    # --- what a test sets up and looks at -------------------------------------------------------
+
+    def add_user(self, name: str, *, token: str, role: str = "write", orgs: Any = ()) -> None:
+        assert role in ("write", "read")
+        self.store.users[token] = User(name, role, tuple(orgs))
+
+    def add_repo(
+        self,
+        name: str,
+        files: Mapping[str, bytes] | None = None,
+        *,
+        kind: str = "model",
+        private: bool = False,
+        gated: bool = False,
+    ) -> str:
+        """Create a repository as its owner would have, and return its first commit's sha."""
+        with self.store.lock:
+            repository = self.store.create(name, kind, private=private, gated=gated)
+        return self.commit(name, files) if files else repository.branches[MAIN]
+
+    def commit(
+        self, name: str, changes: Mapping[str, bytes | None], *, revision: str = MAIN
+    ) -> str:
+        """Commit behind the clients' backs; None deletes. Returns the new sha."""
+        new = {
+            path: None if content is None else File(content, is_lfs(path, len(content)))
+            for path, content in changes.items()
+        }
+        with self.store.lock:
+            return self.store.any_of(name).add(revision, new, f"Set {', '.join(changes)}").sha
+
+    def tag(self, name: str, tag: str, revision: str = MAIN) -> None:
+        repository = self.store.any_of(name)
+        commit = repository.find(revision)
+        assert commit is not None
+        repository.tags[tag] = commit.sha
+
+    def commits(self, name: str, revision: str = MAIN) -> list[str]:
+        return [commit.sha for commit in self.store.any_of(name).history(revision)]
+
+    def files(self, name: str, revision: str = MAIN) -> dict[str, bytes]:
+        commit = self.store.any_of(name).find(revision)
+        assert commit is not None, f"{name} has no {revision}"
+        return {path: file.content for path, file in commit.files.items()}
+
+    def fail(
+        self,
+        pattern: str,
+        *,
+        status: int = 503,
+        times: int | None = 1,
+        kind: str = "status",
+        retry_after: int | None = None,
+        echo: bool = False,
+    ) -> None:
+        """Let the next requests fail whose "METHOD /path?query" the pattern is found in."""
+        assert kind in FAULTS
+        self.faults.append(Fault(pattern, kind, status, times, retry_after, echo))
+
+    def count(self, pattern: str) -> int:
+        """How many requests so far have the pattern in their "METHOD /path?query"."""
+        return sum(bool(re.search(pattern, f"{m} {p}")) for m, p in list(self.requests))
+
+    def environment(self, home: Path, token: str | None = None) -> dict[str, str]:
+        """The environment of a subprocess whose only hub is this one, with its cache in `home`."""
+        variables = {k: v for k, v in os.environ.items() if k not in _UNSET}
+        variables |= {"HF_ENDPOINT": self.url, "HF_HOME": str(home)}
+        return variables | ({"HF_TOKEN": token} if token else {})
+
+
+_UNSET = (
+    "HF_HUB_OFFLINE",
+    "TRANSFORMERS_OFFLINE",
+    "HF_DATASETS_OFFLINE",
+    "HF_HUB_CACHE",
+    "HF_DATASETS_CACHE",
+    "HF_TOKEN",
+    "HF_TOKEN_PATH",
+    "HUGGING_FACE_HUB_TOKEN",
+)
+
+
+def point_at(hub: Any, monkeypatch: Any, home: Path, token: str | None = None) -> None:
+    """Send this process's clients to a hub, with a cold cache; what libraries read at import too.
+
+    Args:
+        hub: a HubServer, or an address.
+        home: the new HF_HOME.
+    """
+    import datasets.config
+    from huggingface_hub import HfFileSystem, constants, hf_api, utils
+
+    url = hub if isinstance(hub, str) else hub.url
+    for name in _UNSET:
+        monkeypatch.delenv(name, raising=False)
+    values = {"HF_ENDPOINT": url, "HF_HOME": str(home), **({"HF_TOKEN": token} if token else {})}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    cache, data = home / "hub", home / "datasets"
+    template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    patches: list[tuple[Any, dict[str, Any]]] = [
+        (constants, {"ENDPOINT": url, "HUGGINGFACE_CO_URL_TEMPLATE": template}),
+        (constants, {"HF_HUB_OFFLINE": False, "HF_HOME": str(home), "HF_HUB_CACHE": str(cache)}),
+        (constants, {"HF_TOKEN_PATH": str(home / "token"), "HF_XET_CACHE": str(home / "xet")}),
+        (constants, {"HF_STORED_TOKENS_PATH": str(home / "stored_tokens")}),
+        (constants, {"HF_ASSETS_CACHE": str(home / "assets")}),
+        (hf_api.api, {"endpoint": url}),
+        (datasets.config, {"HF_ENDPOINT": url, "HF_HUB_OFFLINE": False}),
+        (datasets.config, {"HF_DATASETS_OFFLINE": False, "HF_CACHE_HOME": str(home)}),
+        (
+            datasets.config,
+            {"HUB_DATASETS_URL": url + "/datasets/{repo_id}/resolve/{revision}/{path}"},
+        ),
+        (datasets.config, {"HF_DATASETS_CACHE": data, "HF_MODULES_CACHE": home / "modules"}),
+        (datasets.config, {"DOWNLOADED_DATASETS_PATH": data / "downloads"}),
+        (datasets.config, {"EXTRACTED_DATASETS_PATH": data / "downloads" / "extracted"}),
+    ]
+    for owner, changes in patches:
+        for name, value in changes.items():
+            monkeypatch.setattr(owner, name, value)
+    HfFileSystem.clear_instance_cache()
+    utils.close_session()  # connections to an earlier test's hub
+
+
+def wait_until(condition: Any, *, seconds: float = 5.0) -> None:
+    """Wait for what another thread or process does to the hub."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "the hub was not asked in time"
+        time.sleep(0.01)

@@ -1,0 +1,202 @@
+"""data/hub_sets.py against the loopback hub: revisions, each fault on each call, the cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub.constants
+import numpy as np
+import pytest
+from hub_server import HubServer, point_at
+from samples import make_parquet
+
+from finetune.data.sources import Source, open_source
+from finetune.errors import DataError, FinetuneError, HubError
+from finetune.hub import reads as hub_reads
+
+NAME = "someone/things"
+ALICE = "hf_aliceAlice1234"
+CALLS = [
+    r"GET /api/datasets/someone/things($|\?|/revision/)",
+    r"HEAD .*/README\.md",
+    r"GET .*/README\.md",
+    r"HEAD .*/\.huggingface\.yaml",
+    r"GET .*/tree/",
+    r"HEAD .*\.parquet",
+    r"GET /cdn/",
+]
+
+
+def files_of(folder: Path, labels: list[int]) -> dict[str, bytes]:
+    folder.mkdir(exist_ok=True)
+    made = {}
+    for split, some in {"train": labels, "test": labels[:1]}.items():
+        path = make_parquet(folder / f"{split}.parquet", some, names=["ant", "bee"])
+        made[f"data/{split}-00000-of-00001.parquet"] = path.read_bytes()
+    return made
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    monkeypatch.setattr(hub_reads, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(hub_reads, "_said", set())
+    with HubServer() as hub:
+        card = {"README.md": b"---\nlicense: mit\n---\n"}
+        hub.add_repo(NAME, {**files_of(tmp_path / "one", [0, 1, 1]), **card}, kind="dataset")
+        hub.tag(NAME, "v1")
+        hub.commit(NAME, files_of(tmp_path / "two", [0, 1, 1, 0]))
+        hub.add_user("someone", token=ALICE)
+        point_at(hub, monkeypatch, tmp_path / "home")
+        yield hub
+        assert hub.mistakes == []
+
+
+def labels(source: Source) -> list[int]:
+    return np.asarray(source.splits["train"].labels).tolist()
+
+
+def refused(name: str, kind: type[FinetuneError]) -> str:
+    with pytest.raises(kind) as caught:
+        open_source(name)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert text.startswith(name)
+    return text
+
+
+class TestRevisions:
+    def test_each_is_its_own(self, hub: HubServer) -> None:
+        [new, old, _] = hub.commits(NAME)
+        asked = {
+            f"hub:{NAME}": ([0, 1, 1, 0], new),
+            f"hub:{NAME}@v1": ([0, 1, 1], old),
+            f"hub:{NAME}@main": ([0, 1, 1, 0], new),
+            f"hub:{NAME}@{old}": ([0, 1, 1], old),
+        }
+        for name, (expected, commit) in asked.items():
+            source = open_source(name)
+            assert labels(source) == expected
+            assert f"revision {commit}" in source.description
+            assert source.splits["train"].read(0).ndim == 3
+
+    def test_refusals(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        texts = [
+            refused("hub:nobody/things", DataError),
+            refused(f"hub:{NAME}@v9", DataError),
+            refused(f"hub:{NAME}:large", DataError),
+        ]
+        hub.add_repo("someone/gated", {"a.txt": b"1"}, kind="dataset", gated=True)
+        monkeypatch.setenv("HF_TOKEN", "hf_wrongWrong1234")
+        texts.append(refused(f"hub:{NAME}", HubError))
+        parts = (
+            "no such data set, or it is private; check the name, or log in with `hf auth login`",
+            "no such revision; leave '@v9' away for the newest",
+            "cannot be loaded (BuilderConfig 'large' not found",
+            "the hub refuses the token in HF_TOKEN (401)",
+        )
+        for part in parts:
+            assert len([text for text in texts if part in text]) == 1, part
+
+    def test_private_and_gated(
+        self, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for key in ("private", "gated"):
+            files = files_of(tmp_path / key, [0, 1])
+            hub.add_repo(f"someone/{key}", files, kind="dataset", **{key: True})
+        assert "or it is private" in refused("hub:someone/private", DataError)
+        assert "access must be granted" in refused("hub:someone/gated", HubError)
+        monkeypatch.setenv("HF_TOKEN", ALICE)
+        assert labels(open_source("hub:someone/private")) == [0, 1]
+        assert labels(open_source("hub:someone/gated")) == [0, 1]
+
+
+class TestFaults:
+    @pytest.mark.parametrize("call", CALLS)
+    @pytest.mark.parametrize("kind", ["status", "reset"])
+    def test_one_on_any_call(
+        self, hub: HubServer, call: str, kind: str, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        hub.fail(call, kind=kind)
+        assert labels(open_source(f"hub:{NAME}@v1")) == [0, 1, 1]
+        assert hub.faults[0].times == 0  # it did happen
+        assert capfd.readouterr().err.count("trying again") == 1
+
+    @pytest.mark.parametrize("call", [CALLS[0], CALLS[-1]])
+    def test_for_ever(self, hub: HubServer, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HF_TOKEN", ALICE)
+        hub.fail(call, times=None, echo=True)
+        text = refused(f"hub:{NAME}", HubError)
+        assert "the hub answered 503" in text
+        assert "connect once" in text
+        assert ALICE not in text
+
+    def test_nobody_there(self, hub: HubServer) -> None:
+        hub.stop()
+        started = time.monotonic()
+        assert "nothing is cached" in refused(f"hub:{NAME}", HubError)
+        assert time.monotonic() - started < 5
+
+    @pytest.mark.parametrize("call", [r"GET .*/README\.md", r"GET /cdn/"])
+    def test_other_bytes_are_fetched_again(self, hub: HubServer, call: str) -> None:
+        hub.fail(call, kind="corrupt")
+        source = open_source(f"hub:{NAME}@v1")
+        assert labels(source) == [0, 1, 1]
+        assert source.splits["train"].read(2).ndim == 3
+        assert hub.faults[0].times == 0
+        assert hub.count(call) > (1 if "README" in call else 2)
+
+    def test_other_bytes_for_ever(self, hub: HubServer, tmp_path: Path) -> None:
+        hub.fail(r"GET /cdn/", kind="corrupt", times=None)
+        refused(f"hub:{NAME}", HubError)
+        good = set(hub.files(NAME).values())
+        left = [p for p in (tmp_path / "home/hub").rglob("blobs/*") if p.is_file()]
+        assert all(path.read_bytes() in good for path in left)
+
+    @pytest.mark.parametrize("call", CALLS[3:5])
+    def test_a_fault_gives_no_other_revision(self, hub: HubServer, call: str) -> None:
+        # `datasets` would take the copy of v1 in its cache for the one that it cannot fetch
+        open_source(f"hub:{NAME}@v1")
+        hub.fail(call)
+        assert labels(open_source(f"hub:{NAME}")) == [0, 1, 1, 0]
+        assert hub.faults[0].times == 0
+
+    def test_nor_does_it_for_ever(self, hub: HubServer) -> None:
+        old = hub.commits(NAME)[1]
+        open_source(f"hub:{NAME}@v1")
+        hub.fail(CALLS[4], times=None)
+        text = refused(f"hub:{NAME}", HubError)
+        assert f"the hub answered 503, and only revision {old} is cached; try again" in text
+        hub.fail(".", times=None)
+        assert "and not cached" in refused(f"hub:{NAME}:large", HubError)
+
+
+class TestCache:
+    def test_nobody_there(self, hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
+        [new, old, _] = hub.commits(NAME)
+        for name in (f"hub:{NAME}@v1", f"hub:{NAME}"):
+            open_source(name)
+        hub.stop()
+        started = time.monotonic()
+        assert labels(open_source(f"hub:{NAME}@v1")) == [0, 1, 1]
+        assert labels(open_source(f"hub:{NAME}")) == [0, 1, 1, 0]
+        assert labels(open_source(f"hub:{NAME}@{old}")) == [0, 1, 1]
+        assert time.monotonic() - started < 5
+        told = capsys.readouterr().err
+        assert told.count(f"using revision {old} from the cache") == 2
+        assert told.count(f"using revision {new} from the cache") == 1
+        assert not huggingface_hub.constants.HF_HUB_OFFLINE
+
+    def test_offline(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        import datasets
+
+        open_source(f"hub:{NAME}@v1")
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+        hub.requests.clear()
+        assert labels(open_source(f"hub:{NAME}@v1")) == [0, 1, 1]
+        old = hub.commits(NAME)[1]
+        assert f"only revision {old} is cached" in refused(f"hub:{NAME}@v2", DataError)
+        assert f"only revision {old} is cached" in refused(f"hub:{NAME}@{'a' * 40}", DataError)
+        assert hub.requests == []

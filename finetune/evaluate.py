@@ -1,53 +1,76 @@
-"""Measure a saved model on a split of any data set."""
+"""Measure a saved model on a split of any data set, and fit its temperature."""
 
 from __future__ import annotations
 
+import csv
+import dataclasses
+import io
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from finetune.data.feed import Feed
-from finetune.data.sources import Source, open_source, split_train
+from finetune.data.sources import Source, Split, open_source, split_train
 from finetune.data.store import open_store
-from finetune.engine import evaluate, launch
-from finetune.errors import DataError, RecipeError
+from finetune.engine import launch
+from finetune.errors import DataError, RecipeError, SetupError, WeightsError, nearest
+from finetune.measure import examine
 from finetune.models.build import build
+from finetune.models.weights import locate
+from finetune.predictions import marked, one_line
 from finetune.preprocess import make_pipeline
 from finetune.progress import say
-from finetune.recipe import DataSection, Recipe, RunSection, load_recipe
+from finetune.recipe import DataSection, Recipe, RunSection
+from finetune.record import recipe_of
+from finetune.rundir import disk_errors, write_atomically
 
-__all__ = ["evaluate_model"]
+__all__ = ["describe", "evaluate_model", "write_results"]
+
+SPLITS = ("train", "val", "test")
+NUM_MISTAKES = 24
 
 
-def evaluate_model(model: str, *, data: str | None = None, split: str = "test") -> dict[str, Any]:
+def evaluate_model(
+    model: str,
+    *,
+    data: str | None = None,
+    split: str | None = None,
+    fit_temperature: bool = False,
+) -> dict[str, Any]:
     """Measure a saved model on a split, each image counted once.
 
     Args:
         model: run directory, model folder, hub or timm name.
-        data: a source string; None for the one that the run was trained on.
-        split: "train", "val" or "test".
-    Returns: as `engine.evaluate`, with "model", "data" and "split".
-    Raises: RecipeError if the data is not known, DataError if its classes are not the model's.
+        data: a source string; None for the one that the run was trained on. Its classes may be
+            some of the model's.
+        split: "train", "val" or "test"; None for test, or for val with `fit_temperature`.
+        fit_temperature: fit a temperature on the split and write it into the model's config.json.
+    Returns: as `measure.examine`, with "model", "data", "split" and "class_names".
+    Raises: RecipeError if the data is not known, DataError if its classes are not the model's,
+        SetupError if the temperature cannot be written.
     """
-    recorded = Path(model) / "recipe.yaml"
-    recipe = load_recipe(recorded) if recorded.is_file() else None
-    built = build(model)
+    split = split or ("val" if fit_temperature else "test")
+    if split not in SPLITS:
+        raise RecipeError(
+            f"--split: unknown '{split}'{nearest(split, SPLITS)}; known: {', '.join(SPLITS)}"
+        )
+    config = _config_of(model) if fit_temperature else None
+    recipe = recipe_of(model)
     section, seed = _data_section(model, recipe, data)
+    built = build(model)
+    num_classes = int(getattr(built.model, "num_classes", 0) or 0)
+    if not num_classes:
+        raise WeightsError(f"{model}: these weights have no classifier; fine-tune them first")
     settings = {} if recipe is None else recipe.run.model_dump(include={"precision", "threads"})
     accelerator = launch(RunSection(**settings))
-    source = open_source(
-        section.source, image_column=section.image_column, label_column=section.label_column
-    )
-    source = split_train(source, section.val_fraction, seed)
-    if split not in source.splits:
-        have = ", ".join(source.splits)
-        raise DataError(f"{section.source}: has no split '{split}'; it has {have}")
-    _check_classes(model, built.class_names, source)
-    preprocessing = built.preprocessing
-    pipeline = make_pipeline(preprocessing, section.eval, train=False)
+    source = _source_with(section, split, seed=seed)
+    labelled, names = _by_the_models_classes(model, built.class_names, num_classes, source, split)
     store = open_store(
-        source.splits[split],
+        labelled,
         keep=section.keep,
         device=accelerator.device,
         workers=section.workers,
@@ -56,10 +79,92 @@ def evaluate_model(model: str, *, data: str | None = None, split: str = "test") 
         progress=accelerator.is_main_process,
         notice=say,
     )
-    feed = Feed(store, pipeline, num_classes=len(source.class_names), device=accelerator.device)
-    network = built.model.to(accelerator.device, torch.float32)
-    result = evaluate(network, feed, accelerator, batch_size=section.eval_batch_size)
-    return {"model": model, "data": section.source, "split": split, **result}
+    pipeline = make_pipeline(built.preprocessing, section.eval, train=False)
+    feed = Feed(store, pipeline, num_classes=num_classes, device=accelerator.device)
+    result = examine(
+        built.model.to(accelerator.device, torch.float32),
+        feed,
+        accelerator,
+        batch_size=section.eval_batch_size,
+        temperature=None if fit_temperature else built.temperature,
+        fit=fit_temperature,
+        num_mistakes=NUM_MISTAKES,
+    )
+    if config is not None and accelerator.is_main_process:
+        _store_temperature(config, result["temperature"], split)
+    told = {"model": model, "data": section.source, "split": split}
+    return {**told, **result, "class_names": names}
+
+
+def write_results(result: Mapping[str, Any], folder: str | Path) -> list[str]:
+    """Write an evaluation into a folder.
+
+    Args:
+        result: of `evaluate_model`.
+        folder: made if it is not there.
+    Returns: the files: results.json, per_class.csv, confusion.png, reliability.png.
+    Raises: SetupError if the folder cannot be written.
+    """
+    from finetune import figures  # matplotlib takes a second to load
+
+    folder = Path(folder)
+    with disk_errors(folder, needed=1 << 20):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise SetupError(f"{folder}: is not a folder; choose another --out") from error
+    names = result["class_names"]
+    write_atomically(folder / "results.json", json.dumps(result, indent=2, allow_nan=False) + "\n")
+    write_atomically(folder / "per_class.csv", _per_class_csv(names, result["per_class"]))
+    after = result.get("calibrated", {}).get("calibration")
+    pictures = {
+        "confusion.png": figures.confusion(result["confusion"], names),
+        "reliability.png": figures.reliability(result["calibration"], after),
+    }
+    for name, figure in pictures.items():
+        with disk_errors(folder / name, needed=1 << 18):
+            figures.save_png(figure, folder / name)
+    return [str(folder / name) for name in ("results.json", "per_class.csv", *pictures)]
+
+
+def describe(result: Mapping[str, Any]) -> str:
+    """The figures and the per-class report as text for people."""
+    lines = [
+        f"{result['split']}: "
+        + "  ".join(f"{key} {result[key]:.4f}" for key in ("top1", "top5", "loss", "ece"))
+        + f"  ({result['examples']} images)"
+    ]
+    if scaled := result.get("calibrated"):
+        lines.append(
+            f"with temperature {scaled['temperature']:.4g}: loss {scaled['loss']:.4f}  "
+            f"ece {scaled['ece']:.4f}"
+        )
+    if "temperature" in result:
+        lines.append(f"temperature {result['temperature']:.4g}, written into config.json")
+    names = [one_line(name) for name in result["class_names"]]
+    width = max(map(len, [*names, "class"]))
+    lines += ["", f"{'class':{width}}  images  recall  precision      f1"]
+    for name, row in zip(names, result["per_class"], strict=True):
+        if row["support"] or row["precision"] is not None:
+            cells = (_cell(row[key]) for key in ("recall", "precision", "f1"))
+            recall, precision, f1 = cells
+            lines.append(f"{name:{width}}  {row['support']:6}  {recall}     {precision}  {f1}")
+    return "\n".join(lines)
+
+
+def _cell(value: float | None) -> str:
+    return "     –" if value is None else f"{value:6.4f}"
+
+
+def _per_class_csv(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["class", "support", "recall", "precision", "f1"])
+    for name, row in zip(names, rows, strict=True):
+        writer.writerow(
+            [marked(name), *(row[key] for key in ("support", "recall", "precision", "f1"))]
+        )
+    return text.getvalue()
 
 
 def _data_section(model: str, recipe: Recipe | None, data: str | None) -> tuple[DataSection, int]:
@@ -71,10 +176,62 @@ def _data_section(model: str, recipe: Recipe | None, data: str | None) -> tuple[
     return DataSection(source=data), 0
 
 
-def _check_classes(model: str, names: list[str] | None, source: Source) -> None:
-    """A model's logits mean its own classes; another data set's would be counted at random."""
-    if names is not None and list(names) != list(source.class_names):
+def _source_with(section: DataSection, split: str, *, seed: int) -> Source:
+    """Open the data. Raises: DataError if it does not have the split."""
+    source = open_source(
+        section.source, image_column=section.image_column, label_column=section.label_column
+    )
+    source = split_train(source, section.val_fraction, seed) if split != "test" else source
+    if split not in source.splits:
+        have = ", ".join(source.splits)
+        raise DataError(f"{section.source}: has no split '{split}'; it has {have}")
+    return source
+
+
+def _by_the_models_classes(
+    model: str, names: list[str] | None, num_classes: int, source: Source, split: str
+) -> tuple[Split, list[str]]:
+    """Number the labels as the model does; classes that it does not know are refused.
+
+    Logits mean the model's own classes: another data set's would be counted at random.
+
+    Returns: the split, and the names of the model's classes.
+    """
+    theirs = list(source.class_names)
+    if names is None:
+        if len(theirs) != num_classes:
+            raise DataError(
+                f"{source.name}: {len(theirs)} classes, and {model} tells {num_classes} apart; "
+                "measure it on data with the same classes"
+            )
+        return source.splits[split], theirs
+    unknown = [name for name in theirs if name not in names]
+    if unknown:
         raise DataError(
-            f"{source.name}: its {len(source.class_names)} classes are not those of {model} "
-            f"({len(names)}: {', '.join(names[:5])}…); measure it on data with the same classes"
+            f"{source.name}: its {len(theirs)} classes are not those of {model} ({len(names)}: "
+            f"{', '.join(names[:5])}…), which does not know '{unknown[0]}'; measure it on data "
+            "with the same classes"
         )
+    if theirs == names:
+        return source.splits[split], names
+    place = np.array([names.index(name) for name in theirs], dtype=np.int64)
+    chosen = source.splits[split]
+    return dataclasses.replace(chosen, labels=place[chosen.labels]), names
+
+
+def _config_of(model: str) -> Path:
+    """The config.json that a temperature can be written into."""
+    folder = None if model.startswith(("hf-hub:", "hf_hub:", "embedded:")) else locate(model)
+    if folder is None or not (folder / "config.json").is_file():
+        raise RecipeError(
+            f"--fit-temperature: {model} is not a run directory or model folder, so there is no "
+            "config.json to write it into; copy the model into a folder first"
+        )
+    return folder / "config.json"
+
+
+def _store_temperature(path: Path, temperature: float, split: str) -> None:
+    """Write the temperature into a model's configuration, in one step."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["calibration"] = {"temperature": temperature, "split": split}
+    write_atomically(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")

@@ -107,8 +107,9 @@ class Counts:
         is 1 for K <= 5; "ece" is the expected calibration error over 15 equal bins of the
         confidence; "confusion" has a row per true class and a column per predicted one. In
         "per_class", "recall" is None for a class without examples, "precision" for one that was
-        never predicted, "f1" for one that is neither. Among equal logits the lower class index
-        comes first.
+        never predicted, "f1" for one that is neither. "calibration" is the reliability diagram: of
+        each bin of the confidence its bounds, number of images, accuracy and mean confidence.
+        Among equal logits the lower class index comes first.
 
         Raises: DivergedError if a logit or a loss was not finite; DataError if a label was out of
             range or there are no examples.
@@ -129,10 +130,8 @@ class Counts:
         confusion = self._confusion.view(self.num_classes, self.num_classes)
         whole, fraction = self._whole.tolist(), self._fraction.tolist()
         sums = [w * _ONE + f for w, f in zip(whole, fraction, strict=True)]  # Python integers
-        gaps = sum(
-            abs(correct * _ONE - confidence)
-            for correct, confidence in zip(self._bin_correct.tolist(), sums[1:], strict=True)
-        )
+        correct, counts = self._bin_correct.tolist(), self._bin_counts.tolist()
+        gaps = sum(abs(c * _ONE - total) for c, total in zip(correct, sums[1:], strict=True))
         return {
             "loss": sums[0] / (_ONE * examples),
             "top1": int(confusion.diagonal().sum()) / examples,
@@ -141,6 +140,18 @@ class Counts:
             "examples": examples,
             "per_class": _per_class(confusion),
             "confusion": confusion.tolist(),
+            "calibration": [
+                {
+                    "low": place / NUM_BINS,
+                    "high": (place + 1) / NUM_BINS,
+                    "count": count,
+                    "accuracy": right / count if count else None,
+                    "confidence": total / (_ONE * count) if count else None,
+                }
+                for place, (count, right, total) in enumerate(
+                    zip(counts, correct, sums[1:], strict=True)
+                )
+            ],
         }
 
     def _bind(self) -> None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import csv
+import json
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
+from finetune.data.sources import open_source
 from finetune.engine import train
 from finetune.errors import DataError, RecipeError, SetupError
-from finetune.evaluate import evaluate_model
+from finetune.evaluate import describe, evaluate_model, write_results
 from finetune.recipe import parse_recipe
 
 RECIPE = """
@@ -58,9 +65,104 @@ def test_what_the_training_was_launched_with_does_not_bind_evaluation(finished) 
 
 def test_wrong_splits_data_and_classes_are_refused(finished, image_folder: Path) -> None:
     out, _ = finished
-    with pytest.raises(DataError, match="has no split 'tset'"):
+    with pytest.raises(RecipeError, match="unknown 'tset'; did you mean 'test'"):
         evaluate_model(str(out), split="tset")
     with pytest.raises(DataError, match="its 3 classes are not those of"):
         evaluate_model(str(out), data=f"folder:{image_folder}")
     with pytest.raises(RecipeError, match="--data"):
         evaluate_model(str(out / "model"))
+
+
+def digits_in_folders(root: Path, classes: Sequence[int], *, name: Callable[[int], str]) -> Path:
+    """The digits of some classes as a folder of PNG files, half of each class for testing."""
+    source = open_source("embedded:digits")
+    for split in ("train", "test"):
+        images = source.splits[split]
+        for digit in classes:
+            folder = root / split / name(digit)
+            folder.mkdir(parents=True)
+            for place in np.flatnonzero(images.labels == digit)[:6].tolist():
+                Image.fromarray(images.read(place)).save(folder / f"{place}.png")
+    return root
+
+
+def test_some_of_the_models_classes_in_another_order_are_numbered_as_the_models(
+    finished, tmp_path: Path
+) -> None:
+    out, _ = finished
+    digits_in_folders(tmp_path, [7, 3, 5], name=str)
+    config = json.loads((out / "model" / "config.json").read_text())
+    renamed = tmp_path / "renamed"
+    shutil.copytree(out / "model", renamed)
+    # the same network, with names whose alphabetical order is not the model's
+    words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+    (renamed / "config.json").write_text(json.dumps({**config, "label_names": words}))
+    in_words = digits_in_folders(tmp_path / "words", [7, 3, 5], name=lambda digit: words[digit])
+    by_digit = evaluate_model(str(out / "model"), data=f"folder:{tmp_path}")
+    by_word = evaluate_model(str(renamed), data=f"folder:{in_words}")
+    assert by_digit["examples"] == 18
+    assert by_word["confusion"] == by_digit["confusion"]
+    assert [row["support"] for row in by_word["per_class"]] == [0, 0, 0, 6, 0, 6, 0, 6, 0, 0]
+    assert by_word["class_names"] == words
+
+
+def test_without_class_names_the_number_of_classes_decides(finished, tmp_path: Path) -> None:
+    out, results = finished
+    nameless = tmp_path / "nameless"
+    shutil.copytree(out / "model", nameless)
+    config = json.loads((nameless / "config.json").read_text())
+    del config["label_names"]
+    (nameless / "config.json").write_text(json.dumps(config))
+    measured = evaluate_model(str(nameless), data="embedded:digits")
+    assert measured["confusion"] == results["test"]["confusion"]
+    three = digits_in_folders(tmp_path / "three", [0, 1, 2], name=str)
+    with pytest.raises(DataError, match=r"3 classes, and .* tells 10 apart"):
+        evaluate_model(str(nameless), data=f"folder:{three}")
+
+
+def test_the_temperature_of_the_run_is_used_and_can_be_fitted_anew(finished, tmp_path) -> None:
+    out, results = finished
+    measured = evaluate_model(str(out))
+    assert measured["calibrated"]["temperature"] == results["temperature"]
+    assert measured["calibrated"]["ece"] == pytest.approx(results["test"]["calibrated"]["ece"])
+    copy = tmp_path / "copy"
+    shutil.copytree(out / "model", copy)
+    fitted = evaluate_model(str(copy), data="embedded:digits", split="test", fit_temperature=True)
+    stored = json.loads((copy / "config.json").read_text())["calibration"]
+    assert stored == {"temperature": fitted["temperature"], "split": "test"}
+    assert fitted["temperature"] != results["temperature"]
+    assert (
+        evaluate_model(str(copy), data="embedded:digits")["calibrated"]["temperature"]
+        == (fitted["temperature"])
+    )
+    with pytest.raises(RecipeError, match="--fit-temperature: vit_tiny_patch16_224 is not"):
+        evaluate_model("vit_tiny_patch16_224", data="embedded:digits", fit_temperature=True)
+
+
+def test_the_report_names_every_class_and_the_files_hold_it(finished, tmp_path: Path) -> None:
+    out, _ = finished
+    measured = evaluate_model(str(out))
+    measured["class_names"] = ["=cmd|' /C'", *measured["class_names"][1:]]
+    text = describe(measured)
+    assert text.splitlines()[0].startswith("test: top1 ")
+    assert len(text.splitlines()) == 4 + 10
+    written = write_results(measured, tmp_path / "new" / "folder")
+    assert [Path(file).name for file in written] == [
+        "results.json",
+        "per_class.csv",
+        "confusion.png",
+        "reliability.png",
+    ]
+    with open(written[1], newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert rows[0]["class"] == "'=cmd|' /C'"
+    assert [int(row["support"]) for row in rows] == [
+        one["support"] for one in measured["per_class"]
+    ]
+    assert json.loads(Path(written[0]).read_text())["top1"] == measured["top1"]
+    for picture in written[2:]:
+        with Image.open(picture) as opened:
+            assert opened.format == "PNG"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SetupError, match="--out"):
+        write_results(measured, tmp_path / "file")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -107,11 +107,13 @@ class Batch:
         images_BCHW: normalised pixels on the device.
         labels_B: class indices; fewer than images when the rest only keeps ranks in step.
         targets_BK: class weights when images are mixed, else None.
+        indices: (B,), in evaluation: places in the split of the images that have a label.
     """
 
     images_BCHW: Tensor
     labels_B: Tensor
     targets_BK: Tensor | None = None
+    indices: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
 class Feed:
@@ -185,4 +187,5 @@ class Feed:
         padded = [batch if len(batch) else np.zeros(1, dtype=np.int64) for batch in batches]
         for batch, pixels in zip(batches, self.store.read_all(padded), strict=True):
             images = self.pipeline(pixels, keys=None, dtype=torch.float32, device=self.device)
-            yield Batch(images, self.labels[torch.from_numpy(batch).to(self.device)])
+            labels = self.labels[torch.from_numpy(batch).to(self.device)]
+            yield Batch(images, labels, indices=batch)

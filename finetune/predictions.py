@@ -1,0 +1,259 @@
+"""What is written of predictions: CSV, JSONL, a table for people, the list of unreadable files."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import csv
+import io
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+from finetune.errors import DataError, RecipeError, SetupError
+
+__all__ = [
+    "Row",
+    "Rows",
+    "check_target",
+    "describe",
+    "marked",
+    "one_line",
+    "replacing",
+    "unreadable",
+    "writing",
+]
+
+Row = dict[str, Any]
+
+SUFFIXES = (".csv", ".jsonl")
+# what a spreadsheet would run; and the mark itself, so that taking one off gives every name back
+_MARKED = ("=", "+", "-", "@", "\t", "\r", "\n", "'")
+_LISTED = 20  # unreadable files named in a message; the rows have them all
+
+
+class Rows(Sequence[Row]):
+    """Rows of predictions, kept as paths and arrays of numbers.
+
+    A row as a dictionary takes a kilobyte, so 100,000 of them would take more than the network.
+
+    Args:
+        class_names: in the order of the logits.
+    """
+
+    def __init__(self, class_names: Sequence[str]) -> None:
+        self._names = list(class_names)
+        self._paths: list[str] = []
+        self._errors: dict[int, str] = {}
+        # of all rows, one behind the other; the row at a place begins where _starts says
+        self._indices = array.array("i")
+        self._confidences = array.array("d")
+        self._starts = array.array("q", [0])
+
+    def append(self, row: Row) -> None:
+        """Keep a row, as `Classifier.rows` gives it."""
+        if "error" in row:
+            self._errors[len(self)] = row["error"]
+        for one in row.get("predictions", ()):
+            self._indices.append(one["index"])
+            self._confidences.append(one["confidence"])
+        self._paths.append(row["path"])
+        self._starts.append(len(self._indices))
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    @overload
+    def __getitem__(self, place: int) -> Row: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Row]: ...
+    def __getitem__(self, place: int | slice) -> Row | list[Row]:
+        numbers = range(len(self))[place]
+        if isinstance(numbers, range):
+            return [self[number] for number in numbers]
+        path = self._paths[numbers]
+        if numbers in self._errors:
+            return {"path": path, "error": self._errors[numbers]}
+        own = slice(self._starts[numbers], self._starts[numbers + 1])
+        best = zip(self._indices[own], self._confidences[own], strict=True)
+        return {
+            "path": path,
+            "predictions": [
+                {"label": self._names[index], "index": index, "confidence": confidence}
+                for index, confidence in best
+            ],
+        }
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (Rows, list, tuple)):
+            return NotImplemented
+        pairs = zip(self, other, strict=False)
+        return len(self) == len(other) and all(mine == its for mine, its in pairs)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def tolist(self) -> list[Row]:
+        """All rows as plain dictionaries, as JSON writes them."""
+        return list(self)
+
+
+def check_target(path: str | Path, *, option: str, suffixes: Sequence[str] = SUFFIXES) -> Path:
+    """Refuse a file that could not be written at the end, before any work is done.
+
+    Args:
+        path: of the file to be written.
+        option: what the user wrote it behind, such as --out.
+        suffixes: those that are known.
+    Returns: the path.
+    Raises: RecipeError for another suffix, SetupError where the file cannot be.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in suffixes:
+        raise RecipeError(f"{option}: '{path}' has an unknown suffix; use {' or '.join(suffixes)}")
+    if not path.parent.is_dir():
+        raise SetupError(f"{option}: the folder '{path.parent}' does not exist; make it first")
+    if path.is_dir():
+        raise SetupError(f"{option}: '{path}' cannot be written (a folder); choose another name")
+    return path
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, option: str) -> Iterator[Path]:
+    """Replace a file in one step: a reader sees the old content or all of the new.
+
+    Args:
+        path: of the file.
+        option: what the user wrote it behind.
+    Returns: where to write; it becomes `path` when the block ends without an error.
+    Raises: SetupError if the system refuses.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with _refusals(path, option):
+            temporary.touch()
+        yield temporary
+        with _refusals(path, option):
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def writing(path: Path, *, depth: int) -> Iterator[Callable[[Row], None]]:
+    """Write rows to a .csv or .jsonl file one by one; the file is there once all of them are.
+
+    Args:
+        path: replaced in one step.
+        depth: predictions per row.
+    Returns: a function that writes one row.
+    Raises: SetupError if the system refuses.
+    """
+    as_text, head = _jsonl_line, ""
+    if path.suffix.lower() == ".csv":
+        as_text, head = _csv_line, _cells(["path", *_pairs(depth), "error"])
+    with replacing(path, option="--out") as temporary:
+        with _refusals(path, "--out"):
+            # names that are not UTF-8 keep their bytes
+            file = temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="")
+
+        def write(row: Row) -> None:
+            with _refusals(path, "--out"):
+                file.write(as_text(row, depth))
+
+        try:
+            file.write(head)
+            yield write
+        finally:
+            with _refusals(path, "--out"):
+                file.close()  # what is still buffered may find the disk full
+
+
+@contextlib.contextmanager
+def _refusals(path: Path, option: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SetupError(
+            f"{option}: '{path}' cannot be written ({error.strerror or error}); choose another "
+            "place"
+        ) from error
+
+
+def _pairs(depth: int) -> list[str]:
+    return [f"{name}_{rank}" for rank in range(1, depth + 1) for name in ("label", "confidence")]
+
+
+def _csv_line(row: Row, depth: int) -> str:
+    """A row per file: path, label_1, confidence_1, …, error."""
+    cells: list[str] = []
+    for one in row.get("predictions", ()):
+        cells += [marked(one["label"]), f"{one['confidence']:.6f}"]
+    cells += [""] * (2 * depth - len(cells))
+    return _cells([marked(row["path"]), *cells, marked(row.get("error", ""))])
+
+
+def _cells(cells: Sequence[str]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\r\n").writerow(cells)
+    return text.getvalue()
+
+
+def marked(text: str) -> str:
+    """Keep a spreadsheet from running a file name or a label as a formula."""
+    return f"'{text}" if text.startswith(_MARKED) else text
+
+
+def _jsonl_line(row: Row, depth: int) -> str:
+    # ASCII only: names that are not UTF-8 come back from \udc.. escapes as they were
+    return json.dumps(row, allow_nan=False) + "\n"
+
+
+def unreadable(rows: Iterable[Row]) -> DataError | None:
+    """What to raise once everything else is written: the files that could not be read."""
+    lines, count = [], 0
+    for row in rows:
+        if "error" in row:
+            count += 1
+            if count <= _LISTED:
+                lines.append(f"  {one_line(row['path'])}: {row['error']}")
+    if not count:
+        return None
+    if count > _LISTED:
+        lines.append(f"  … and {count - _LISTED} more, which a file of --out names")
+    which = "1 file was" if count == 1 else f"{count} files were"
+    return DataError("\n".join([f"{which} not classified; mend or leave out:", *lines]))
+
+
+def describe(
+    rows: Sequence[Row], *, out: str | Path | None = None, sheet: str | Path | None = None
+) -> str:
+    """The rows as a table for people, or a line for each file they have been written to."""
+    good = [place for place, row in enumerate(rows) if "error" not in row]
+    written = []
+    if out is not None:
+        written.append(f"{out}: {len(good)} of {len(rows)} files classified")
+    if sheet is not None:
+        written.append(f"{sheet}: contact sheet")
+    if out is not None:
+        return "\n".join(written)
+    width = max((len(one_line(rows[place]["path"])) for place in good), default=0)
+    table = (_table_line(rows[place], width) for place in good)
+    return "\n".join([*table, *written])
+
+
+def _table_line(row: Row, width: int) -> str:
+    found = (
+        f"{one_line(one['label'])} {100 * one['confidence']:.1f} %" for one in row["predictions"]
+    )
+    return f"{one_line(row['path']):{width}}  " + "  ".join(found)
+
+
+def one_line(text: str) -> str:
+    """Text without the line breaks and control characters that a terminal would obey."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )

@@ -1,0 +1,1 @@
+"""One page of a run, and one that compares runs: self-contained HTML."""

@@ -1,0 +1,277 @@
+"""A run, or several side by side, as one HTML file that needs nothing else to be read."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import jinja2
+
+from finetune import figures
+from finetune.data.sources import Split
+from finetune.errors import RecipeError
+from finetune.report.comparison import (
+    FIGURES,
+    claims_beside,
+    differing_keys,
+    group_rows,
+    groups,
+    run_rows,
+)
+from finetune.report.data import Run, bins, percent, plain, read_run, section, whole
+from finetune.report.pictures import mistake_rows, why_none
+from finetune.report.sections import (
+    claim_rows,
+    class_rows,
+    confused_pairs,
+    data_rows,
+    headline,
+    matrix,
+    provenance,
+    speed,
+    status,
+)
+from finetune.rundir import write_atomically
+
+__all__ = ["compare", "report", "write_report"]
+
+_VERSION = sys.modules["finetune"].__version__  # the package itself imports from here
+REPORT = "report.html"
+COMPARISON = "comparison.html"
+
+# XML and HTML know none of these; a file name may hold them
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\uffff]")
+_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{12,}")
+
+
+def report(runs: Sequence[str], *, out: str | None = None) -> dict[str, Any]:
+    """Write a page for each run and, for several, one that compares them.
+
+    Args:
+        runs: run directories, finished or not.
+        out: for one run the page's file, or the folder for it; for several the comparison's. By
+            default RUN/report.html, and comparison.html in the folder that the runs share.
+    Returns: "reports", the pages' paths, and "comparison", a path or None.
+    Raises: RecipeError if one is no run directory; CheckpointError if its files are damaged.
+    """
+    if not runs:
+        raise RecipeError("report: no run is named; give one or more run directories")
+    paths = list(dict.fromkeys(Path(run) for run in runs))
+    read = [read_run(path) for path in paths]  # all of them, before anything is written
+    if len(paths) == 1:
+        page = _target(out, REPORT, paths[0])
+        return {"reports": [str(_write_run(read[0], page, None))], "comparison": None}
+    reports = [str(_write_run(run, run.path / REPORT, None)) for run in read]
+    shared = os.path.commonpath([path.resolve().parent for path in paths])
+    # as the user wrote it, where all runs lie in one folder
+    folder = paths[0].parent if len({path.parent for path in paths}) == 1 else Path(shared)
+    page = _target(out, COMPARISON, folder)
+    return {"reports": reports, "comparison": str(_write_comparison(read, page))}
+
+
+def write_report(run: Path, *, split: Split | None = None) -> Path:
+    """Write report.html into a run directory.
+
+    Args:
+        run: the run directory, finished or not.
+        split: the test split if it is open already; else the recipe's source is opened.
+    Returns: the page's path.
+    Raises: as `report`.
+    """
+    run = Path(run)
+    return _write_run(read_run(run), run / REPORT, split)
+
+
+def compare(runs: Sequence[Path], out: Path) -> Path:
+    """Write a page that compares runs.
+
+    Args:
+        runs: run directories.
+        out: the file.
+    Returns: `out`.
+    Raises: as `report`.
+    """
+    if not runs:
+        raise RecipeError("compare: no run is named; give two or more run directories")
+    return _write_comparison([read_run(Path(run)) for run in runs], Path(out))
+
+
+def _target(out: str | None, name: str, folder: Path) -> Path:
+    """The file to write: `out` itself, or `name` in it if it is a folder."""
+    if out is None:
+        return folder / name
+    if out == "":
+        raise RecipeError("--out: is empty; name a file or a folder, or leave it out")
+    path = Path(out)
+    if path.suffix.lower() in (".html", ".htm") and not path.is_dir():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+    if path.exists() and not path.is_dir():
+        raise RecipeError(f"--out: '{out}' is a file without .html; name a folder or an .html file")
+    path.mkdir(parents=True, exist_ok=True)
+    return path / name
+
+
+def _write_run(run: Run, page: Path, split: Split | None) -> Path:
+    """Fill the template of a run and write the page."""
+    mistakes, pictures_note = mistake_rows(run, split)
+    test = run.figures("test")
+    name = "test" if test else "val"
+    counts_KK = matrix(run, name)
+    content = {
+        "title": run.name,
+        "status": status(run),
+        "model": run.recipe.model.name,
+        "source": run.recipe.data.source,
+        "tiles": headline(run),
+        "curves": _curves(run),
+        "split_name": f"the {'test' if test else 'validation'} split",
+        **_matrix(run, counts_KK),
+        "pairs": confused_pairs(run, name),
+        "classes": class_rows(run, name),
+        "finished": bool(run.results),
+        "mistakes": mistakes,
+        "pictures": any(one["picture"] for one in mistakes),
+        "pictures_note": pictures_note,
+        "mistakes_note": why_none(run),
+        "claims": claim_rows(run),
+        "speed": speed(run),
+        "data": data_rows(run),
+        "provenance": provenance(run),
+        "recipe": run.recipe.to_yaml(),
+        **_calibration(run, name),
+    }
+    anchors = {"confusion": bool(counts_KK), "classes": content["classes"]}
+    anchors |= dict.fromkeys(("mistakes", "calibration"), content["finished"])
+    anchors |= {"claims": content["claims"]}
+    every = ("curves", *anchors, "speed", "data", "provenance", "recipe")
+    labels = {"mistakes": "Worst mistakes"}
+    shown = [(key, labels.get(key, key.capitalize())) for key in every if anchors.get(key, True)]
+    return _write(page, "run.html", contents=shown, **content)
+
+
+def _curves(run: Run) -> list[str]:
+    """One small figure each: a phone shows them below one another, at a readable size."""
+    if not run.history:
+        return []
+    per_epoch = run.steps_per_epoch
+    return [
+        figures.to_svg(
+            figures.curves(run.history, run.results, keys=[key], steps_per_epoch=per_epoch)
+        )
+        for key in ("loss", "top1", "lr", "images_per_second")
+    ]
+
+
+def _matrix(run: Run, counts_KK: list[list[int]]) -> dict[str, Any]:
+    """The confusion matrix, how wide it may be shown, and what its colours mean."""
+    if not counts_KK:
+        return {"matrix": ""}
+    figure = figures.confusion(counts_KK, run.class_names)
+    width = round(72 * figure.get_figwidth())
+    note = "The stronger the colour, the larger the share of the true class."
+    if len(counts_KK) > figures.COUNTED_CLASSES:
+        note = (
+            f"{len(counts_KK)} classes: the colour goes by the square root of the share of the "
+            "true class, so that rare confusions show; not every class is labelled."
+        )
+    # not so small that the counts cannot be read: a phone scrolls
+    least = min(width, 110 + 34 * len(counts_KK), 600)
+    svg = figures.to_svg(figure)
+    return {"matrix": svg, "matrix_width": (least, width), "matrix_note": note}
+
+
+def _calibration(run: Run, split: str) -> dict[str, Any]:
+    """The reliability diagrams, before and after temperature scaling where both are known."""
+    found = run.figures(split)
+    scaled = section(found, "calibrated")
+    before, after = bins(found), bins(scaled)
+    shown = {"diagrams": [], "ece": plain(found.get("ece")) if found.get("ece") else ""}
+    if not before:
+        return {**shown, "calibration_note": ""}
+    which = "test" if split == "test" else "validation"
+    note = f"Expected calibration error on the {which} split {plain(found.get('ece'))}"
+    diagrams = [figures.reliability(before, title="As trained" if after else None)]
+    if after:
+        diagrams.append(figures.reliability(after, title="After temperature scaling"))
+        note += (
+            f"; {plain(scaled.get('ece'))} after temperature scaling with "
+            f"T = {plain(scaled.get('temperature'), 3)}, fitted on validation"
+        )
+    svgs = [figures.to_svg(figure) for figure in diagrams]
+    return {
+        "diagrams": svgs,
+        "ece": "",
+        "calibration_note": f"{note}. The bars of a calibrated model end on the line.",
+    }
+
+
+def _write_comparison(runs: Sequence[Run], page: Path) -> Path:
+    found = groups(runs)
+    named = [(group.name, run.history) for group in found for run in group.runs]
+    asked = (("top1", "val"), ("loss", "val"), ("loss", "train"), ("lr", "train"))
+    rows, (recipes, scale) = run_rows(found, runs), group_rows(found)
+    for row, run in zip(rows, runs, strict=True):
+        target = run.path / REPORT
+        row["link"] = ""
+        if target.is_file():
+            relative = os.path.relpath(target.resolve(), page.parent.resolve())
+            row["link"] = quote(os.fsencode(relative))
+    claims = claims_beside(runs)
+    anchors = ["recipes", "curves", "runs", *(["claims"] if claims else [])]
+    several = f"{len(found)} recipes" if len(found) > 1 else "one recipe"
+    return _write(
+        page,
+        "compare.html",
+        title=f"{len(runs)} runs compared",
+        lead=f"{several}: {', '.join(group.name for group in found)}",
+        contents=[(key, key.capitalize()) for key in anchors],
+        figures=[label for *_, label in FIGURES],
+        groups=recipes,
+        scale=scale,
+        runs=rows,
+        differing=[key for key, _ in differing_keys(runs)],
+        curves=[
+            figures.to_svg(figures.compare_curves(named, key=key, split=split))
+            for key, split in asked
+        ],
+        claims=claims,
+    )
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("finetune.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"percent": percent, "plain": plain, "whole": whole}
+    environment.filters["raw"] = lambda value: "" if value is None else value
+    return environment
+
+
+def _write(page: Path, template: str, **content: Any) -> Path:
+    """Fill a template and replace the page in one step."""
+    environment = _environment()
+    loader = environment.loader
+    assert loader is not None
+    script = loader.get_source(environment, "sort.js")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    html = environment.get_template(template).render(
+        script=script, script_hash=f"sha256-{digest}", version=_VERSION, **content
+    )
+    html = _TOKEN.sub("hf_…", _CONTROL.sub("\ufffd", html))
+    # names that are no valid Unicode are shown by their escapes
+    write_atomically(page, html.encode("utf-8", "backslashreplace").decode())
+    return page

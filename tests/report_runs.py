@@ -1,0 +1,158 @@
+"""Run directories for the tests of the report: small, complete, and with names that bite."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from finetune.data.sources import open_source
+from finetune.recipe import parse_recipe
+
+RECIPE = """
+model: {name: "embedded:vit_nano"}
+data: {source: "embedded:digits", batch_size: 64}
+optim: {lr: 0.001, steps: 40}
+"""
+
+# What a class may be called, and must come out as it is: in text, in attributes, in figures.
+NASTY = [
+    "<b>bold</b>",
+    "</title><script>alert(1)</script>",
+    "\"quotes\" & 'apostrophes'",
+    "line\nbreak\tand tab",
+    "$5 and $6",
+    "\u05e9\u05dc\u05d5\u05dd \u05e2\u05d5\u05dc\u05dd",  # Hebrew
+    "\u732b\u54aa",  # Chinese
+    "lone \ud83d surrogate \x00 nul",
+    "very long " * 30,
+    "plain \u202e override",
+]
+
+
+def history(*, steps: int = 40, validate: bool = True) -> list[dict[str, Any]]:
+    """Log lines every 10 steps and, if asked for, a validation every 20."""
+    lines: list[dict[str, Any]] = []
+    for step in range(10, steps + 1, 10):
+        figures = {"loss": 2.3 - step / 25, "top1": step / 50, "top5": 0.9}
+        common = {"step": step, "samples_seen": 64 * step, "lr": 1e-3 * (1 - step / 41)}
+        times = {"images_per_second": 500.0 + step, "seconds": step / 4}
+        lines.append({**common, "split": "train", **figures, **times})
+        if validate and step % 20 == 0:
+            lines.append({**common, "split": "val", **figures, **times})
+    return lines
+
+
+def bins(shift: float = 0.05) -> list[dict[str, Any]]:
+    """15 calibration bins, the first three empty."""
+    return [
+        {
+            "low": place / 15,
+            "high": (place + 1) / 15,
+            "count": 10 * place if place > 2 else 0,
+            "accuracy": (place + 0.5) / 15 - shift if place > 2 else None,
+            "confidence": (place + 0.5) / 15 if place > 2 else None,
+        }
+        for place in range(15)
+    ]
+
+
+def figures(num_classes: int = 10, top1: float = 0.8) -> dict[str, Any]:
+    """The final figures of a split."""
+    confusion = [[1] * num_classes for _ in range(num_classes)]
+    for index in range(num_classes):
+        confusion[index][index] = 30 + index
+    confusion[3][5] = 17
+    row = {"support": 40, "recall": 0.75, "precision": 0.5, "f1": 0.6}
+    per_class: list[dict[str, Any]] = [dict(row) for _ in range(num_classes)]
+    per_class[-1] = {"support": 0, "recall": None, "precision": None, "f1": None}
+    return {
+        **{"loss": 0.6, "top1": top1, "top5": 0.99, "ece": 0.031, "examples": 400},
+        **{"per_class": per_class, "confusion": confusion, "calibration": bins()},
+        "images_per_second": 1234.5,
+    }
+
+
+def results(**changes: Any) -> dict[str, Any]:
+    """The content of results.json, with real places of the digits' test split as mistakes."""
+    split = open_source("embedded:digits").splits["test"]
+    mistakes = [
+        {
+            "index": index,
+            "name": split.name_of(index),
+            "label": int(split.labels[index]),
+            "predicted": (int(split.labels[index]) + 1) % 10,
+            "confidence": 0.9,
+            "loss": 5.0 - index,
+        }
+        for index in range(3)
+    ]
+    calibrated = {"temperature": 1.25, "loss": 0.55, "ece": 0.011, "calibration": bins(0.01)}
+    test = {**figures(), "mistakes": mistakes, "calibrated": calibrated}
+    claims = [
+        {"metric": "test.top1", "value": 0.8, "tolerance": 0.01, "source": "table 1"},
+        {"metric": "val.loss", "between": [0.1, 0.2], "source": "table 2"},
+        {"metric": "val.top1", "trend": "rising", "source": "figure 3"},
+        {"metric": "train.loss", "below": "val.loss", "source": "figure 3", "note": "a note"},
+        {"metric": "val.ece", "when": "epoch 9", "value": 0.1, "source": "text"},
+    ]
+    answers: list[dict[str, Any]] = [
+        {"measured": 0.8, "how": "test split", "verdict": "met"},
+        {"measured": 0.6, "how": "evaluation at step 40", "verdict": "not met"},
+        {"measured": 0.2, "how": "slope per epoch", "verdict": "met"},
+        {"measured": 0.5, "measured_other": 0.6, "how": "both", "verdict": "met"},
+        {"measured": None, "how": "no evaluation there", "verdict": "not measured"},
+    ]
+    content = {
+        "val": figures(top1=0.7),
+        "test": test,
+        "train": {},
+        **{"best_step": 20, "steps": 40, "skipped_steps": 0},
+        "claims": [{**claim, **answer} for claim, answer in zip(claims, answers, strict=True)],
+    }
+    return {**content, **changes}
+
+
+def make_run(
+    path: Path,
+    *overrides: str,
+    names: list[str] | None = None,
+    status: str = "done",
+    lines: list[dict[str, Any]] | None = None,
+    outcome: dict[str, Any] | None = None,
+) -> Path:
+    """Write a run directory.
+
+    Args:
+        path: where.
+        overrides: of the recipe.
+        names: of the classes; the digits' own by default.
+        status: in run.json; only a done run has results.
+        lines: of metrics.jsonl.
+        outcome: results.json in place of the usual one.
+    """
+    (path / "model").mkdir(parents=True)
+    record = {
+        "started": "2026-01-02T03:04:05+0000",
+        "status": status,
+        "versions": {"python": "3.11.7", "torch": "2.15.0"},
+        "device": {"type": "cpu", "name": "A processor", "threads": 1},
+        **{"num_processes": 1, "commit": "0123abc", "argv": ["finetune", "train", "r.yaml"]},
+        "plan": {
+            "architecture": "vit_tiny_patch16_224",
+            "weights": {"source": "embedded:vit_nano", "sha256": "60d8", "license": None},
+            **{"parameters": 1021114, "trainable_parameters": 1450, "classes": 10},
+            "images": {"train": 1293, "val": 145, "test": 359},
+            **{"steps": 40, "steps_per_epoch": 20.2, "precision": "fp32"},
+        },
+        "data_fingerprint": "ddc8",
+    }
+    (path / "run.json").write_text(json.dumps(record))
+    (path / "recipe.yaml").write_text(parse_recipe(RECIPE, overrides=overrides).to_yaml())
+    text = "".join(json.dumps(line) + "\n" for line in (history() if lines is None else lines))
+    (path / "metrics.jsonl").write_text(text)
+    if status == "done":
+        (path / "results.json").write_text(json.dumps(outcome or results()))
+    labels = names or [str(digit) for digit in range(10)]
+    (path / "model" / "config.json").write_text(json.dumps({"label_names": labels}))
+    return path

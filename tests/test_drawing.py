@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import matplotlib
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+
+from finetune.drawing import (
+    COLORS,
+    SERIES,
+    blank,
+    empty,
+    legend,
+    legible,
+    panels,
+    save_png,
+    style,
+    to_svg,
+)
+from finetune.errors import SetupError
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def drawn(text: str = "a title") -> Figure:
+    with style():
+        figure, (axes,) = panels(1, 1)
+        axes.plot([0, 1], [0, 1], color=COLORS["train"], marker="o", label="one")
+        axes.set_title(text)
+        legend(axes)
+        figure.set_label("A line")
+    return figure
+
+
+class TestColors:
+    def test_a_color_tells_its_role(self) -> None:
+        assert len(set(COLORS.values())) == len(COLORS)
+        assert all(re.fullmatch("#[0-9a-f]{6}", color) for color in COLORS.values())
+        assert set(SERIES) <= set(COLORS)
+
+    def test_the_page_says_what_each_is_in_the_light_and_in_the_dark(
+        self, repository: Path
+    ) -> None:
+        css = (repository / "finetune" / "report" / "templates" / "page.css").read_text(
+            encoding="utf-8"
+        )
+        for role in COLORS:
+            assert len(re.findall(rf"--{role}: #", css)) == 2, role
+
+
+class TestLegible:
+    @pytest.mark.parametrize(
+        "text, shown",
+        [
+            ("cat", "cat"),
+            ("a\nb\tc\x00d", "a b c d"),
+            ("x" * 40, "x" * 17 + "…"),
+            ("\ud83d!", "?!"),
+            ("\u202eabc", "abc"),
+        ],
+    )
+    def test_one_printable_line(self, text: str, shown: str) -> None:
+        assert legible(text) == shown
+
+
+class TestStyle:
+    def test_leaves_no_trace(self) -> None:
+        before = dict(matplotlib.rcParams)
+        with style():
+            assert matplotlib.rcParams["svg.fonttype"] == "none"
+        assert dict(matplotlib.rcParams) == before
+
+    def test_a_matplotlibrc_changes_nothing(self) -> None:
+        plain = to_svg(drawn())
+        with matplotlib.rc_context({"axes.facecolor": "red", "font.size": 30, "lines.marker": "x"}):
+            assert to_svg(drawn()) == plain
+
+    def test_missing_glyphs_and_dollars_are_quiet(self, tmp_path: Path) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            figure = drawn("$\\frac{1}{ \u732b \u05e9\u05dc\u05d5\u05dd $")
+            save_png(figure, tmp_path / "a.png")
+            assert "$\\frac{1}{ \u732b" in to_svg(figure)
+
+    def test_pyplot_is_not_there(self) -> None:
+        import subprocess
+
+        code = "import sys, finetune.figures; print('matplotlib.pyplot' in sys.modules)"
+        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert out.stdout.strip() == "False", out.stderr
+
+
+class TestPng:
+    def test_same_figure_same_bytes_and_no_metadata(self, tmp_path: Path) -> None:
+        for name in ("a.png", "b.png"):
+            save_png(drawn(), tmp_path / name)
+        assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+        with Image.open(tmp_path / "a.png") as image:
+            assert image.size == (880, 540)
+            assert not {"Software", "Creation Time", "date"} & set(image.info)
+
+    def test_a_folder_that_is_not_writable(self, tmp_path: Path) -> None:
+        import errno
+        from unittest.mock import patch
+
+        full = OSError(errno.ENOSPC, "No space left on device")
+        with patch.object(Path, "write_bytes", side_effect=full), pytest.raises(SetupError):
+            save_png(drawn(), tmp_path / "a.png")
+
+
+class TestSvg:
+    def test_is_one_element_with_a_name_and_its_text(self) -> None:
+        svg = to_svg(drawn("<b>&"))
+        assert svg.startswith("<svg ")
+        assert "<?xml" not in svg
+        assert "<!" not in svg
+        root = ET.fromstring(svg)
+        assert root.get("role") == "img"
+        assert root.get("aria-label") == "A line"
+        assert root[0].tag == f"{SVG}title"
+        assert root[0].text == "A line"
+        assert "width" not in root.attrib
+        texts = {text.text for text in root.iter(f"{SVG}text")}
+        assert {"<b>&", "one"} <= texts
+        assert "font-family" not in svg
+        assert not list(root.iter(f"{SVG}style"))
+        assert not list(root.iter(f"{SVG}metadata"))
+
+    def test_colors_are_variables(self) -> None:
+        svg = to_svg(drawn())
+        assert "var(--train)" in svg
+        assert "var(--ink)" in svg
+        assert not re.search(r"#[0-9a-f]{6}", re.sub(r'(href="#|url\(#)[^")]*', "", svg))
+
+    def test_a_text_that_looks_like_style_stays(self) -> None:
+        text = f'style="fill: {COLORS["train"]}" id="x"'
+        found = [one.text for one in ET.fromstring(to_svg(drawn(text))).iter(f"{SVG}text")]
+        assert text in found
+
+    def test_ids_are_few_and_the_figures_own(self) -> None:
+        one, other = to_svg(drawn("one")), to_svg(drawn("other"))
+        assert to_svg(drawn("one")) == one
+        ids = [re.findall(r'\bid="([^"]*)"', svg) for svg in (one, other)]
+        assert ids[0]
+        assert not set(ids[0]) & set(ids[1])
+        for svg, names in zip((one, other), ids, strict=True):
+            used = set(re.findall(r'(?:href="#|url\(#)([^")]*)', svg))
+            assert used == set(names)
+
+    def test_a_title_of_ones_own(self) -> None:
+        assert ET.fromstring(to_svg(drawn(), title='"mine"')).get("aria-label") == '"mine"'
+
+
+class TestPaper:
+    def test_the_axes_of_panels_stand_in_line(self) -> None:
+        with style():
+            figure, grid = panels(2, 2)
+        assert tuple(figure.get_size_inches() * 72) == (880, 540)
+        boxes = [axes.get_position() for axes in grid]
+        assert boxes[0].x0 == boxes[2].x0
+        assert boxes[0].y0 == boxes[1].y0
+        pixels = [boxes[0].x0 * 880, boxes[1].x0 * 880 - 440]
+        assert pixels == pytest.approx([60, 60])
+
+    def test_empty_axes_say_so(self) -> None:
+        with style():
+            figure = blank(200, 100)
+            empty(figure.subplots(), "not measured")
+        assert "not measured" in to_svg(figure)

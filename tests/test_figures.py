@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import math
+import warnings
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from report_runs import NASTY, bins, history
+
+from finetune.drawing import COLORS
+from finetune.figures import compare_curves, confusion, curves, reliability, save_png, to_svg
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def texts(figure: Figure) -> list[str]:
+    root = ET.fromstring(to_svg(figure))
+    return [text.text or "" for text in root.iter(f"{SVG}text")]
+
+
+def lines(figure: Figure, axes: int = 0) -> dict[str, np.ndarray]:
+    return {
+        str(line.get_label()): np.asarray(line.get_xydata(), dtype=float)
+        for line in figure.axes[axes].lines
+        if len(np.asarray(line.get_xdata()))
+    }
+
+
+class TestCurves:
+    def test_shows_what_was_logged(self) -> None:
+        figure = curves(history(), {"best_step": 20}, steps_per_epoch=20.2)
+        shown = lines(figure)
+        assert shown["train"][:, 0].tolist() == [10, 20, 30, 40]
+        assert shown["validation"][:, 0].tolist() == [20, 40]
+        assert shown["train"][:, 1] == pytest.approx([1.9, 1.5, 1.1, 0.7])
+        found = texts(figure)
+        for title in ("Loss", "Top-1 accuracy", "Learning rate", "Images per second"):
+            assert title in found
+        assert "step (an epoch has 20)" in found
+        assert all(axes.get_xlim()[0] == 0 for axes in figure.axes)
+        assert all(axes.get_ylim()[0] == 0 for axes in figure.axes[2:])
+        kept = [line for line in figure.axes[0].lines if list(line.get_xdata()) == [20, 20]]
+        assert len(kept) == 1
+        assert "kept" in found
+
+    def test_without_validation_or_kept_step_they_are_not_named(self) -> None:
+        found = texts(curves(history(validate=False), {}))
+        assert "train" in found
+        assert "validation" not in found
+        assert "kept" not in found
+
+    def test_what_is_missing_or_not_finite_is_left_out(self) -> None:
+        log = history(validate=False)
+        log[0]["loss"] = None
+        log[1]["loss"] = math.nan
+        log[2]["loss"] = math.inf
+        del log[3]["top1"]
+        log.append({"split": "train"})
+        log.append({"split": "train", "step": "x", "loss": 1})
+        figure = curves(log, {"best_step": None})
+        assert lines(figure)["train"].tolist() == [[40, pytest.approx(0.7)]]
+        assert to_svg(figure)
+
+    def test_nothing_at_all(self) -> None:
+        assert texts(curves([], {})).count("not measured") == 4
+
+    def test_the_later_line_of_a_step_counts(self) -> None:
+        log = [{"split": "train", "step": 10, "loss": value} for value in (9.0, 1.0)]
+        assert lines(curves(log, {}))["train"].tolist() == [[10, 1.0]]
+
+    def test_a_long_run_becomes_no_larger(self) -> None:
+        log = [{"split": "train", "step": step, "loss": 2.0} for step in range(1, 50_001)]
+        figure = curves(log, {}, keys=["loss"])
+        assert len(lines(figure)["train"]) == 600
+        assert lines(figure)["train"][:, 1].tolist() == [2.0] * 600
+        assert len(to_svg(figure)) < 60_000
+
+
+class TestCompareCurves:
+    def test_runs_of_one_name_share_a_color(self) -> None:
+        named = [("one", history()), ("one", history()), ("other", history(steps=30))]
+        figure = compare_curves(named, key="loss", split="train")
+        colors = [line.get_color() for line in figure.axes[0].lines]
+        assert colors[0] == colors[1] == COLORS["c1"]
+        assert colors[2] == COLORS["c2"]
+        assert "Loss, training" in texts(figure)
+
+    def test_more_names_than_colors_differ_by_their_dashes(self) -> None:
+        figure = compare_curves([(f"run {n}", history()) for n in range(12)])
+        looks = {(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines}
+        assert len(looks) == 12
+
+    def test_without_the_figure_it_says_so(self) -> None:
+        assert "not measured" in texts(compare_curves([("a", history(validate=False))]))
+
+
+class TestConfusion:
+    def test_counts_and_shares(self) -> None:
+        figure = confusion([[8, 2], [0, 0]], ["cat", "dog"])
+        found = texts(figure)
+        assert {"8", "2", "cat", "dog", "predicted", "true class"} <= set(found)
+        assert "0" not in found
+        cells = [patch for patch in figure.axes[0].patches if isinstance(patch, Rectangle)]
+        alphas = [cell.get_alpha() for cell in cells]
+        # the row of a class without images is empty, not a division by zero
+        assert alphas == pytest.approx([0.05 + 0.9 * 0.8, 0.05 + 0.9 * 0.2, 0.05, 0.05])
+
+    def test_names_that_bite_are_text_and_nothing_else(self, tmp_path: Path) -> None:
+        matrix = (np.eye(10, dtype=int) * 5).tolist()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            figure = confusion(matrix, NASTY)
+            svg = to_svg(figure)
+            save_png(figure, tmp_path / "a.png")
+        found = texts(figure)
+        assert "<script>" not in svg
+        assert "$5 and $6" in found
+        assert "<b>bold</b>" in found
+        assert "line break and tab" in found
+        assert NASTY[5] in found
+        assert all(len(text) <= 18 for text in found)
+
+    def test_many_classes_are_a_picture_with_few_labels(self) -> None:
+        figure = confusion(np.eye(60, dtype=int).tolist(), [f"class {n}" for n in range(60)])
+        assert len(figure.axes[0].images) == 1
+        found = texts(figure)
+        assert "class 0" in found
+        assert "class 1" not in found
+        assert len(found) < 60
+
+    @pytest.mark.parametrize("num_classes", [401, 1000])
+    def test_a_lone_confusion_is_not_averaged_away(self, num_classes: int) -> None:
+        matrix = np.eye(num_classes, dtype=int)
+        matrix[7] = 0
+        matrix[7, 390] = 1
+        figure = confusion(matrix.tolist(), [str(n) for n in range(num_classes)])
+        rgba = np.asarray(figure.axes[0].images[0].get_array())
+        block = math.ceil(num_classes / 400)
+        assert rgba.shape[0] == math.ceil(num_classes / block)
+        assert rgba[7 // block, 390 // block, 3] == pytest.approx(1.0)
+        assert len(to_svg(figure)) < 400_000
+
+    def test_one_class(self) -> None:
+        assert "3" in texts(confusion([[3]], ["only"]))
+
+
+class TestReliability:
+    def test_bars_gaps_and_counts(self) -> None:
+        figure = reliability(bins(0.05))
+        upper, lower = figure.axes
+        heights = [bar.get_height() for bar in upper.patches if isinstance(bar, Rectangle)]
+        assert max(heights) == pytest.approx(14.5 / 15 - 0.05)
+        gaps = [bar.get_height() for bar in upper.patches if bar.get_alpha() == 0.45]
+        assert [gap for gap in gaps if gap] == pytest.approx([0.05] * 12)
+        counts = [bar.get_height() for bar in lower.patches if isinstance(bar, Rectangle)]
+        assert counts == [10 * n for n in range(3, 15)]
+        assert "Calibration" in texts(figure)
+
+    def test_too_sure_and_not_sure_enough_look_different(self) -> None:
+        def colors(shift: float) -> set[tuple[float, ...]]:
+            patches = reliability(bins(shift)).axes[0].patches
+            return {
+                tuple(bar.get_facecolor())
+                for bar in patches
+                if bar.get_alpha() and bar.get_height()
+            }
+
+        assert len(colors(0.05)) == len(colors(-0.02)) == 1
+        assert colors(0.05) != colors(-0.02)
+
+    def test_before_and_after(self) -> None:
+        figure = reliability(bins(0.1), bins(0.0))
+        assert len(figure.axes) == 4
+        found = texts(figure)
+        assert "Before temperature scaling" in found
+        assert "After temperature scaling" in found
+
+    @pytest.mark.parametrize("empty", [[], [{"low": 0, "high": 1, "count": 0, "accuracy": None}]])
+    def test_nothing_measured(self, empty: list[dict[str, float]]) -> None:
+        assert "not measured" in texts(reliability(empty))

@@ -1,0 +1,406 @@
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+from report_runs import NASTY, bins, figures, history, make_run, results
+
+from finetune.data.sources import open_source
+from finetune.errors import CheckpointError, RecipeError
+from finetune.report.page import compare, report, write_report
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+ARGUMENTS = [
+    *("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"),
+    *("--disable-component-update", "--no-first-run"),
+]
+FETCHING = ("src", "srcset", "action", "formaction", "data", "poster", "background")
+
+
+class Page(HTMLParser):
+    """What a page holds: its elements with their attributes, and its text."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.html = path.read_text(encoding="utf-8")
+        self.feed(self.html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {key: value or "" for key, value in attrs}))
+        self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in self._open:
+            while self._open.pop() != tag:
+                pass
+
+    def handle_data(self, data: str) -> None:
+        if not {"script", "style"} & set(self._open):
+            self.text += data
+
+    def has(self, tag: str, **attributes: str) -> list[dict[str, str]]:
+        return [
+            found
+            for name, found in self.elements
+            if name == tag and attributes.items() <= found.items()
+        ]
+
+    @property
+    def words(self) -> str:
+        return " ".join(self.text.split())
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Page:
+    """The page of a run that has everything."""
+    return Page(write_report(make_run(tmp_path_factory.mktemp("runs") / "everything")))
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the figures out, where a test is about something else: they take a second a page."""
+    for name in ("curves", "confusion", "reliability", "compare_curves"):
+        monkeypatch.setattr(f"finetune.figures.{name}", lambda *_, **__: Figure())
+    monkeypatch.setattr("finetune.figures.to_svg", lambda *_, **__: "<svg></svg>")
+
+
+class TestPageOfARun:
+    def test_has_every_part(self, finished: Page) -> None:
+        sections = [found["id"] for found in finished.has("section")]
+        assert sections == [
+            *("curves", "confusion", "classes", "mistakes", "calibration", "claims"),
+            *("speed", "data", "provenance", "recipe"),
+        ]
+        links = [found["href"] for found in finished.has("a")]
+        assert links == [f"#{name}" for name in sections]
+
+    @pytest.mark.parametrize(
+        "said",
+        [
+            "everything done",
+            "80.00\u202f%",
+            "embedded:vit_nano on embedded:digits",
+            "Most confused pairs",
+            "3 test images with the largest loss",
+            "0.0310; 0.0110 after temperature scaling with T = 1.250",
+            "not measured",
+            "no evaluation there",
+            "525 images/s",
+            "read once, at the end",
+            "0123abc",
+            "batch_size: 64",
+            "finetune train r.yaml",
+        ],
+    )
+    def test_says(self, finished: Page, said: str) -> None:
+        assert " ".join(said.split()) in finished.words
+
+    def test_figures_and_pictures_are_in_it(self, finished: Page) -> None:
+        names = [found["aria-label"] for found in finished.has("svg")]
+        assert len(names) == 4 + 1 + 2
+        pictures = finished.has("img")
+        assert len(pictures) == 3
+        assert all(found["src"].startswith("data:image/png;base64,") for found in pictures)
+        assert all(found["class"] == "small" for found in pictures)
+        assert all(found["alt"] for found in pictures)
+
+    def test_loads_nothing(self, finished: Page) -> None:
+        (policy,) = finished.has("meta", **{"http-equiv": "Content-Security-Policy"})
+        assert policy["content"].startswith("default-src 'none'; img-src data:;")
+        assert "unsafe-eval" not in policy["content"]
+        assert "script-src 'sha256-" in policy["content"]
+        for tag, attributes in finished.elements:
+            assert tag not in ("iframe", "object", "embed", "base", "form")
+            for key in FETCHING:
+                assert attributes.get(key, "data:").startswith("data:"), (tag, attributes)
+            href = attributes.get("href", attributes.get("xlink:href", "#"))
+            assert href.startswith(("#", "data:")), (tag, attributes)
+        assert "@import" not in finished.html
+        assert not re.search(r"url\((?!#)", finished.html)
+
+    def test_ids_are_there_once(self, finished: Page) -> None:
+        ids = [found["id"] for _, found in finished.elements if "id" in found]
+        assert len(ids) > 10
+        assert len(ids) == len(set(ids))
+
+    def test_is_the_same_each_time(self, tmp_path: Path) -> None:
+        run = make_run(tmp_path / "run")
+        first = write_report(run).read_bytes()
+        assert write_report(run).read_bytes() == first
+        assert not list(run.glob(".*"))
+
+    def test_an_open_split_is_taken(self, tmp_path: Path, undrawn: None) -> None:
+        run = make_run(tmp_path / "run", "data.source=folder:nowhere")
+        assert "cannot be opened from here" in Page(write_report(run)).text
+        page = Page(write_report(run, split=open_source("embedded:digits").splits["test"]))
+        assert len(page.has("img")) == 3
+
+
+class TestWhatMayBeMissing:
+    def test_an_unfinished_run(self, tmp_path: Path) -> None:
+        run = make_run(tmp_path / "run", status="running", lines=history(steps=20))
+        page = Page(write_report(run))
+        assert "running, or ended without a word: 20 of 40 steps are logged" in page.words
+        assert len(page.has("svg")) == 4
+        assert not page.has("section", id="mistakes")
+
+    def test_a_failed_run(self, tmp_path: Path, undrawn: None) -> None:
+        run = make_run(tmp_path / "run", status="failed (6)", lines=history(steps=10))
+        assert "failed (6): 10 of 40 steps are logged" in Page(write_report(run)).words
+
+    def test_an_older_run(self, tmp_path: Path) -> None:
+        old = figures()
+        del old["calibration"]
+        outcome = {"val": old, "test": old, "best_step": 20, "steps": 40, "claims": []}
+        page = Page(write_report(make_run(tmp_path / "run", outcome=outcome)))
+        assert "did not record single mistakes" in page.words
+        assert "did not record its calibration by bins" in page.words
+        assert "error is 0.0310" in page.words
+
+    def test_a_run_without_validation_test_or_metrics(self, tmp_path: Path) -> None:
+        run = make_run(tmp_path / "run", outcome={"best_step": 40, "steps": 40})
+        (run / "metrics.jsonl").unlink()
+        page = Page(write_report(run))
+        assert "there are no curves" in page.words
+        assert "The test split was not measured." in page.words
+
+    def test_nothing_that_is_not_finite_breaks_it(self, tmp_path: Path) -> None:
+        test = figures(top1=float("nan")) | {"loss": float("inf"), "ece": None, "examples": "x"}
+        test["calibration"] = [*bins(), {"low": 0, "high": 1, "count": 3, "accuracy": None}]
+        test["mistakes"] = [{"index": 0}]
+        lines = [*history(), {"step": 50, "split": "train", "loss": float("nan"), "lr": None}]
+        run = make_run(tmp_path / "run", lines=lines, outcome=results(test=test, best_step=None))
+        assert "–" in Page(write_report(run)).text
+
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            {"per_class": [1, None], "calibration": [1, {"low": None}], "mistakes": {"a": 1}},
+            {"confusion": [[1, 2]], "calibrated": {"calibration": [None]}, "mistakes": "x"},
+            {"confusion": 5, "per_class": 5, "calibrated": 5},
+        ],
+    )
+    def test_parts_of_another_shape_break_nothing(
+        self, tmp_path: Path, damage: dict[str, Any]
+    ) -> None:
+        run = make_run(tmp_path / "run", outcome=results(test={**figures(), **damage}))
+        assert "80.00" in Page(write_report(run)).text
+
+
+class TestNames:
+    def test_nothing_in_a_run_becomes_markup(self, tmp_path: Path) -> None:
+        outcome = results()
+        outcome["test"]["mistakes"][0]["name"] = NASTY[1]
+        outcome["claims"][0] |= {"source": NASTY[0], "note": NASTY[1], "how": NASTY[2]}
+        overrides = ("data.source=folder:<img src=x onerror=alert(1)>",)
+        run = make_run(tmp_path / "<i>run<i>", *overrides, names=NASTY, outcome=outcome)
+        record = json.loads((run / "run.json").read_text())
+        record["argv"] = NASTY
+        record["versions"] = {NASTY[1]: NASTY[0]}
+        (run / "run.json").write_text(json.dumps(record))
+        page = Page(write_report(run))
+        assert len(page.has("script")) == 1
+        for tag in ("b", "i"):
+            attributes = [found for found in page.has(tag) if "style" not in found]
+            assert not attributes
+        assert not page.has("img", src="x")
+        for name in (NASTY[0], NASTY[1], NASTY[2], NASTY[4], NASTY[5], NASTY[6]):
+            assert name in page.text
+        assert "lone \\ud83d surrogate \ufffd nul" in page.text
+        assert NASTY[8] in page.text  # long, and whole in the table
+        assert "\x00" not in page.html
+        assert "<i>run<i>" in page.text
+
+    def test_a_token_is_never_shown(self, tmp_path: Path, undrawn: None) -> None:
+        run = make_run(tmp_path / "run")
+        record = json.loads((run / "run.json").read_text())
+        token = "hf_" + "aB3" * 10
+        record["argv"] = ["finetune", "train", f"data.source=hub:x?token={token}"]
+        (run / "run.json").write_text(json.dumps(record))
+        page = Page(write_report(run))
+        assert token not in page.html
+        assert "hf_…" in page.text
+
+
+class TestComparison:
+    @pytest.fixture
+    def runs(self, tmp_path: Path) -> list[Path]:
+        return [
+            make_run(tmp_path / f"lr{lr}-s{seed}", f"optim.lr={lr}", f"run.seed={seed}")
+            for lr in (0.1, 0.2)
+            for seed in (0, 1)
+        ]
+
+    def test_several_runs_are_compared(
+        self, runs: list[Path], tmp_path: Path, undrawn: None
+    ) -> None:
+        found = report([str(run) for run in runs])
+        assert found == {
+            "reports": [str(run / "report.html") for run in runs],
+            "comparison": str(tmp_path / "comparison.html"),
+        }
+        page = Page(tmp_path / "comparison.html")
+        assert "4 runs compared" in page.words
+        assert "2 recipes: lr0.1, lr0.2" in page.words
+        assert "80.00 ± 0.00\u202f%".replace("\u202f", " ") in page.words.replace("\u202f", " ")
+        assert "optim.lr" in page.text
+        assert "data.batch_size" not in page.text
+        assert len(page.has("svg")) == 4
+        links = [found["href"] for found in page.has("a") if not found["href"].startswith("#")]
+        assert links == [f"{run.name}/report.html" for run in runs]
+        assert len(page.has("span", **{"class": "badge good"})) == 4 * 3
+
+    def test_elsewhere(self, runs: list[Path], tmp_path: Path, undrawn: None) -> None:
+        out = tmp_path / "deep" / "er"
+        found = report([str(run) for run in runs], out=str(out))
+        assert found["comparison"] == str(out / "comparison.html")
+        links = [a["href"] for a in Page(out / "comparison.html").has("a")]
+        assert f"../../{runs[0].name}/report.html" in links
+        file = tmp_path / "other.html"
+        assert report([str(run) for run in runs], out=str(file))["comparison"] == str(file)
+
+    def test_runs_of_different_folders(self, tmp_path: Path, undrawn: None) -> None:
+        runs = [make_run(tmp_path / name / "run") for name in ("a", "b")]
+        assert report(map(str, runs))["comparison"] == str(tmp_path / "comparison.html")
+
+    def test_odd_names_are_linked(self, tmp_path: Path, undrawn: None) -> None:
+        runs = [make_run(tmp_path / name) for name in ('"<a>&#?%', "plain")]
+        report(map(str, runs))
+        page = Page(tmp_path / "comparison.html")
+        assert page.has("a", href="%22%3Ca%3E%26%23%3F%25/report.html")
+        assert '"<a>&#?%' in page.text
+
+    def test_without_pages_there_are_no_links(
+        self, runs: list[Path], tmp_path: Path, undrawn: None
+    ) -> None:
+        page = Page(compare(runs, tmp_path / "c.html"))
+        assert all(found["href"].startswith("#") for found in page.has("a"))
+
+    def test_an_unfinished_run_among_them(
+        self, runs: list[Path], tmp_path: Path, undrawn: None
+    ) -> None:
+        make_run(tmp_path / "late", status="running", lines=history(steps=10))
+        page = Page(compare([*runs, tmp_path / "late"], tmp_path / "c.html"))
+        assert page.has("span", **{"class": "badge wait"})
+
+    def test_none_is_finished(self, tmp_path: Path, undrawn: None) -> None:
+        runs = [make_run(tmp_path / n, status="running", lines=history(steps=10)) for n in "ab"]
+        page = Page(compare(runs, tmp_path / "c.html"))
+        assert not page.has("div", role="img")
+
+
+class TestVerb:
+    def test_one_run(self, tmp_path: Path, undrawn: None) -> None:
+        run = make_run(tmp_path / "run")
+        found = report([str(run)])
+        assert found == {"reports": [str(run / "report.html")], "comparison": None}
+        assert report([str(run)] * 2) == found
+        out = tmp_path / "pages"
+        assert report([str(run)], out=str(out))["reports"] == [str(out / "report.html")]
+        file = str(tmp_path / "x" / "my.html")
+        assert report([str(run)], out=file)["reports"] == [file]
+        assert "run" in Page(Path(file)).text
+
+    def test_all_are_read_before_one_is_written(self, tmp_path: Path) -> None:
+        run = make_run(tmp_path / "run")
+        with pytest.raises(RecipeError, match="does not exist"):
+            report([str(run), str(tmp_path / "nowhere")])
+        assert not (run / "report.html").exists()
+
+    def test_nothing_is_named(self, tmp_path: Path) -> None:
+        for call in (lambda: report([]), lambda: compare([], tmp_path / "c.html")):
+            with pytest.raises(RecipeError, match="no run is named"):
+                call()
+
+    def test_out_that_cannot_be(self, tmp_path: Path) -> None:
+        run = make_run(tmp_path / "run")
+        (tmp_path / "file").write_text("x")
+        with pytest.raises(RecipeError, match="--out: is empty"):
+            report([str(run)], out="")
+        with pytest.raises(RecipeError, match=r"is a file without \.html"):
+            report([str(run)], out=str(tmp_path / "file"))
+
+    def test_damage_is_named(self, tmp_path: Path) -> None:
+        run = make_run(tmp_path / "run")
+        (run / "results.json").write_text("{")
+        with pytest.raises(CheckpointError, match=r"results\.json: cannot be read as JSON"):
+            report([str(run)])
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A headless Chromium, where there is one."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if CHROMIUM is None:
+        pytest.skip("no chromium on the path")
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A page of each kind, with class names that bite and wide tables."""
+    folder = tmp_path_factory.mktemp("browser")
+    runs = [make_run(folder / f"run-s{n}", f"run.seed={n}", names=NASTY) for n in range(3)]
+    late = make_run(folder / "late", status="running", lines=history(steps=20))
+    many = figures(60)
+    make_run(folder / "many", outcome=results(test=many, val=many), names=[NASTY[8]] * 60)
+    return {
+        "run": write_report(runs[0]),
+        "comparison": compare([*runs, late], folder / "comparison.html"),
+        "unfinished": write_report(late),
+        "many classes": write_report(folder / "many"),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["run", "comparison", "unfinished", "many classes"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_in_a_browser(browser: Any, pages: dict[str, Path], kind: str, width: int) -> None:
+    grounds = {}
+    for scheme in ("light", "dark"):
+        context = browser.new_context(viewport={"width": width, "height": 844}, color_scheme=scheme)
+        page = context.new_page()
+        said: list[str] = []
+        asked: list[str] = []
+        page.on("console", lambda message, said=said: said.append(message.text))
+        page.on("pageerror", lambda error, said=said: said.append(str(error)))
+        page.on("request", lambda request, asked=asked: asked.append(request.url))
+        page.goto(pages[kind].as_uri())
+        assert not said
+        assert [url for url in asked if not url.startswith("data:")] == [pages[kind].as_uri()]
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        grounds[scheme] = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        svg = "getComputedStyle(document.querySelector('svg text')).fill"
+        grounds[f"{scheme} text"] = page.evaluate(svg)
+        broken = "[...document.images].filter((one) => !one.naturalWidth).length"
+        assert page.evaluate(broken) == 0
+        context.close()
+    assert len(set(grounds.values())) == 4, grounds
+
+
+@pytest.mark.slow
+def test_a_table_is_sorted_by_its_heads(browser: Any, pages: dict[str, Path]) -> None:
+    page = browser.new_page()
+    page.goto(pages["many classes"].as_uri())
+    cells = "[...document.querySelectorAll('#classes tbody tr')].map((r) => r.cells[1].innerText)"
+    head = page.locator("#classes thead th").nth(1)
+    page.locator("#classes thead button").nth(1).click()
+    assert head.get_attribute("aria-sort") == "descending"
+    assert page.evaluate(cells)[-1] == "0"
+    page.locator("#classes thead button").nth(1).click()
+    assert head.get_attribute("aria-sort") == "ascending"
+    assert page.evaluate(cells)[0] == "0"
+    page.close()

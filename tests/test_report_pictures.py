@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from report_runs import figures, make_run, results
+
+from finetune.data.items import ArrayItems
+from finetune.data.sources import Split, open_source
+from finetune.report.data import read_run
+from finetune.report.pictures import mistake_rows, why_none
+
+
+def picture(uri: str) -> np.ndarray:
+    head, _, body = uri.partition(",")
+    assert head == "data:image/png;base64"
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(body))))
+
+
+class TestMistakes:
+    def test_pictures_are_the_images_of_the_data(self, tmp_path: Path) -> None:
+        rows, note = mistake_rows(read_run(make_run(tmp_path / "run")), None)
+        assert note == ""
+        assert len(rows) == 3
+        split = open_source("embedded:digits").splits["test"]
+        for index, row in enumerate(rows):
+            assert np.array_equal(picture(row["picture"]), split.read(index))
+            assert row["small"]
+            assert row["name"] == split.name_of(index)
+            assert row["label"] == str(split.labels[index])
+
+    def test_a_split_that_is_open_already_is_used(self, tmp_path: Path) -> None:
+        run = read_run(make_run(tmp_path / "run"))
+        run.results["test"]["mistakes"] = [{"index": 0, "label": 1, "predicted": 0, "name": "x"}]
+        pixels = np.zeros((1, 600, 300, 3), dtype=np.uint8)
+        split = Split("test", np.array([1]), ArrayItems(pixels, "mine"))
+        rows, _ = mistake_rows(run, split)
+        assert picture(rows[0]["picture"]).shape == (192, 96, 3)
+        assert not rows[0]["small"]
+
+    def test_data_that_is_gone_costs_only_the_pictures(self, tmp_path: Path) -> None:
+        path = make_run(tmp_path / "run", "data.source=folder:nowhere/at/all")
+        rows, note = mistake_rows(read_run(path), None)
+        assert len(rows) == 3
+        assert not any(row["picture"] for row in rows)
+        assert "the data cannot be opened from here" in note
+
+    def test_data_that_changed_shows_no_wrong_picture(self, tmp_path: Path) -> None:
+        run = read_run(make_run(tmp_path / "run"))
+        for one in run.results["test"]["mistakes"]:
+            one["label"] = (one["label"] + 1) % 10
+        rows, note = mistake_rows(run, None)
+        assert not any(row["picture"] for row in rows)
+        assert "no longer what the run was measured on" in note
+
+    @pytest.mark.parametrize("index", [None, -1, 10**9, "0", 1.5])
+    def test_a_place_that_is_none(self, tmp_path: Path, index: object) -> None:
+        run = read_run(make_run(tmp_path / "run"))
+        run.results["test"]["mistakes"] = [{"index": index, "label": 5}, None]
+        rows, _ = mistake_rows(run, None)
+        assert [row["picture"] for row in rows] == [""]
+
+    def test_older_runs_have_none(self, tmp_path: Path) -> None:
+        outcome = results(test={key: figures()[key] for key in ("top1", "examples")})
+        run = read_run(make_run(tmp_path / "run", outcome=outcome))
+        assert mistake_rows(run, None) == ([], "")
+        assert why_none(run) == "This run did not record single mistakes."
+        run.results["test"]["top1"] = 1.0
+        assert why_none(run).startswith("There are none")
+        del run.results["test"]
+        assert why_none(run) == "The test split was not measured."

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_runs import figures, history, make_run, results
+
+from finetune.report.data import Run, read_run
+from finetune.report.sections import (
+    claim_rows,
+    class_rows,
+    confused_pairs,
+    data_rows,
+    headline,
+    matrix,
+    provenance,
+    speed,
+    status,
+    training_rate,
+)
+
+
+@pytest.fixture
+def done(tmp_path: Path) -> Run:
+    return read_run(make_run(tmp_path / "run"))
+
+
+def unfinished(path: Path, said: str = "running", **changes: Any) -> Run:
+    return read_run(make_run(path / "run", status=said, **changes))
+
+
+class TestStatus:
+    def test_done(self, done: Run) -> None:
+        assert status(done) == {"kind": "done", "text": "done"}
+
+    @pytest.mark.parametrize(
+        "said, kind",
+        [("running", "running"), ("failed (6)", "failed"), ("stopped (143)", "failed")],
+    )
+    def test_not_done(self, tmp_path: Path, said: str, kind: str) -> None:
+        found = status(unfinished(tmp_path, said, lines=history(steps=20)))
+        assert found["kind"] == kind
+        assert "20 of 40 steps" in found["text"]
+        assert found["text"].startswith(said)
+
+    def test_at_the_very_end_it_is_done(self, done: Run) -> None:
+        done.record["status"] = "running"
+        assert status(done)["kind"] == "done"
+        done.results["steps"] = 80  # of an earlier run in this folder
+        assert status(done)["kind"] == "running"
+
+
+class TestHeadline:
+    def test_the_key_figures(self, done: Run) -> None:
+        tiles = {tile["label"]: (tile["value"], tile["note"]) for tile in headline(done)}
+        assert tiles == {
+            "Test top-1": ("80.00\u202f%", "on 400 images"),
+            "Test top-5": ("99.00\u202f%", ""),
+            "Test loss": ("0.6000", "nats"),
+            "Calibration error": ("0.0310", "test, ECE"),
+            "Validation top-1": ("70.00\u202f%", "on 400 images"),
+            "Kept step": ("20", "of 40 steps"),
+            "Parameters": ("1.02\u202fM", "1.45\u202fk trained"),
+        }
+
+    def test_an_unfinished_run_shows_the_last_lines(self, tmp_path: Path) -> None:
+        tiles = headline(unfinished(tmp_path, lines=history(steps=30)))
+        found = {tile["label"]: (tile["value"], tile["note"]) for tile in tiles}
+        assert found["Validation top-1"] == ("40.00\u202f%", "at step 20")
+        assert found["Training loss"] == ("1.1000", "at step 30")
+        assert "Kept step" not in found
+
+
+class TestClasses:
+    def test_every_class_with_its_gaps(self, done: Run) -> None:
+        rows = class_rows(done, "test")
+        assert len(rows) == 10
+        assert rows[0] == {"name": "0", "support": 40, "recall": 0.75, "precision": 0.5, "f1": 0.6}
+        assert rows[-1]["recall"] is None
+
+    def test_the_worst_pairs_come_first(self, done: Run) -> None:
+        pairs = confused_pairs(done, "test")
+        assert len(pairs) == 12
+        row_sum = 33 + 17 + 8
+        first = {"true": "3", "predicted": "5", "count": 17, "share": 17 / row_sum}
+        assert pairs[0] == first
+        assert [pair["count"] for pair in pairs[1:]] == [1] * 11
+
+    @pytest.mark.parametrize("broken", [None, 5, [[1, 2]], [[1, None], [0, 1]], [1], [[math.nan]]])
+    def test_no_matrix_that_is_not_square(self, tmp_path: Path, broken: Any) -> None:
+        test = {**figures(), "confusion": broken, "per_class": None}
+        run = read_run(make_run(tmp_path / "run"))
+        run.results["test"] = test
+        assert matrix(run, "test") == []
+        assert confused_pairs(run, "test") == []
+        assert class_rows(run, "test") == []
+
+
+class TestClaims:
+    def test_each_kind(self, done: Run) -> None:
+        rows = {row["what"]: row for row in claim_rows(done)}
+        shown = {what: (row["reported"], row["measured"]) for what, row in rows.items()}
+        assert shown == {
+            "test.top1": ("80.00\u202f% ± 1.00\u202f%", "80.00\u202f%"),
+            "val.loss": ("0.1000 to 0.2000", "0.6000"),
+            "val.top1": ("rising", "+0.2 per epoch"),
+            "train.loss": ("below val.loss", "0.5000 and 0.6000"),
+            "val.ece, epoch 9": ("0.1000 ± 0.0000", "–"),
+        }
+        assert rows["val.ece, epoch 9"]["verdict"] == "not measured"
+        assert rows["train.loss"]["note"] == "a note"
+        assert rows["test.top1"]["source"] == "table 1"
+
+    def test_a_damaged_answer_breaks_nothing(self, tmp_path: Path) -> None:
+        outcome = results(claims=[None, {}, {"metric": 5, "between": 3, "measured": math.nan}])
+        rows = claim_rows(read_run(make_run(tmp_path / "run", outcome=outcome)))
+        assert [row["verdict"] for row in rows] == ["not measured"] * 2
+        assert rows[1]["reported"] == "–"
+
+
+class TestSpeed:
+    def test_rates_time_and_share(self, done: Run) -> None:
+        found = speed(done)
+        rows = dict(found["rows"])
+        assert training_rate(done) == 525.0  # the median of 510, 520, 530, 540
+        assert rows["Training"].startswith("525 images/s")
+        assert rows["Evaluation"] == "1,234 images/s"
+        assert rows["Time"] == "10.0\u202fs"
+        spent = 400 / 520 + 400 / 540
+        assert found["share"] == [
+            ("training", pytest.approx(1 - spent / 10)),
+            ("validation", pytest.approx(spent / 10)),
+        ]
+
+    def test_without_lines_there_are_dashes(self, tmp_path: Path) -> None:
+        run = read_run(make_run(tmp_path / "run", lines=[]))
+        found = speed(run)
+        assert dict(found["rows"])["Training"] == "–"
+        assert found["share"] == []
+
+
+class TestFacts:
+    def test_data_says_who_chose_and_what_was_read_once(self, done: Run) -> None:
+        rows = dict(data_rows(done))
+        assert rows["Source"] == "embedded:digits"
+        assert rows["Train images"] == "1,293"
+        assert rows["Who chose the weights"] == (
+            "validation, by val.top1; the test split had no part in it"
+        )
+        assert rows["Test"] == "read once, at the end"
+
+    def test_data_without_validation(self, tmp_path: Path) -> None:
+        run = unfinished(tmp_path, lines=history(validate=False))
+        rows = dict(data_rows(run))
+        assert rows["Who chose the weights"].startswith("nobody: there is no validation split")
+        assert rows["Test"] == "not read"
+
+    def test_skipped_steps_and_images_left_out_are_said(self, done: Run) -> None:
+        done.results["skipped_steps"] = 2
+        done.plan["images_read"] = 1290
+        rows = dict(data_rows(done))
+        assert rows["Skipped steps"].startswith("2, ")
+        assert rows["Read of train"].startswith("1,290")
+
+    def test_provenance_leaves_out_what_is_not_known(self, done: Run) -> None:
+        rows = dict(provenance(done))
+        assert rows["Device"] == "A processor, cpu, 1 thread"
+        assert rows["Weights sha256"] == "60d8"
+        assert rows["Versions"] == "python 3.11.7, torch 2.15.0"
+        assert rows["Command"] == "finetune train r.yaml"
+        assert "Weights licence" not in rows
+        assert "None" not in "".join(rows.values())

@@ -9,7 +9,6 @@ another; at the end the best weights become `model/` and the test split is read,
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -24,16 +23,14 @@ from accelerate.utils import (
     broadcast_object_list,
     parse_flag_from_env,
 )
-from torch import nn
 
-from finetune.card import write_card
-from finetune.claims import answer
 from finetune.data.feed import Feed
 from finetune.errors import FinetuneError, Interrupted, RecipeError, SetupError, nearest
+from finetune.finish import finish
 from finetune.job import open_job
 from finetune.live import Live
-from finetune.metrics import Counts
-from finetune.models.build import save_model, set_train_mode
+from finetune.measure import evaluate
+from finetune.models.build import set_train_mode
 from finetune.progress import Meter, StopSignals, bar, say
 from finetune.provenance import pick_precision, requested_processes
 from finetune.recipe import Recipe, RunSection
@@ -125,6 +122,7 @@ def train(
     live = Live(job, accelerator, run)
     job.stream.micro_batches(0, rank=accelerator.process_index, world=world)
     precision = accelerator.mixed_precision.replace("no", "fp32")
+    _on_main(accelerator, lambda: _check_destination(recipe))
     if dry_run:
         return {**job.plan(), "precision": precision, "num_processes": world}
     try:
@@ -145,7 +143,11 @@ def train(
             if recipe.run.trackers:
                 accelerator.init_trackers("finetune")
             _fit(live, train_feed, val_feed, stop)
-            return _finish(live, val_feed)
+            results = finish(live, val_feed)
+        # The run is done: whatever the hub says, nothing of it is lost.
+        _on_main(accelerator, lambda: _publish(run, recipe))
+        accelerator.end_training()
+        return results
     finally:
         run.close()
 
@@ -192,35 +194,6 @@ def _fit(live: Live, train_feed: Feed, val_feed: Feed | None, stop: StopSignals)
                 )
 
 
-def evaluate(
-    model: nn.Module, feed: Feed, accelerator: Accelerator, *, batch_size: int
-) -> dict[str, Any]:
-    """Measure a network on a split, each image counted once over all ranks.
-
-    Args:
-        model: the network, not wrapped by DDP.
-        feed: of the split.
-        accelerator: from `launch`.
-        batch_size: images at once on this rank.
-    Returns: `Counts.result()` and "images_per_second" of all ranks together.
-    Raises: DivergedError if a logit is not finite.
-    """
-    started = time.perf_counter()
-    counts = Counts(feed.num_classes, device=accelerator.device)
-    model.eval()
-    batches = feed.once(
-        rank=accelerator.process_index, world=accelerator.num_processes, batch_size=batch_size
-    )
-    with torch.no_grad(), accelerator.autocast():
-        for batch in batches:
-            logits_BK = model(batch.images_BCHW).float()
-            counts.add(logits_BK[: len(batch.labels_B)], batch.labels_B)
-    sums = torch.as_tensor(accelerator.reduce(counts.tensor(), "sum"))
-    result = Counts(feed.num_classes, device=accelerator.device).load(sums).result()
-    elapsed = time.perf_counter() - started
-    return {**result, "images_per_second": round(result["examples"] / elapsed, 2)}
-
-
 def _on_main(accelerator: Accelerator, work: Callable[[], _Result]) -> _Result:
     """Do something on rank 0; every rank gets its answer, or its error."""
     outcome: list[Any] = [None, None]
@@ -236,59 +209,30 @@ def _on_main(accelerator: Accelerator, work: Callable[[], _Result]) -> _Result:
     return answer
 
 
+def _check_destination(recipe: Recipe) -> None:
+    """Find out before training whether the model can be pushed after it."""
+    if recipe.run.push_to:
+        from finetune.hub.rights import check_rights
+
+        check_rights(recipe.run.push_to, private=recipe.run.push_private)
+
+
+def _publish(run: RunDir, recipe: Recipe) -> None:
+    """Push the model if the recipe says so, and note the commit."""
+    if recipe.run.push_to:
+        from finetune.hub.push import push
+
+        pushed = push(run.path, recipe.run.push_to, private=recipe.run.push_private)
+        run.write_json("run.json", {**(run.read_json("run.json") or {}), "pushed": pushed})
+        say(f"pushed to {pushed['url']}, commit {pushed['commit']}")
+
+
 def _heed(stop: StopSignals, run: RunDir) -> None:
     """End before the first step if a signal has come."""
     if stop.received:
         raise Interrupted(
             f"{run.path}: stopped before training went on; continue with --resume", stop.received
         )
-
-
-def _finish(live: Live, val_feed: Feed | None) -> dict[str, Any]:
-    """Measure the best weights, read the test split once, and write results.json and model/."""
-    job, run, accelerator = live.job, live.run, live.accelerator
-    batch_size = live.recipe.data.eval_batch_size
-    best_step, weights = live.load_best()
-    results: dict[str, Any] = {}
-    if val_feed is not None:
-        results["val"] = evaluate(live.evaluated(), val_feed, accelerator, batch_size=batch_size)
-    results |= {"best_step": best_step, "steps": live.counters.step}
-    results |= {"skipped_steps": live.counters.skipped}
-    # Published before the test split is touched: a test image that cannot be read costs no model.
-    _publish(live, results, weights)
-    if (test := job.source.splits.get("test")) is not None:
-        feed = job.feed(test, train=False)
-        results["test"] = evaluate(live.evaluated(), feed, accelerator, batch_size=batch_size)
-    if live.main:
-        history = run.history()
-        lines = (line for line in reversed(history) if line["split"] == "train")
-        results["train"] = next(lines, {})
-        claims = [claim.model_dump() for claim in live.recipe.claims]
-        results["claims"] = answer(claims, history, results, job.steps_per_epoch)
-        _publish(live, results, weights)
-        run.write_json("results.json", results)
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
-    return results
-
-
-def _publish(live: Live, results: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
-    """Write model/ on rank 0, with a card that says what is known so far."""
-    if not live.main:
-        return
-    job = live.job
-    names = job.source.class_names
-    live.run.publish_model(
-        lambda folder: save_model(
-            folder,
-            job.built,
-            weights,
-            class_names=names,
-            preprocessing=job.preprocessing,
-            card=write_card(job.recipe, job.built.provenance, results, names),
-        ),
-        needed=sum(tensor.nbytes for tensor in weights.values()),
-    )
 
 
 def _postfix(line: dict[str, Any]) -> dict[str, str]:

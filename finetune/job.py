@@ -199,6 +199,11 @@ def open_job(
             f"data.batch_size: {data.batch_size} is more than the {num_samples} training images; "
             "each step takes some of them several times"
         )
+    if recipe.run.patience is not None and "val" not in source.splits:
+        raise RecipeError(
+            "run.patience: there is no validation split to wait on; set data.val_fraction, or "
+            "remove the key"
+        )
     built = _build(recipe, num_classes=len(source.class_names))
     preprocessing = _preprocessing(recipe, built, notice)
     evaluation = data.eval or default_eval(preprocessing)

@@ -23,6 +23,7 @@ from finetune.recipe_types import (
     Metric,
     Range,
     Real,
+    Repository,
     Size,
     Std,
     Text,
@@ -238,6 +239,12 @@ class RunSection(Section):
         10, ge=0, description="steps in a row with a loss that is not finite before giving up"
     )
     trackers: tuple[Text, ...] = Field((), description="Accelerate's trackers: tensorboard, …")
+    push_to: Repository | None = Field(
+        None, description="owner/name on the hub; checked before training, pushed to after it"
+    )
+    push_private: StrictBool = Field(
+        False, description="make the repository of push_to a private one"
+    )
 
 
 class Claim(Section):

@@ -23,6 +23,7 @@ __all__ = [
     "Metric",
     "Range",
     "Real",
+    "Repository",
     "Size",
     "Std",
     "Text",
@@ -36,6 +37,7 @@ __all__ = [
 _NUMBER = re.compile(r"[-+]?(?:(?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
 _LARGEST_WHOLE = 2**53  # beyond it a float cannot count
 _METRIC = re.compile(r"(train|val|test)\.(top1|top5|loss|ece)")
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
 _WHEN = re.compile(r"end|first|best|(after )?epoch [1-9][0-9]*")
 
 
@@ -153,6 +155,12 @@ def _metric(value: str) -> str:
     return value
 
 
+def _repository(value: str) -> str:
+    if not _REPOSITORY.fullmatch(value):
+        raise _expected("owner/name of a repository on the hub")
+    return value
+
+
 def _when(value: str) -> str:
     if not _WHEN.fullmatch(value):
         raise _expected("'end', 'first', 'best', 'epoch N' or 'after epoch N'")
@@ -167,6 +175,7 @@ Blocks = Annotated[Literal["none", "backbone"] | int, BeforeValidator(_freeze)]
 Arguments = Annotated[dict[str, Any], BeforeValidator(_plain_values)]
 TrainSentence = Annotated[Text, AfterValidator(_train_sentence)]
 EvalSentence = Annotated[Text, AfterValidator(_eval_sentence)]
+Repository = Annotated[Text, AfterValidator(_repository)]
 Metric = Annotated[Text, AfterValidator(_metric)]
 When = Annotated[Text, AfterValidator(_when)]
 _Colour = Annotated[Real, Field(ge=0, le=1)]

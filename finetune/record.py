@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from finetune.errors import DataError, Interrupted, RecipeError, SetupError
@@ -17,12 +18,21 @@ from finetune.provenance import describe_machine
 from finetune.recipe import Recipe, load_recipe
 from finetune.rundir import RunDir, write_atomically
 
-__all__ = ["begin", "note_plan", "status_kept"]
+__all__ = ["begin", "learned", "note_plan", "recipe_of", "status_kept"]
 
 # A resumed run may differ in these: they change where and how fast, not what is learned.
 _FREE_KEYS = {
     "data": {"micro_batch", "eval_batch_size", "keep", "workers", "unreadable"},
-    "run": {"log_every", "save_every", "keep_checkpoints", "num_processes", "threads", "trackers"},
+    "run": {
+        "log_every",
+        "save_every",
+        "keep_checkpoints",
+        "num_processes",
+        "threads",
+        "trackers",
+        "push_to",
+        "push_private",
+    },
 }
 
 
@@ -83,6 +93,22 @@ def begin(
     return start
 
 
+def recipe_of(model: str | Path) -> Recipe | None:
+    """The recipe of a run directory; None for a model folder or a name on the hub."""
+    folder = Path(model)
+    is_run = (folder / "run.json").is_file() and (folder / "recipe.yaml").is_file()
+    return load_recipe(folder / "recipe.yaml") if is_run else None
+
+
+def learned(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """The keys of a recipe that decide what is learned, by section."""
+    sections = recipe.model_dump(include={"model", "data", "optim", "run"})
+    return {
+        section: {key: v for key, v in keys.items() if key not in _FREE_KEYS.get(section, ())}
+        for section, keys in sections.items()
+    }
+
+
 def _check_same(
     run: RunDir,
     recipe: Recipe,
@@ -92,12 +118,12 @@ def _check_same(
     fingerprints: dict[str, str],
 ) -> None:
     """Refuse to continue a run whose recipe or data is another one, and show the difference."""
-    old, new = load_recipe(run.path / "recipe.yaml").model_dump(), recipe.model_dump()
+    old, new = learned(load_recipe(run.path / "recipe.yaml")), learned(recipe)
     differences = [
         f"{section}.{key}: the run has {old[section][key]!r}, now {new[section][key]!r}"
-        for section in ("model", "data", "optim", "run")
+        for section in new
         for key in new[section]
-        if old[section][key] != new[section][key] and key not in _FREE_KEYS.get(section, ())
+        if old[section][key] != new[section][key]
     ]
     if differences:
         raise RecipeError(

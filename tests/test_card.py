@@ -2,38 +2,173 @@
 
 from __future__ import annotations
 
-import yaml
+from typing import Any
 
-from finetune.card import write_card
-from finetune.recipe import parse_recipe
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+
+from finetune.card import Facts, write_card
+from finetune.recipe import Recipe, parse_recipe
 
 RECIPE = parse_recipe(
-    "model: {name: embedded:vit_nano}\ndata: {source: 'embedded:digits'}\n"
+    "model: {name: vit_base_patch16_224.augreg_in21k}\n"
+    "data: {source: 'hub:uoft-cs/cifar10@main:plain_text'}\n"
     "optim: {lr: 1e-3, steps: 5}\n"
 )
-FIGURES = {"examples": 355, "top1": 0.98765, "top5": 1.0, "loss": 0.1, "ece": 0.02}
+TEST = {"examples": 355, "top1": 0.98765, "top5": 1.0, "loss": 0.1, "ece": 0.02}
+WEIGHTS = {
+    "source": "vit_base_patch16_224.augreg_in21k",
+    "repository": "timm/vit_base_patch16_224.augreg_in21k",
+    "revision": "c0ffee",
+    "sha256": "ab" * 32,
+    "license": "apache-2.0",
+}
 
 
-def card(**changes) -> str:
-    results = {"steps": 5, "best_step": 4, "test": FIGURES, **changes}
-    provenance = {"source": "embedded:vit_nano", "sha256": "ab" * 32, "license": "apache-2.0"}
-    return write_card(RECIPE, provenance, results, [f"class {i}" for i in range(40)])
+def facts(**changes: Any) -> Facts:
+    known: dict[str, Any] = {
+        "recipe": RECIPE,
+        "record": {
+            "versions": {"torch": "2.15.0"},
+            "commit": "abc123",
+            "precision": "bf16",
+            "num_processes": 2,
+            "device": {"type": "cpu", "name": "A processor"},
+            "data_fingerprint": "f" * 64,
+            "plan": {
+                "images": {"train": 900, "val": 100, "test": 355},
+                "eval_pipeline": "resize(384)",
+            },
+        },
+        "results": {"steps": 5, "best_step": 4, "test": TEST},
+        "config": {
+            "label_names": [f"class {i}" for i in range(40)],
+            "pretrained_cfg": {
+                "input_size": [3, 384, 384],
+                "mean": [0.5, 0.5, 0.5],
+                "std": [0.5, 0.5, 0.5],
+                "interpolation": "bicubic",
+            },
+        },
+        "sha256": "cd" * 32,
+        "weights": WEIGHTS,
+        "repository": "alice/my-vit",
+    }
+    return Facts(**{**known, **changes})
 
 
-def test_the_head_is_yaml_and_the_figures_are_the_runs() -> None:
-    head, body = card().split("---\n", 2)[1:]
-    assert yaml.safe_load(head) == {
+def test_the_head_says_what_the_hub_asks_for() -> None:
+    head, _ = write_card(facts()).split("---\n", 2)[1:]
+    found = yaml.safe_load(head)
+    index = found.pop("model-index")
+    assert found == {
+        "license": "apache-2.0",
         "library_name": "timm",
         "pipeline_tag": "image-classification",
-        "tags": ["image-classification", "timm"],
-        "license": "apache-2.0",
+        "tags": ["image-classification", "timm", "finetune"],
+        "datasets": ["uoft-cs/cifar10"],
+        "metrics": ["accuracy"],
+        "base_model": "timm/vit_base_patch16_224.augreg_in21k",
+        "base_model_relation": "finetune",
     }
-    assert "| test | 355 | 0.9877 | 1.0000 | 0.1000 | 0.0200 |" in body
-    assert "| val |" not in body
-    assert "and 10 more" in body
-    assert "those of step 4" in body
+    metrics = index[0]["results"][0]["metrics"]
+    assert index[0]["name"] == "my-vit"
+    assert {one["type"]: one["value"] for one in metrics} == {
+        "accuracy": 0.98765,
+        "top-5-accuracy": 1.0,
+        "cross-entropy": 0.1,
+        "expected-calibration-error": 0.02,
+    }
+    assert all(type(one["value"]) is float for one in metrics)
+
+
+def test_the_clients_own_reader_takes_the_card() -> None:
+    card = ModelCard(write_card(facts()))
+    assert card.data.eval_results[0].metric_value == TEST["top1"]
+    assert card.data.license == "apache-2.0"
+
+
+def test_the_figures_are_the_runs_and_seeds_have_a_spread() -> None:
+    other = {"test": {**TEST, "top1": 0.96755}}
+    text = write_card(facts(seeds=[(0, {"test": TEST}), (1, other)]))
+    assert "| test | 355 | 0.9877 | 1.0000 | 0.1000 | 0.0200 |" in text
+    assert "| test, mean ± std of 2 seeds (0, 1) | 355 | 0.9776 ± 0.0142 |" in text
+    assert "| val |" not in text
+    assert "and 10 more" in text
+    assert "step 4" in text
+
+
+def test_a_reader_finds_what_he_needs_to_judge_and_to_repeat() -> None:
+    results = {
+        "steps": 5,
+        "best_step": 4,
+        "test": {**TEST, "calibrated": {"temperature": 1.31, "ece": 0.011, "loss": 0.09}},
+        "claims": [
+            {
+                "metric": "test.top1",
+                "when": "end",
+                "value": 0.9895,
+                "tolerance": 0.0015,
+                "source": "A paper, table 5",
+                "measured": 0.98765,
+                "verdict": "not met",
+            }
+        ],
+    }
+    text = write_card(facts(results=results, pictures=["curves.png", "confusion.png"]))
+    for part in (
+        'timm.create_model("hf-hub:alice/my-vit", pretrained=True)',
+        'finetune.Classifier.load("hf-hub:alice/my-vit")',
+        'pipeline("image-classification", model="alice/my-vit")',
+        "a temperature fitted on the validation split, brings the test calibration error to 0.0110",
+        "| test.top1 | A paper, table 5 | 98.95 % ± 0.15 % | 98.77 % | not met |",
+        "- val: 100 images; they alone chose the weights",
+        "- test: 355 images, read once",
+        "bf16 on 2 processes (A processor)",
+        "](curves.png)",
+        "](confusion.png)",
+        "revision `c0ffee`",
+        f"sha256 `{'cd' * 32}`",
+        "torch 2.15.0",
+        "`abc123`",
+    ):
+        assert part in text, part
+    assert "](reliability.png)" not in text
 
 
 def test_the_recipe_in_the_card_is_the_recipe() -> None:
-    text = card().split("```yaml\n")[1].split("```")[0]
+    text = write_card(facts()).split("```yaml\n")[1].split("```")[0]
     assert parse_recipe(text) == RECIPE
+
+
+@pytest.mark.parametrize("name", ["<script>x</script>", "a|b", "two\nlines", "[x](javascript:1)"])
+def test_class_names_are_text_and_no_markup(name: str) -> None:
+    config = {**facts().config, "label_names": [name, "other"]}
+    text = write_card(facts(config=config))
+    line = next(line for line in text.splitlines() if line.startswith("Classes (2)"))
+    assert "<" not in line
+    assert "](" not in line
+    assert line.endswith(", other.")
+
+
+def test_random_weights_have_no_base_and_local_data_a_name() -> None:
+    recipe: Recipe = parse_recipe(
+        "model: {name: vit_tiny_patch16_224, pretrained: false}\n"
+        "data: {source: 'folder:photos'}\noptim: {lr: 1, steps: 5}\n"
+    )
+    text = write_card(
+        facts(
+            recipe=recipe,
+            weights={},
+            repository=None,
+            results={"steps": 5, "best_step": 5, "val": TEST},
+        )
+    )
+    head = yaml.safe_load(text.split("---\n")[1])
+    assert "base_model" not in head
+    assert "license" not in head
+    assert "model-index" not in head  # nothing was tested
+    assert head["datasets"] == ["photos"]
+    assert "trained from random weights on photos" in text
+    assert "licence of the weights that it started from is not recorded" in text

@@ -29,6 +29,7 @@ from finetune.errors import (
     RecipeError,
     SetupError,
 )
+from finetune.evidence import PUBLISHED
 from finetune.job import Job, open_job
 from finetune.live import Live
 from finetune.recipe import Recipe, parse_recipe
@@ -87,11 +88,7 @@ def test_a_run_leaves_what_the_design_promises(plain) -> None:
     assert {"recipe.yaml", "run.json", "metrics.jsonl", "results.json"} <= {
         entry.name for entry in out.iterdir()
     }
-    assert {entry.name for entry in (out / "model").iterdir()} == {
-        "config.json",
-        "model.safetensors",
-        "README.md",
-    }
+    assert {entry.name for entry in (out / "model").iterdir()} == set(PUBLISHED)
     record = json.loads((out / "run.json").read_text())
     assert record["status"] == "done"
     assert record["plan"]["steps"] == 12

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from finetune.errors import RecipeError
 from finetune.job import Job, open_job
 from finetune.recipe import parse_recipe
 
@@ -93,6 +94,12 @@ def test_quarantine_shortens_the_stream(image_folder) -> None:
     left = job.num_samples + len(job.source.splits["val"])
     assert job.num_samples in (before, before - 1)
     assert left in (23, 24)
+
+
+def test_patience_needs_something_to_wait_on() -> None:
+    with pytest.raises(RecipeError, match="no validation split"):
+        job_of("run.patience=3", "data.val_fraction=0")
+    job_of("run.patience=3")
 
 
 def test_the_plan_says_what_would_happen() -> None:

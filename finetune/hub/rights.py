@@ -1,0 +1,169 @@
+"""Whether a push would be allowed: names, the token, the owner, what there is already.
+
+The client's `create_repo(exist_ok=True)` succeeds for whoever may read the repository, so that it
+proves nothing; every right is asked for here, and nothing is created.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from huggingface_hub import constants
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.utils import validate_repo_id
+
+from finetune.errors import FinetuneError, HubError, RecipeError
+from finetune.hub.calls import ANSWER_SECONDS, Fault, Hub, status_of
+
+__all__ = ["MAIN", "Found", "check_names", "check_privacy", "check_rights", "find"]
+
+MAIN = "main"
+
+
+def check_rights(repository: str, *, private: bool = False, revision: str | None = None) -> None:
+    """Make sure that a push would be allowed, without creating anything.
+
+    Args:
+        repository: owner/name.
+        private: whether the repository shall be private.
+        revision: the branch; by default main.
+    Raises: RecipeError for a name that cannot be one, HubError for what the hub would refuse.
+    """
+    check_names(repository, revision)
+    hub = Hub(repository)
+    with hub.explained():
+        find(hub, private=private, revision=revision or MAIN)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the hub says of the repository before anything is changed."""
+
+    exists: bool
+    branches: Sequence[str] = ()
+
+
+def check_names(repository: str, revision: str | None) -> None:
+    """Refuse what is no owner/name, or no branch. Raises: RecipeError with the nearest name."""
+    bare = re.sub(r"^(hf-hub:|https?://[^/]+/)", "", repository).split("@")[0].strip("/ ")
+    try:
+        validate_repo_id(repository)
+        if repository.count("/") != 1:
+            raise HFValidationError("write owner/name")
+    except HFValidationError:
+        name = re.sub(r"[^\w.-]+", "-", bare.split("/")[-1]).strip("-.") or "name"
+        owner = bare.split("/")[0] if bare.count("/") == 1 else _own_name() or "owner"
+        raise RecipeError(
+            f"'{repository}' is no repository's name; did you mean '{owner}/{name}'?"
+        ) from None
+    if revision is not None and not re.fullmatch(r"(?!-)[\w.-]+(/[\w.-]+)*", revision):
+        raise RecipeError(f"--revision: '{revision}' is no name for a branch; try 'main'")
+    if revision is not None and constants.REGEX_COMMIT_OID.fullmatch(revision):
+        raise RecipeError(f"--revision: {revision} is a commit, which cannot change; name a branch")
+
+
+def _own_name() -> str | None:
+    """The user's name where it can be had at once, for a suggestion."""
+    try:
+        hub = Hub("")
+        return str(hub.once(hub.api.whoami)["name"])
+    except (FinetuneError, Fault, HfHubHTTPError, KeyError):
+        return None
+
+
+def find(hub: Hub, *, private: bool, revision: str) -> Found:
+    """Raise the first reason for which the hub would refuse a push."""
+    user = _user(hub)
+    owner = hub.repository.split("/")[0]
+    _check_token(hub, user, owner)
+    try:
+        read = "reading the repository"
+        info = hub.call(read, hub.api.model_info, hub.repository, timeout=ANSWER_SECONDS)
+    except RepositoryNotFoundError:
+        _check_owner(hub, user, owner, writes=False)
+        return Found(exists=False)
+    check_privacy(hub, wanted=private, found=bool(info.private))
+    try:
+        writes = "asking for write access"
+        hub.call(writes, hub.api.auth_check, hub.repository, write=True)
+        known = True
+    except HfHubHTTPError as error:
+        if status_of(error) not in (401, 403, 404):
+            raise
+        known = status_of(error) != 404  # 404: a hub that has no such question
+        _check_owner(hub, user, owner, writes=known)
+    refs = hub.call("reading the branches", hub.api.list_repo_refs, hub.repository)
+    if revision in [tag.name for tag in refs.tags]:
+        raise RecipeError(f"--revision: {revision} is a tag, which does not move; name a branch")
+    return Found(exists=True, branches=[branch.name for branch in refs.branches])
+
+
+def _user(hub: Hub) -> Mapping[str, Any]:
+    try:
+        return hub.call("asking who you are", hub.api.whoami)
+    except HfHubHTTPError as error:
+        if status_of(error) not in (401, 403):
+            raise
+    raise HubError(
+        f"{hub.repository}: the hub does not accept the token of {hub.token_source}; make a new "
+        f"one at {hub.api.endpoint}/settings/tokens, then `hf auth login`"
+    )
+
+
+def _check_token(hub: Hub, user: Mapping[str, Any], owner: str) -> None:
+    """Refuse a token that may not write, where the hub tells what it may."""
+    token = (user.get("auth") or {}).get("accessToken") or {}
+    role = token.get("role")
+    more = f"{hub.api.endpoint}/settings/tokens"
+    if role == "read":
+        raise HubError(
+            f"{hub.repository}: the token of {hub.token_source} may only read; make one with "
+            f"write rights at {more}"
+        )
+    scopes = (token.get("fineGrained") or {}).get("scoped")
+    if role == "fineGrained" and scopes is not None:
+        mine = {owner.casefold(), hub.repository.casefold()}
+        for scope in scopes:
+            name = str((scope.get("entity") or {}).get("name")).casefold()
+            if name in mine and "repo.write" in (scope.get("permissions") or []):
+                return
+        raise HubError(
+            f"{hub.repository}: the fine-grained token of {hub.token_source} lacks write access to "
+            f"the repositories of {owner}; add it at {more}"
+        )
+
+
+def _check_owner(hub: Hub, user: Mapping[str, Any], owner: str, *, writes: bool) -> None:
+    """Refuse an owner in whose name the user cannot write; `writes`: the hub has said no."""
+    name = str(user.get("name"))
+    orgs = {str(org.get("name")).casefold(): org for org in user.get("orgs") or []}
+    suggestion = f"{name}/{hub.repository.split('/')[1]}"
+    if owner.casefold() != name.casefold() and owner.casefold() not in orgs:
+        known = ", ".join(str(org.get("name")) for org in orgs.values())
+        among = f" nor one of your organisations ({known})" if known else ""
+        raise HubError(
+            f"{hub.repository}: '{owner}' is neither you ({name}){among}; push to {suggestion}, or "
+            "ask to be let into the organisation"
+        )
+    if orgs.get(owner.casefold(), {}).get("roleInOrg") == "read":
+        raise HubError(
+            f"{hub.repository}: you may only read in the organisation '{owner}'; ask it for the "
+            f"role 'write', or push to {suggestion}"
+        )
+    if writes:
+        raise HubError(
+            f"{hub.repository}: it exists, and the hub does not let you ({name}) write to it; ask "
+            f"its owner, or push to another name"
+        )
+
+
+def check_privacy(hub: Hub, *, wanted: bool, found: bool) -> None:
+    """Refuse to push as private what is public already. Raises: HubError."""
+    if wanted and not found:
+        raise HubError(
+            f"{hub.repository}: is public already, and a push does not hide it; leave --private "
+            "out, push to another name, or make it private in its settings"
+        )

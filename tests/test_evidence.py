@@ -1,0 +1,136 @@
+"""What stands beside the weights: complete, the run's own, and silent about the machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from finetune.engine import train
+from finetune.errors import CheckpointError
+from finetune.evidence import PUBLISHED, publishable, refresh
+from finetune.recipe import load_recipe, parse_recipe
+from finetune.rundir import RunDir, sha256_of
+
+RECIPE = """
+model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 16,
+        args: {patch_size: 4, embed_dim: 32, depth: 1, num_heads: 2}}
+data: {source: "embedded:digits", eval: "resize(18) | center_crop"}
+optim: {lr: 3e-3, steps: 6}
+run: {precision: fp32}
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """Three runs side by side: two seeds of one recipe, and another recipe."""
+    folder = tmp_path_factory.mktemp("evidence")
+    for name, change in (("a", "run.seed=0"), ("b", "run.seed=1"), ("c", "optim.lr=1e-3")):
+        train(parse_recipe(RECIPE, overrides=[change]), folder / name)
+    return folder
+
+
+def test_a_run_ends_with_all_the_evidence(runs: Path) -> None:
+    model = runs / "a" / "model"
+    assert sorted(os.listdir(model)) == sorted(PUBLISHED)
+    for name in PUBLISHED:
+        if name.endswith(".png"):
+            with Image.open(model / name) as picture:
+                assert min(picture.size) > 200
+    results = json.loads((runs / "a" / "results.json").read_text())
+    assert json.loads((model / "results.json").read_text()) == results
+    config = json.loads((model / "config.json").read_text())
+    assert config["calibration"] == {"temperature": results["temperature"], "split": "val"}
+    assert sha256_of(model / "model.safetensors") in (model / "README.md").read_text()
+
+
+def test_refreshing_finds_the_other_seeds_and_names_the_repository(runs: Path) -> None:
+    model = runs / "a" / "model"
+    weights = sha256_of(model / "model.safetensors")
+    refresh(RunDir(runs / "a"), repository="alice/digits")
+    card = (model / "README.md").read_text()
+    assert "mean ± std of 2 seeds (0, 1)" in card
+    assert "hf-hub:alice/digits" in card
+    assert sha256_of(model / "model.safetensors") == weights
+    first = {path.name: sha256_of(path) for path in model.iterdir()}
+    refresh(RunDir(runs / "a"), repository="alice/digits")
+    assert {path.name: sha256_of(path) for path in model.iterdir()} == first
+
+
+def test_a_broken_neighbour_is_left_alone(runs: Path) -> None:
+    broken = runs / "broken"
+    shutil.copytree(runs / "b", broken)
+    (broken / "results.json").write_text("{")
+    try:
+        refresh(RunDir(runs / "a"))
+    finally:
+        shutil.rmtree(broken)
+
+
+def test_without_a_finished_model_there_is_nothing_to_refresh(runs: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(runs / "c", copy)
+    (copy / "results.json").unlink()
+    with pytest.raises(CheckpointError, match="has no finished model"):
+        refresh(RunDir(copy))
+
+
+@pytest.mark.parametrize(
+    "source, shown",
+    [
+        ("folder:/data/secret/photos/", "folder:photos"),
+        ("folder:../photos", "folder:photos"),
+        ("parquet:~/x/cifar10", "parquet:cifar10"),
+        ("hub:uoft-cs/cifar10@main:plain_text", "hub:uoft-cs/cifar10@main:plain_text"),
+        ("embedded:digits", "embedded:digits"),
+    ],
+)
+def test_the_published_recipe_knows_no_folders(source: str, shown: str) -> None:
+    recipe = parse_recipe(RECIPE, overrides=[f"data.source={source}", "run.push_to=alice/x"])
+    published = publishable(recipe)
+    assert published.data.source == shown
+    assert published.run.push_to is None
+    assert published.optim == recipe.optim
+
+
+@pytest.mark.parametrize(
+    "name, shown",
+    [
+        ("/data/alice/weights/vit.npz", "vit.npz"),
+        ("./runs/first", "first"),
+        ("local-dir:runs/first/model", "local-dir:model"),
+        ("hf-hub:timm/vit@v1", "hf-hub:timm/vit@v1"),
+        ("vit_base_patch16_224.augreg_in21k", "vit_base_patch16_224.augreg_in21k"),
+    ],
+)
+def test_the_published_recipe_names_weights_without_their_place(name: str, shown: str) -> None:
+    recipe = parse_recipe(RECIPE, overrides=[f"model.name={name}"])
+    assert publishable(recipe).model.name == shown
+
+
+def test_nothing_published_tells_where_it_was_made(
+    tmp_path: Path, image_folder: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_canary_token_that_must_not_be_seen")
+    start = tmp_path / "first"
+    changes = [f"data.source=folder:{image_folder}", "optim.steps=2", "data.batch_size=4"]
+    train(parse_recipe(RECIPE, overrides=changes), start)
+    again = [*changes, f"model.name={start}", "model.args={}", "model.pretrained=true"]
+    out = tmp_path / "second"
+    train(parse_recipe(RECIPE, overrides=again), out)
+    model = out / "model"
+    texts = [path for path in model.iterdir() if path.suffix in (".json", ".md", ".yaml")]
+    assert len(texts) == 4
+    for path in texts:
+        text = path.read_text()
+        assert str(tmp_path) not in text, path.name
+        assert str(image_folder.parent) not in text, path.name
+        assert "canary" not in text
+    assert load_recipe(model / "recipe.yaml").model.name == "first"
+    for path in out.rglob("*"):
+        if path.is_file():
+            assert b"canary" not in path.read_bytes(), path

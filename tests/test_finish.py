@@ -1,0 +1,83 @@
+"""The end of a run: what is published when, and what a later fault cannot take away."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from finetune.data.sources import open_source
+from finetune.engine import train
+from finetune.errors import DataError, SetupError
+from finetune.recipe import parse_recipe
+
+RECIPE = """
+model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 16,
+        args: {patch_size: 4, embed_dim: 32, depth: 1, num_heads: 2}}
+data: {source: "embedded:digits", eval: "resize(18) | center_crop"}
+optim: {lr: 3e-3, steps: 4}
+run: {precision: fp32}
+"""
+
+
+def test_results_hold_calibration_temperature_and_mistakes(tmp_path: Path) -> None:
+    results = train(parse_recipe(RECIPE), tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "results.json").read_text()) == results
+    assert results["temperature"] == results["test"]["calibrated"]["temperature"]
+    assert len(results["test"]["mistakes"]) == 24
+    split = open_source("embedded:digits").splits["test"]
+    for one in results["test"]["mistakes"]:
+        assert split.labels[one["index"]] == one["label"] != one["predicted"]
+        assert split.name_of(one["index"]) == one["name"]
+    assert "mistakes" not in results["val"]
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert f"{100 * results['test']['top1']:.2f}" in page
+
+
+def test_without_validation_there_is_no_temperature(tmp_path: Path) -> None:
+    results = train(parse_recipe(RECIPE, overrides=["data.val_fraction=0"]), tmp_path / "run")
+    assert "temperature" not in results
+    assert "calibrated" not in results["test"]
+    config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    assert "calibration" not in config
+
+
+def test_mistakes_are_numbered_by_the_whole_split(tmp_path: Path, image_folder: Path) -> None:
+    damaged = sorted((image_folder / "test").rglob("*.png"))[0]
+    damaged.write_bytes(b"no image")
+    changes = [f"data.source=folder:{image_folder}", "data.unreadable=quarantine"]
+    changes += ["data.batch_size=4", "data.val_fraction=0", "optim.lr=1e-9"]
+    changes += ["model.head_init=default"]
+    results = train(parse_recipe(RECIPE, overrides=changes), tmp_path / "run")
+    split = open_source(f"folder:{image_folder}").splits["test"]
+    assert results["test"]["examples"] == len(split) - 1
+    assert results["test"]["mistakes"]
+    for one in results["test"]["mistakes"]:
+        assert split.name_of(one["index"]) == one["name"]
+        assert np.asarray(split.read(one["index"])).ndim == 3
+
+
+def test_a_test_image_that_cannot_be_read_costs_no_model(
+    tmp_path: Path, image_folder: Path
+) -> None:
+    sorted((image_folder / "test").rglob("*.png"))[0].write_bytes(b"no image")
+    changes = [f"data.source=folder:{image_folder}", "data.batch_size=4", "data.val_fraction=0"]
+    with pytest.raises(DataError):
+        train(parse_recipe(RECIPE, overrides=changes), tmp_path / "run")
+    model = tmp_path / "run" / "model"
+    assert {"config.json", "model.safetensors", "README.md"} <= set(os.listdir(model))
+    assert not (tmp_path / "run" / "results.json").exists()
+
+
+def test_a_report_that_cannot_be_written_costs_no_run(tmp_path: Path, monkeypatch, capsys) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise SetupError("report.html: the disk is full")
+
+    monkeypatch.setattr("finetune.report.page.write_report", full)
+    results = train(parse_recipe(RECIPE), tmp_path / "run")
+    assert results["test"]["examples"]
+    assert "report.html is left out: report.html: the disk is full" in capsys.readouterr().err
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "done"

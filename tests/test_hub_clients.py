@@ -1,0 +1,203 @@
+"""A pushed model in fresh processes: timm, transformers and finetune give what training gave."""
+
+# B batch, C channels, H W pixels, K classes
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hub_server import HubServer, point_at
+from huggingface_hub import ModelCard, constants
+from PIL import Image
+
+from finetune import Classifier, load_recipe, train
+from finetune.evidence import PUBLISHED
+from finetune.hub.push import push
+
+pytestmark = pytest.mark.slow
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+TOKEN = "hf_writewritewrite"
+RECIPE = """
+model: {name: "embedded:vit_nano", image_size: 32}
+data: {source: embedded:digits, train: resize, batch_size: 64, eval: EVAL}
+optim: {name: adamw, lr: 1e-3, steps: 2}
+run: {log_every: 1}
+"""
+# All of the first run's preprocessing differs from the weights' own; the second keeps that.
+OWN = ["data.mean=[0.4, 0.5, 0.6]", "data.std=[0.2, 0.25, 0.3]", "data.interpolation=bilinear"]
+FIRST = {
+    "mean": [0.4, 0.5, 0.6],
+    "std": [0.2, 0.25, 0.3],
+    "input_size": [3, 32, 32],
+    "interpolation": "bilinear",
+    "crop_pct": 0.8,
+    "crop_mode": "center",
+}
+SECOND = {
+    "mean": [0.5, 0.5, 0.5],
+    "std": [0.5, 0.5, 0.5],
+    "input_size": [3, 32, 32],
+    "interpolation": "bicubic",
+    "crop_pct": 1.0,
+    "crop_mode": "squash",
+}
+PREPROCESSING = {"public": SECOND, "pinned": FIRST, "private": FIRST}
+MODELS = list(PREPROCESSING)
+# What was promised; the same weights in the same code gave no difference at all.
+TOLERANCE = 1e-5
+
+
+@dataclass
+class Pushed:
+    """The hub, what the clients are asked, and what the runs in this process give.
+
+    Attributes:
+        logits: of each of MODELS, (B, K).
+        confidences: for the picture, of each of MODELS.
+        prepared: the picture as each of MODELS gets it, (C, H, W).
+        first: what the first push told.
+    """
+
+    hub: HubServer
+    job: Path
+    labels: list[str]
+    logits: dict[str, torch.Tensor]
+    confidences: dict[str, list[float]]
+    prepared: dict[str, torch.Tensor]
+    first: dict[str, Any]
+
+
+def picture(path: Path) -> Path:
+    """Neither square nor of the model's size, and rich in detail."""
+    pixels = np.random.default_rng(0).integers(0, 256, size=(57, 91, 3), dtype=np.uint8)
+    Image.fromarray(pixels).resize((182, 114), Image.Resampling.BICUBIC).save(path)
+    return path
+
+
+def confidences(model: Classifier, path: Path) -> list[float]:
+    row = model.predict(path, top_k=len(model.class_names))[0]
+    scores = {one["label"]: one["confidence"] for one in row["predictions"]}
+    return [scores[name] for name in model.class_names]
+
+
+@pytest.fixture(scope="module")
+def pushed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pushed]:
+    """Two runs: the first is pushed, also as a private model, then the second in its place."""
+    top = tmp_path_factory.mktemp("clients")
+    runs = []
+    for number, sentence in enumerate(("resize(40) | center_crop(32)", "resize")):
+        path = top / f"recipe-{number}.yaml"
+        path.write_text(RECIPE.replace("EVAL", sentence))
+        own = [] if number else OWN
+        train(load_recipe(path, [f"run.seed={number}", *own]), top / f"run-{number}")
+        runs.append(top / f"run-{number}")
+    models = [Classifier.load(run, device="cpu") for run in runs]
+    images_BCHW = torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    torch.save(images_BCHW, top / "images.pt")
+    image = picture(top / "picture.png")
+    pixels_BCHW = torch.from_numpy(np.asarray(Image.open(image)).copy()).permute(2, 0, 1)[None]
+    with pytest.MonkeyPatch.context() as patch, HubServer() as hub:
+        hub.add_user("alice", token=TOKEN)
+        point_at(hub, patch, top / "home", TOKEN)
+        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        first = push(runs[0], "alice/digits")
+        push(runs[0], "alice/secret", private=True)
+        push(runs[1], "alice/digits")
+        where = [("alice/digits", None), ("alice/digits", first["commit"]), ("alice/secret", None)]
+        job = {"models": where, "images": str(top / "images.pt"), "picture": str(image)}
+        (top / "job.json").write_text(json.dumps(job))
+        of = dict(zip(MODELS, (models[1], models[0], models[0]), strict=True))
+        yield Pushed(
+            hub=hub,
+            job=top / "job.json",
+            labels=models[0].class_names,
+            logits={name: model.logits(images_BCHW) for name, model in of.items()},
+            confidences={name: confidences(model, image) for name, model in of.items()},
+            prepared={name: model.pipeline(pixels_BCHW)[0] for name, model in of.items()},
+            first=first,
+        )
+        assert hub.mistakes == []
+
+
+@pytest.fixture(scope="module", params=["timm", "transformers", "finetune"])
+def answers(
+    request: pytest.FixtureRequest, pushed: Pushed, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    """What a client says of each of MODELS, in a process and with a cache of its own."""
+    if importlib.util.find_spec(request.param) is None:
+        pytest.skip(f"{request.param} is not installed")
+    home = tmp_path_factory.mktemp(request.param)
+    script = Path(__file__).with_name("hub_loaders.py")
+    told = subprocess.run(
+        [sys.executable, str(script), request.param, str(pushed.job), str(home / "out.json")],
+        env={**pushed.hub.environment(home / "cache", TOKEN), "PYTHONPATH": str(REPOSITORY)},
+        cwd=home,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert told.returncode == 0, told.stderr
+    assert TOKEN not in told.stdout + told.stderr
+    assert any(home.joinpath("cache").rglob("model.safetensors")), "it was not the cold cache"
+    return dict(zip(MODELS, json.loads((home / "out.json").read_text()), strict=True))
+
+
+@pytest.mark.parametrize("which", MODELS)
+class TestEveryClient:
+    def test_the_same_logits(self, answers: Any, pushed: Pushed, which: str) -> None:
+        found = torch.tensor(answers[which]["logits"])
+        torch.testing.assert_close(found, pushed.logits[which], rtol=0, atol=TOLERANCE)
+
+    def test_the_same_labels_in_order(self, answers: Any, pushed: Pushed, which: str) -> None:
+        assert answers[which]["labels"] == pushed.labels
+
+    def test_the_preprocessing_of_the_fine_tuning(
+        self, answers: Any, pushed: Pushed, which: str
+    ) -> None:
+        found = answers[which]["preprocessing"]
+        wanted = PREPROCESSING[which]
+        assert {key: found[key] for key in wanted} == wanted
+
+    def test_the_same_confidences_for_a_picture(
+        self, answers: Any, pushed: Pushed, which: str
+    ) -> None:
+        found = np.array(answers[which]["confidences"])
+        # each of these differs by less than a byte in its pixels, see below
+        np.testing.assert_allclose(found, pushed.confidences[which], rtol=0, atol=1e-4)
+
+    def test_the_same_pixels_of_a_picture(self, answers: Any, pushed: Pushed, which: str) -> None:
+        found_CHW = torch.tensor(answers[which]["prepared"])
+        std = torch.tensor(PREPROCESSING[which]["std"])[:, None, None]
+        bytes_CHW = (found_CHW - pushed.prepared[which]) * std * 255
+        # PIL rounds to whole bytes after either direction, the pipeline does not round
+        assert bytes_CHW.abs().max() < 1.0
+
+
+def test_the_models_can_be_told_apart(pushed: Pushed) -> None:
+    """Else a client that loads the wrong revision would pass."""
+    difference = (pushed.logits["public"] - pushed.logits["pinned"]).abs().max()
+    assert difference > 100 * TOLERANCE
+    assert torch.equal(pushed.logits["pinned"], pushed.logits["private"])
+
+
+def test_what_was_pushed(pushed: Pushed) -> None:
+    files = pushed.hub.files("alice/digits", pushed.first["commit"])
+    assert set(files) == {*PUBLISHED, ".gitattributes"}
+    assert set(pushed.first["files"]) == set(PUBLISHED)
+    card = ModelCard(files["README.md"].decode())
+    assert card.data.library_name == "timm"
+    assert 'create_model("hf-hub:alice/digits"' in files["README.md"].decode()
+    secret = pushed.hub.files("alice/secret")
+    assert 'create_model("hf-hub:alice/secret"' in secret["README.md"].decode()
+    assert len(pushed.hub.commits("alice/digits")) == 3

@@ -1,0 +1,162 @@
+"""finetune/hub/content.py: the allow-list, the search for secrets, and the check of the card."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hub_samples import CARD, WRITE, folder, hub, model_folder, slept
+from hub_server import HubServer
+from safetensors.torch import save_file
+from torch import zeros
+
+from finetune.errors import HubError
+from finetune.evidence import PUBLISHED
+from finetune.hub.calls import Hub
+from finetune.hub.content import check_card, is_run, published, refuse_secrets
+
+__all__ = ["folder", "hub", "slept"]  # fixtures
+
+
+class TestPublished:
+    def test_the_list_and_nothing_else(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for name in (*PUBLISHED[3:], ".lock", ".env", "optimizer.pt", "recipe.yaml~", "notes.md"):
+            (folder / name).write_text("x")
+        (folder / "checkpoints").mkdir()
+        (folder / "checkpoints" / "model.safetensors").write_text("x")
+        assert published(folder) == {name: folder / name for name in PUBLISHED}
+        shown = capsys.readouterr().err
+        assert shown.count("\n") == 1
+        assert "optimizer.pt, recipe.yaml~" in shown
+
+    def test_nothing_is_said_when_nothing_is_left_out(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert set(published(folder)) == {"config.json", "model.safetensors", "README.md"}
+        assert capsys.readouterr().err == ""
+
+    def test_links(self, folder: Path, tmp_path: Path) -> None:
+        (folder / "weights").write_bytes((folder / "model.safetensors").read_bytes())
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors").symlink_to("weights")
+        assert "model.safetensors" in published(folder), "a link inside is a file of the folder"
+        (tmp_path / "secret.txt").write_text("secret")
+        (folder / "results.json").symlink_to(tmp_path / "secret.txt")
+        with pytest.raises(HubError, match="link that leads out of the folder"):
+            published(folder)
+
+    def test_a_folder_reached_by_a_link(self, folder: Path, tmp_path: Path) -> None:
+        (tmp_path / "latest").symlink_to(folder)
+        assert len(published(tmp_path / "latest")) == 3
+
+    def test_a_folder_of_that_name_is_no_file(self, folder: Path) -> None:
+        (folder / "results.json").mkdir()
+        assert "results.json" not in published(folder)
+
+
+class TestSecrets:
+    def search(self, folder: Path, text: str = "message") -> None:
+        refuse_secrets(published(folder), text, folder.parent / "run", Hub("alice/net"))
+
+    @pytest.mark.usefixtures("hub")
+    def test_a_clean_folder(self, folder: Path) -> None:
+        home = Path.home()
+        harmless = f"hf_hub_download, https://x.org{home}/a, {home}sick, ~{home}"
+        (folder / "README.md").write_text(CARD + harmless)
+        self.search(folder)
+
+    @pytest.mark.usefixtures("hub")
+    @pytest.mark.parametrize("name", ["README.md", "recipe.yaml", "results.json", "curves.png"])
+    @pytest.mark.parametrize("secret", [WRITE, "hf_" + "Ab1" * 11])
+    def test_tokens(self, folder: Path, name: str, secret: str) -> None:
+        (folder / name).write_bytes(b"\x89PNG\xff " + secret.encode() + b"\n")
+        with pytest.raises(HubError, match=f"^{name}: holds a token") as caught:
+            self.search(folder)
+        assert secret not in str(caught.value)
+
+    @pytest.mark.usefixtures("hub")
+    def test_tokens_in_the_message_and_in_the_head_of_the_weights(self, folder: Path) -> None:
+        with pytest.raises(HubError, match="the message: holds a token"):
+            self.search(folder, f"mine is {WRITE}")
+        weights = folder / "model.safetensors"
+        save_file({"a": zeros(3)}, weights, metadata={"note": WRITE})
+        with pytest.raises(HubError, match=r"model\.safetensors: holds a token"):
+            self.search(folder)
+
+    @pytest.mark.usefixtures("hub")
+    @pytest.mark.parametrize("form", ["{}", "{}/data/x", "source: 'folder:{}'", "({})", "see {}."])
+    @pytest.mark.parametrize("of", ["home", "run"])
+    def test_local_paths(self, folder: Path, form: str, of: str) -> None:
+        place = Path.home() if of == "home" else folder.parent / "run"
+        (folder / "results.json").write_text(form.format(place))
+        with pytest.raises(HubError, match=r"results\.json: names the local path") as caught:
+            self.search(folder)
+        assert str(place) in str(caught.value)
+
+    @pytest.mark.usefixtures("hub")
+    def test_as_json_writes_them(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HOME", "/homes/zoë")
+        folder = model_folder(tmp_path / "net", results__json=json.dumps("/homes/zoë/images"))
+        assert "zoë" not in (folder / "results.json").read_text()
+        with pytest.raises(HubError, match="names the local path /homes/zoë"):
+            self.search(folder)
+
+    @pytest.mark.usefixtures("hub")
+    def test_a_home_at_the_top_forbids_nothing(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HOME", "/")
+        (folder / "results.json").write_text('"/ and /usr/share"')
+        self.search(folder)
+
+
+class TestCard:
+    def check(self, folder: Path) -> None:
+        check_card(Hub("alice/net"), published(folder))
+
+    def test_a_valid_card_and_none(self, hub: HubServer, folder: Path) -> None:
+        self.check(folder)
+        assert hub.count("POST /api/validate-yaml") == 1
+        (folder / "README.md").unlink()
+        self.check(folder)
+        assert hub.count("POST /api/validate-yaml") == 1
+
+    @pytest.mark.parametrize(
+        "head, words",
+        [
+            ("license: no-such-license", "license"),
+            ("license: mit\nbase_model_relation: cousin", "base_model_relation"),
+            ("a: [", "flow sequence|flow node|parsing"),
+        ],
+    )
+    def test_what_the_hub_says_is_told(
+        self, hub: HubServer, folder: Path, head: str, words: str
+    ) -> None:
+        (folder / "README.md").write_text(f"---\n{head}\n---\n")
+        with pytest.raises(HubError, match=f"does not accept this card: .*({words})") as caught:
+            self.check(folder)
+        assert "\n" not in str(caught.value)
+        assert "mend its head" in str(caught.value)
+
+    def test_bytes_that_are_no_text(self, hub: HubServer, folder: Path) -> None:
+        (folder / "README.md").write_bytes(b"---\nlicense: mit\n---\n\xff\xfe")
+        with pytest.raises(HubError, match=r"does not accept this card: .*utf-8"):
+            self.check(folder)
+
+    def test_remarks_are_passed_on(
+        self, hub: HubServer, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (folder / "README.md").write_text("# No head\n")
+        self.check(folder)
+        assert "the hub remarks: empty or missing yaml" in capsys.readouterr().err
+
+
+def test_a_run_and_a_model_are_told_apart(folder: Path, tmp_path: Path) -> None:
+    assert is_run(folder) is False
+    os.rename(folder, tmp_path / "model")
+    (tmp_path / "run.json").write_text('{"status": "done"}')
+    assert is_run(tmp_path) is True

@@ -1,0 +1,128 @@
+"""A recipe that pushes: rights before training, one commit after it, nothing lost without one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hub_samples import READ, hub, slept
+from hub_server import HubServer, point_at
+
+from finetune import cli
+from finetune.recipe import load_recipe
+
+RECIPE = """
+model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 16,
+        args: {patch_size: 4, embed_dim: 32, depth: 1, num_heads: 2}}
+data: {source: "embedded:digits", eval: "resize(18) | center_crop"}
+optim: {lr: 3e-3, steps: 3}
+run: {precision: fp32, threads: 1, push_to: alice/digits}
+"""
+__all__ = ["hub", "slept"]  # fixtures
+CANARY = "hf_canary_that_must_be_seen_nowhere"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "digits.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+def status(run: Path) -> dict[str, Any]:
+    return dict(json.loads((run / "run.json").read_text()))
+
+
+def test_one_commit_with_exactly_the_model_folder(
+    hub: HubServer, recipe: Path, tmp_path: Path, capsys
+) -> None:
+    out = tmp_path / "run"
+    assert cli.main(["train", str(recipe), "--out", str(out)]) == 0
+    (commit, *earlier) = hub.commits("alice/digits")
+    assert len(earlier) == 1  # the one that creates a repository
+    said = capsys.readouterr().err
+    assert commit in said
+    assert status(out)["pushed"]["commit"] == commit
+    held = hub.files("alice/digits")
+    held.pop(".gitattributes", None)
+    assert held == {path.name: path.read_bytes() for path in (out / "model").iterdir()}
+    assert load_recipe(out / "model" / "recipe.yaml").run.push_to is None
+    assert b"hf-hub:alice/digits" in held["README.md"]
+    assert cli.main(["push", str(out), "alice/digits"]) == 0  # nothing has changed
+    assert hub.commits("alice/digits") == [commit, *earlier]
+    assert "no new commit" in capsys.readouterr().out
+
+
+def test_without_rights_nothing_is_trained(
+    hub: HubServer, recipe: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    point_at(hub, monkeypatch, tmp_path / "home", READ)
+    out = tmp_path / "run"
+    assert cli.main(["train", str(recipe), "--out", str(out)]) == 7
+    assert not (out / "metrics.jsonl").exists()
+    assert "Traceback" not in capsys.readouterr().err
+    assert cli.main(["train", str(recipe), "--out", str(out), "--dry-run"]) == 7
+    assert hub.count("POST /api/repos/create") == 0
+
+
+def test_a_hub_that_fails_at_the_end_costs_the_push_and_not_the_run(
+    hub: HubServer, recipe: Path, tmp_path: Path, capsys
+) -> None:
+    out = tmp_path / "run"
+    hub.fail(r"POST .*/commit/", status=503, times=None)
+    assert cli.main(["train", str(recipe), "--out", str(out)]) == 7
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    command = f"finetune push {out} alice/digits"
+    assert command in said
+    assert status(out)["status"] == "done"
+    assert json.loads((out / "results.json").read_text())["test"]["examples"]
+    hub.faults.clear()
+    assert cli.main(command.split()[1:]) == 0
+    assert hub.files("alice/digits")["model.safetensors"] == (
+        (out / "model" / "model.safetensors").read_bytes()
+    )
+
+
+@pytest.mark.slow
+def test_two_processes_push_once_and_show_the_token_nowhere(recipe: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with HubServer() as server:
+        server.add_user("alice", token=CANARY)
+        launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
+        launch += ["--num_processes", "2", "--main_process_port", "0", "-m", "finetune", "train"]
+        launch += [str(recipe), "--out", str(out)]
+        ran = subprocess.run(
+            launch,
+            env={
+                **server.environment(tmp_path / "home", CANARY),
+                "ACCELERATE_USE_CPU": "true",
+                "HF_HUB_DISABLE_XET": "1",
+            },
+            capture_output=True,
+            text=True,
+            timeout=180,
+            check=False,
+        )
+        assert ran.returncode == 0, ran.stderr
+        assert status(out)["num_processes"] == 2
+        assert server.count("POST .*/commit/") == 1
+        assert set(server.files("alice/digits")) >= {"config.json", "model.safetensors"}
+        published = b"".join(server.files("alice/digits").values())
+    assert CANARY not in ran.stdout + ran.stderr
+    assert CANARY.encode() not in published
+    files = [path for path in out.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    for path in files:
+        assert CANARY.encode() not in path.read_bytes(), path
+
+
+def test_a_wrong_repository_name_is_an_error_of_the_recipe(tmp_path: Path, recipe: Path) -> None:
+    for wrong in ("digits", "a/b/c", "alice/", "https://huggingface.co/alice/x"):
+        out = tmp_path / "run"
+        assert cli.main(["train", str(recipe), f"run.push_to={wrong}", "--out", str(out)]) == 2
+        assert not out.exists()

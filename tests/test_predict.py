@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,15 +16,19 @@ import numpy as np
 import pytest
 import timm
 import torch
-from PIL import Image
+from PIL import Image, ImageColor
+from safetensors.torch import load_file, save_file
 
+from finetune import listing
 from finetune import predict as predict_module
+from finetune.data.decode import decode
 from finetune.data.feed import Feed
 from finetune.data.sources import open_source
 from finetune.data.store import open_store
 from finetune.errors import DataError, RecipeError, SetupError, WeightsError
 from finetune.models.build import Built, Preprocessing, save_model
-from finetune.predict import Classifier, describe, find_files, predict, unreadable
+from finetune.predict import Classifier, predict
+from finetune.predictions import describe
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)
 NAMES = ["blue", "green", "=red"]
@@ -59,7 +64,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         network.state_dict(),
         class_names=NAMES,
         preprocessing=preprocessing,
-        card="a test",
     )
     return folder
 
@@ -182,30 +186,6 @@ def test_equal_classes_come_by_index(model: Path, photos: Path) -> None:
     assert [one["index"] for one in row["predictions"]] == [0, 1, 2]
 
 
-def test_files_folders_patterns_and_what_is_not_there(tmp_path: Path) -> None:
-    for name in ("b.png", "a.png", "star[1].png", "sub/c.png"):
-        paint(tmp_path / name)
-    (tmp_path / "bare").mkdir()
-    here = str(tmp_path)
-
-    def names(*paths: str) -> list[str]:
-        found = find_files(f"{here}/{path}" for path in paths)
-        assert all(error is None for _, error in found)
-        return [os.path.relpath(path, here) for path, _ in found]
-
-    assert names("b.png", "a.png", "b.png") == ["b.png", "a.png", "b.png"]
-    assert names("[ab].png") == ["a.png", "b.png"]
-    assert names("**/c.png") == ["sub/c.png"]
-    assert names("star[1].png") == ["star[1].png"], "an existing name is no pattern"
-    assert names("sub") == ["sub/c.png"]
-    assert find_files([f"{here}/none-*.png"]) == [
-        (f"{here}/none-*.png", "no file matches this pattern")
-    ]
-    assert find_files([tmp_path / "bare"]) == [(f"{here}/bare", "a folder without images")]
-    assert find_files([f"{here}/gone.png"]) == [(f"{here}/gone.png", None)]
-    assert find_files([]) == []
-
-
 def test_a_missing_file_is_a_row_and_not_the_end(model: Path, photos: Path) -> None:
     rows = Classifier.load(model, device="cpu").predict(["gone.png", photos / "0.png", "no*.png"])
     assert ["error" in row for row in rows] == [True, False, True]
@@ -224,7 +204,15 @@ def test_csv_escapes_formulas_in_names_and_labels(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    odd = ["=cmd.png", "+1.png", "-2.png", "@3.png", 'comma, "quote"\nline.png', "plain.png"]
+    odd = [
+        "=cmd.png",
+        "+1.png",
+        "-2.png",
+        "@3.png",
+        "'=cmd.png",
+        'comma, "quote"\nline.png',
+        "plain.png",
+    ]
     for number, name in enumerate(odd):
         paint(name, number)
     Path("-broken.png").touch()
@@ -233,8 +221,10 @@ def test_csv_escapes_formulas_in_names_and_labels(
         header, *lines = list(csv.reader(file))
     pairs = [f"{name}_{rank}" for rank in (1, 2, 3) for name in ("label", "confidence")]
     assert header == ["path", *pairs, "error"]
-    escaped = ["'=cmd.png", "'+1.png", "'-2.png", "'@3.png", *odd[4:], "'-broken.png"]
+    escaped = [*(f"'{name}" for name in odd[:5]), *odd[5:], "'-broken.png"]
     assert [line[0] for line in lines] == escaped
+    # one apostrophe taken off gives every name back
+    assert [line[0].removeprefix("'") for line in lines] == [row["path"] for row in rows]
     labels = {cell for line in lines for cell in line[1:6:2]}
     assert labels == {"blue", "green", "'=red", ""}
     assert not any(cell.startswith(("=", "+", "-", "@")) for line in lines for cell in line)
@@ -266,9 +256,18 @@ def test_a_list_on_standard_input(
     given = [f"{photos}/1.png", f"{photos}/0.png"]
     for text in ("\n".join(given) + "\n", "\r\n".join(given), "\0".join(given) + "\0"):
         stdin = SimpleNamespace(buffer=io.BytesIO(text.encode()))
-        monkeypatch.setattr(predict_module.sys, "stdin", stdin)
+        monkeypatch.setattr(listing.sys, "stdin", stdin)
         rows = predict(str(model), ["-", f"{photos}/2.png"])
         assert [row["path"] for row in rows] == [*given, f"{photos}/2.png"]
+
+
+@pytest.mark.parametrize("given", [b"", b"\n\r\n", b"\0"])
+def test_an_empty_list_on_standard_input_says_so(
+    given: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing.sys, "stdin", SimpleNamespace(buffer=io.BytesIO(given)))
+    with pytest.raises(DataError, match="-: the list on standard input is empty"):
+        predict("no such model", ["-"])
 
 
 def test_a_run_directory_is_read_with_its_own_evaluation(
@@ -277,6 +276,7 @@ def test_a_run_directory_is_read_with_its_own_evaluation(
     run = tmp_path / "run"
     run.mkdir()
     (run / "model").symlink_to(model)
+    (run / "run.json").write_text("{}")
     (run / "recipe.yaml").write_text(
         "model: {name: vit_tiny_patch16_224}\n"
         "data: {source: 'embedded:digits', eval: 'resize((24, 24))'}\n"
@@ -289,18 +289,118 @@ def test_a_run_directory_is_read_with_its_own_evaluation(
     )
 
 
+def with_temperature(model: Path, folder: Path, temperature: float) -> Path:
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    config["calibration"] = {"temperature": temperature, "split": "val"}
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    return folder
+
+
+def test_calibrated_confidences_are_those_of_scaled_logits(
+    model: Path, photos: Path, tmp_path: Path
+) -> None:
+    warm = with_temperature(model, tmp_path / "warm", 2.5)
+    image = photos / "0.png"
+    confidences = {}
+    for calibrated in (False, True):
+        classifier = Classifier.load(warm, device="cpu", calibrated=calibrated)
+        prepared = classifier.pipeline([torch.from_numpy(decode(image)).permute(2, 0, 1)])
+        logits = classifier.logits(prepared)
+        assert logits.dtype == torch.float32
+        with torch.inference_mode():
+            assert torch.equal(logits, classifier.network(prepared)), "raw, whatever is asked"
+        scaled = logits.double() / (2.5 if calibrated else 1)
+        (row,) = classifier.predict(image)
+        confidences[calibrated] = [one["confidence"] for one in row["predictions"]]
+        expected = scaled.softmax(1)[0].sort(descending=True).values.tolist()
+        assert confidences[calibrated] == pytest.approx(expected, abs=1e-12)
+    assert confidences[False][0] > confidences[True][0] + 0.01
+
+
+def test_a_model_without_temperature_cannot_be_calibrated(model: Path) -> None:
+    with pytest.raises(WeightsError, match=r"no temperature.*finetune eval .* --fit-temperature"):
+        Classifier.load(model, calibrated=True)
+
+
+def test_rows_come_while_later_files_are_unread(
+    model: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100,000 files must not be held: the first batch is out before the rest is decoded."""
+    opened: list[str] = []
+
+    def counting(path: str) -> np.ndarray:
+        opened.append(path)
+        return decode(path)
+
+    monkeypatch.setattr(predict_module, "decode", counting)
+    found = [(str(photos / "0.png"), None)] * 100
+    rows = Classifier.load(model, device="cpu").rows(found, batch_size=4)
+    assert "predictions" in next(rows)
+    assert 4 <= len(opened) <= 4 + predict_module._DECODERS
+    assert len(list(rows)) == 99
+    assert len(opened) == 100
+
+
+def test_a_failure_leaves_the_old_results(model: Path, photos: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    tensors = load_file(broken / "model.safetensors")
+    # finite weights, outputs that are not
+    save_file(
+        {k: torch.full_like(v, 3e38) for k, v in tensors.items()}, broken / "model.safetensors"
+    )
+    for name in ("rows.csv", "sheet.png"):
+        (tmp_path / name).write_text("old")
+    with pytest.raises(WeightsError, match="not finite"):
+        predict(str(broken), [str(photos)], out=tmp_path / "rows.csv", sheet=tmp_path / "sheet.png")
+    assert (tmp_path / "rows.csv").read_text() == (tmp_path / "sheet.png").read_text() == "old"
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_sheet_is_drawn_beside_the_rows(model: Path, photos: Path, tmp_path: Path) -> None:
+    sheet = tmp_path / "sheet.PNG"
+    rows = predict(str(model), [str(photos)], out=tmp_path / "rows.csv", sheet=sheet)
+    assert len(rows) == 7
+    with Image.open(sheet) as image:
+        image.load()
+        assert image.format == "PNG"
+        pixels = np.asarray(image.convert("RGB")).reshape(-1, 3)
+    # of the two that cannot be read
+    assert (pixels == ImageColor.getrgb("#b42318")).all(axis=1).any()
+    assert (tmp_path / "rows.csv").read_text("utf-8").count("\n") == 8
+
+
+def test_too_large_a_batch_says_what_to_do(model: Path, photos: Path) -> None:
+    def full(images: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no room for it")
+
+    classifier = Classifier.load(model, device="cpu")
+    classifier.network.forward = full  # type: ignore[method-assign]
+    with pytest.raises(SetupError, match=r"5 images at once.*--batch-size"):
+        classifier.predict(photos)
+
+
+@pytest.mark.parametrize("sheet", ["sheet.jpg", "sheet", "png"])
+def test_a_sheet_is_a_png(sheet: str) -> None:
+    with pytest.raises(RecipeError, match=r"--sheet.*use \.png"):
+        predict("no such model", ["x"], sheet=sheet)
+
+
 @pytest.mark.parametrize("out", ["rows.txt", "rows", "csv"])
 def test_an_unknown_suffix_is_refused_before_any_work(out: str) -> None:
     with pytest.raises(RecipeError, match=r"--out.*\.csv or \.jsonl"):
         predict("no such model", ["x"], out=out)
 
 
-def test_an_output_that_cannot_be_written(model: Path, photos: Path, tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="does not exist"):
         predict("no such model", ["x"], out=tmp_path / "gone" / "rows.csv")
+    with pytest.raises(SetupError, match=r"--sheet.*does not exist"):
+        predict("no such model", ["x"], sheet=tmp_path / "gone" / "sheet.png")
     (tmp_path / "taken.csv").mkdir()
     with pytest.raises(SetupError, match="cannot be written"):
-        predict(str(model), [str(photos / "0.png")], out=tmp_path / "taken.csv")
+        predict("no such model", ["x"], out=tmp_path / "taken.csv")
     assert not list(tmp_path.glob(".taken*"))
 
 
@@ -329,35 +429,6 @@ def test_weights_without_a_classifier_are_refused(tmp_path: Path) -> None:
         network.state_dict(),
         class_names=[],
         preprocessing=preprocessing,
-        card="a test",
     )
     with pytest.raises(WeightsError, match="no classifier"):
         Classifier.load(tmp_path)
-
-
-def test_unreadable_names_the_files_and_counts_the_rest() -> None:
-    assert unreadable([{"path": "a.png", "predictions": []}]) is None
-    rows = [{"path": f"{n}\x1b[2J.png", "error": "zero bytes"} for n in range(25)]
-    error = unreadable([*rows, {"path": "good.png", "predictions": []}])
-    assert isinstance(error, DataError)
-    assert error.exit_code == 3
-    lines = str(error).splitlines()
-    assert lines[0].startswith("25 files were not classified")
-    assert lines[1] == r"  0\x1b[2J.png: zero bytes"
-    assert lines[-1] == "  … and 5 more"
-    assert len(lines) == 22
-
-
-def test_describe() -> None:
-    one = [{"label": "cat\x07", "index": 1, "confidence": 0.987}]
-    rows: list[dict[str, Any]] = [
-        {"path": "a.png", "predictions": one},
-        {"path": "longer.png", "predictions": one},
-        {"path": "b.png", "error": "zero bytes"},
-    ]
-    assert describe(rows).splitlines() == [
-        r"a.png       cat\x07 98.7 %",
-        r"longer.png  cat\x07 98.7 %",
-    ]
-    assert describe(rows, out="x.csv") == "x.csv: 2 of 3 files classified"
-    assert describe([]) == ""

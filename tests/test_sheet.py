@@ -1,0 +1,217 @@
+"""The contact sheet: every tile there, whatever the pictures and names are; small in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pytest
+from PIL import Image, ImageChops, ImageColor
+
+from finetune import sheet as sheet_module
+from finetune.errors import SetupError
+from finetune.sheet import ContactSheet
+
+RED = (200, 30, 30)
+
+
+def predicted(path: str, *labels: str) -> dict[str, Any]:
+    share = 1 / max(len(labels), 1)
+    return {
+        "path": path,
+        "predictions": [
+            {"label": label, "index": index, "confidence": share}
+            for index, label in enumerate(labels)
+        ],
+    }
+
+
+def plain(height: int, width: int, colour: tuple[int, int, int] = RED) -> np.ndarray:
+    return np.full((height, width, 3), colour, dtype=np.uint8)
+
+
+def drawn(
+    rows: list[dict[str, Any]], pictures: dict[int, np.ndarray], **wanted: Any
+) -> Image.Image:
+    sheet = ContactSheet(**wanted)
+    for place, pixels in pictures.items():
+        sheet.look(place, pixels)
+    for row in rows:
+        sheet.add(row)
+    return sheet.draw(title="a model")
+
+
+def area(image: Image.Image, colour: tuple[int, int, int]) -> int:
+    return int((np.asarray(image) == colour).all(axis=2).sum())
+
+
+@pytest.mark.parametrize(
+    "size, shown",
+    [
+        ((32, 32), (192, 192)),
+        ((8, 8), (192, 192)),
+        ((100, 100), (100, 100)),
+        ((300, 300), (192, 192)),
+        ((96, 192), (96, 192)),
+        ((1, 400), (1, 192)),
+        ((3000, 4000), (144, 192)),
+    ],
+)
+def test_pictures_fit_the_tile_in_their_proportions(
+    size: tuple[int, int], shown: tuple[int, int]
+) -> None:
+    image = drawn([predicted("a.png", "cat")], {0: plain(*size)})
+    assert area(image, RED) == shown[0] * shown[1]
+
+
+def test_small_pictures_keep_their_pixels() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    image = np.asarray(drawn([predicted("a.png", "cat")], {0: pixels}))
+    enlarged = pixels.repeat(6, axis=0).repeat(6, axis=1)
+    windows = [
+        (y, x)
+        for y, x in np.argwhere((image == enlarged[0, 0]).all(axis=2))
+        if np.array_equal(image[y : y + 192, x : x + 192], enlarged)
+    ]
+    assert len(windows) == 1
+
+
+def test_what_is_kept_is_small() -> None:
+    sheet = ContactSheet(limit=2)
+    pixels = plain(4000, 6000)
+    for place in range(3):
+        sheet.look(place, pixels)
+    assert {place: picture.size for place, picture in sheet._pictures.items()} == {
+        0: (192, 128),
+        1: (192, 128),
+    }
+    assert not any(picture.readonly for picture in sheet._pictures.values())
+
+
+def test_the_number_of_tiles_is_bounded_and_the_rest_is_counted() -> None:
+    rows = [predicted(f"{number}.png", "cat") for number in range(500)]
+    pictures = {number: plain(8, 8) for number in range(500)}
+    image = drawn(rows, pictures)
+    assert area(image, RED) == 200 * 192 * 192
+    sheet = ContactSheet(limit=4)
+    for row in [*rows[:5], {"path": "x", "error": "zero bytes"}]:
+        sheet.add(row)
+    assert sheet._facts("calibrated") == (
+        "6 files · 1 unreadable · the first 4 are shown · calibrated"
+    )
+
+
+def test_unreadable_files_are_marked_empty_tiles() -> None:
+    rows = [predicted("a.png", "cat"), {"path": "b.png", "error": "an HTML page, not an image"}]
+    image = drawn(rows, {0: plain(32, 32)})
+    pink = ImageColor.getrgb("#fdf0ef")
+    assert area(image, RED) == 192 * 192
+    assert area(image, pink) > 0.9 * 192 * 192
+    assert area(drawn(rows[:1], {0: plain(32, 32)}), pink) == 0
+
+
+def test_the_bar_is_as_long_as_the_confidence() -> None:
+    blue = ImageColor.getrgb("#2563eb")
+    for confidence, length in ((1.0, 192), (0.5, 96), (0.001, 0)):
+        row = predicted("a.png", "cat")
+        row["predictions"][0]["confidence"] = confidence
+        assert area(drawn([row], {0: plain(32, 32)}), blue) == 4 * length
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "صورة القطة.png",
+        "תמונה.png",
+        "猫の写真.png",
+        "हिन्दी.png",
+        "🐈\u200d⬛.png",
+        "a\x1b[2J\n\r\0b.png",
+        "caf\udce9.png",
+        "\u202egnp.exe",
+        "x" * 5000 + ".png",
+        "/".join(["folder"] * 600),
+        "",
+        "…",
+    ],
+)
+def test_names_and_labels_of_any_kind_fit_their_tile(name: str) -> None:
+    rows = [
+        predicted(name, name, name),
+        {"path": name, "error": name},
+        predicted("b.png", "x", "y"),
+    ]
+    image = drawn(rows, {0: plain(32, 32), 2: plain(32, 32)})
+    bare = drawn([], {})
+    assert image.width == bare.width
+    # nothing is written into the gaps between the cards
+    left = sheet_module._MARGIN + sheet_module._CARD
+    for x in (left, left + sheet_module._CARD + sheet_module._GAP):
+        gap = image.crop((x, 110, x + sheet_module._GAP, image.height))
+        assert not ImageChops.difference(gap, Image.new("RGB", gap.size, "#f4f4f5")).getbbox()
+
+
+def test_long_names_keep_their_ends() -> None:
+    font = sheet_module._Fonts([]).size(12)
+    long = "a-very-long-name-" * 20 + "0042.jpg"
+    fitted = sheet_module._fitted(long, font, 192)
+    assert fitted.startswith("a-very")
+    assert fitted.endswith("42.jpg")
+    assert 170 < font(fitted).getlength(fitted) <= 192
+    assert sheet_module._fitted("short.png", font, 192) == "short.png"
+    assert sheet_module._fitted("wide", font, 1) == "…"
+
+
+def test_text_is_broken_between_words() -> None:
+    font = sheet_module._Fonts([]).size(13)
+    text = "an HTML page, not an image; download it again and again until it is one"
+    lines = sheet_module._wrapped(text, font, 192, lines=9)
+    assert " ".join(lines) == text
+    assert len(lines) > 1
+    assert all(font(line).getlength(line) <= 192 for line in lines)
+    assert len(sheet_module._wrapped(text, font, 192, lines=2)) == 2
+    assert sheet_module._wrapped(text, font, 192, lines=0) == []
+
+
+def test_folders_that_all_share_are_left_out() -> None:
+    short = sheet_module._short_names
+    assert short(["/a/b/c.png", "/a/d.png"]) == ["b/c.png", "d.png"]
+    assert short(["/a/b/c.png"]) == ["c.png"]
+    assert short(["c.png", "b/d.png"]) == ["c.png", "b/d.png"]
+    assert short(["/a/c.png", "d.png"]) == ["/a/c.png", "d.png"]
+    assert short([]) == []
+
+
+def test_characters_that_the_own_font_lacks_come_from_the_systems(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+    other = str(folder / "STIXGeneral.ttf")
+    (tmp_path / "broken.ttf").write_text("no font")
+    own = sheet_module._characters(sheet_module._own_font(bold=False))
+    lacking = sorted(sheet_module._characters(other) - own)
+    text = "".join(map(chr, lacking))
+    text = "".join(char for char in text if char.isprintable())
+    assert text
+    found = [str(tmp_path / "broken.ttf"), str(tmp_path / "gone.ttf"), other]
+    monkeypatch.setattr("matplotlib.font_manager.findSystemFonts", lambda: found)
+    fonts = sheet_module._Fonts([text, "cat"])
+    assert fonts.size(14)(text).path == other
+    assert fonts.size(14)("cat").path == sheet_module._own_font(bold=False)
+    assert fonts.size(14, bold=True)("cat").path == sheet_module._own_font(bold=True)
+
+
+def test_the_file_is_replaced_in_one_step(tmp_path: Path) -> None:
+    path = tmp_path / "sheet.png"
+    path.write_text("old")
+    sheet = ContactSheet()
+    sheet.add(predicted("a.png", "cat"))
+    sheet.look(0, plain(8, 8))
+    sheet.save(path, title="a model")
+    with Image.open(path) as image:
+        assert image.convert("RGB").tobytes() == sheet.draw(title="a model").tobytes()
+    assert [each.name for each in tmp_path.iterdir()] == ["sheet.png"]
+    with pytest.raises(SetupError, match="--sheet"):
+        sheet.save(tmp_path / "gone" / "sheet.png", title="a model")

@@ -1,0 +1,1 @@
+"""The web page of `finetune demo`, and the folder that runs as a Space."""

@@ -1,0 +1,195 @@
+"""The demo's page: a picture is dropped, classified, and shown as the model saw it."""
+
+from __future__ import annotations
+
+import html
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from finetune.demo import page
+from finetune.demo.reading import Reader, pixels_of
+from finetune.errors import FinetuneError, SetupError
+from finetune.predict import Classifier
+
+__all__ = ["About", "accepted", "build_app", "gradio", "look"]
+
+_PREVIEW_PIXELS = 1024
+_BROWSERS_SHOW = (b"\xff\xd8", b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"\0\0\1\0")
+
+
+@dataclass(frozen=True)
+class About:
+    """What the page says beside predictions.
+
+    Attributes:
+        title: the model's name.
+        facts: short figures under it.
+        notes: sentences at the foot.
+        examples: picture files to try.
+    """
+
+    title: str
+    facts: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    examples: Sequence[Path] = field(default=())
+
+
+def gradio() -> ModuleType:
+    """Import Gradio, with its calls home off.
+
+    Raises: SetupError with the line that installs it.
+    """
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    try:
+        import gradio
+    except ImportError as error:
+        raise SetupError(
+            f"demo: needs Gradio ({error}); install it: pip install 'finetune[demo]'"
+        ) from error
+    return gradio
+
+
+def build_app(classifier: Classifier, about: About) -> Any:
+    """Make the page.
+
+    Args:
+        classifier: that answers.
+        about: what the page says of it.
+    Returns: a `gradio.Blocks`, to be given to `launch`.
+    """
+    gr = gradio()
+    answers = _Answers(gr, Reader(classifier), about.examples)
+    options = {"title": about.title, "analytics_enabled": False, "delete_cache": (600, 3600)}
+    with gr.Blocks(**options, **accepted(gr.Blocks.__init__, **look(gr))) as app:
+        gr.HTML(page.header(about.title, about.facts))
+        with gr.Row(elem_classes="ft-columns"):
+            with gr.Column(elem_classes="ft-left"):
+                picture = gr.Image(
+                    type="filepath",
+                    sources=["upload"],
+                    show_label=False,
+                    label="Picture",
+                    placeholder="Drop a picture here, or click to choose one",
+                    elem_id="ft-picture",
+                    **accepted(
+                        gr.Image.__init__,
+                        buttons=[],
+                        show_download_button=False,
+                        show_fullscreen_button=False,
+                        show_share_button=False,
+                    ),
+                )
+                tries = None
+                if about.examples:
+                    tries = gr.Dataset(
+                        components=[picture],
+                        samples=[[str(file)] for file in about.examples],
+                        type="index",
+                        label="Or try one of these",
+                        elem_id="ft-examples",
+                    )
+            with gr.Column(elem_classes="ft-right"):
+                shown = gr.HTML(page.EMPTY, elem_id="ft-answer")
+        gr.HTML(page.footer(classifier.class_names, about.notes))
+        _connect(gr, answers, picture, tries, shown)
+    app.queue(max_size=32, default_concurrency_limit=1, api_open=False)
+    return app
+
+
+def _connect(gr: ModuleType, answers: _Answers, picture: Any, tries: Any, shown: Any) -> None:
+    """Say what happens when. Not preprocessed: Gradio would turn and encode the picture anew."""
+    own = {"preprocess": False, "trigger_mode": "always_last", "concurrency_id": "model"}
+    private = accepted(gr.on, api_visibility="private", show_api=False)
+    if "api_visibility" not in private:
+        private["api_name"] = False
+    gr.on(
+        picture.upload,
+        answers.to_upload,
+        picture,
+        [picture, shown],
+        show_progress_on=shown,
+        **own,
+        **private,
+    )
+    # without its input, which at that moment is still the picture
+    gr.on(picture.clear, lambda: page.EMPTY, None, shown, **private)
+    if tries is not None:
+        gr.on(tries.click, answers.to_example, tries, [picture, shown], **private)
+    asked, told = gr.Button(visible=False), gr.JSON(visible=False)
+    gr.on(asked.click, answers.to_program, picture, told, api_name="predict", **own)
+
+
+class _Answers:
+    """What the page and programs are told."""
+
+    def __init__(self, gr: ModuleType, reader: Reader, examples: Sequence[Path]) -> None:
+        self._gr = gr
+        self._reader = reader
+        self._examples = list(examples)
+
+    def to_upload(self, upload: dict[str, Any] | None) -> tuple[Any, str]:
+        """Answer the page: what to do with the picture, and what to show."""
+        path = (upload or {}).get("path")
+        if path is None:
+            return self._gr.update(), page.EMPTY
+        try:
+            return self._preview(path), page.result(self._reader.read(path))
+        except FinetuneError as error:
+            return None, page.refusal(str(error))
+
+    def _preview(self, path: str) -> Any:
+        """The picture stays as it is where a browser can show it."""
+        with open(path, "rb") as file:
+            head = file.read(12)
+        if head.startswith(_BROWSERS_SHOW) or head[4:12] == b"ftypavif":
+            return self._gr.update()
+        pixels = pixels_of(path)
+        every = max(1, -(-max(pixels.shape) // _PREVIEW_PIXELS))
+        return np.ascontiguousarray(pixels[::every, ::every])
+
+    def to_example(self, index: int) -> tuple[str, str]:
+        """Answer a click on an example."""
+        path = self._examples[index]
+        return str(path), page.result(self._reader.read(path))
+
+    def to_program(self, upload: dict[str, Any] | None) -> list[dict[str, Any]]:
+        """Answer a program: [{"label", "confidence"}]."""
+        path = (upload or {}).get("path")
+        if path is None:
+            raise self._refusal("no picture was sent")
+        try:
+            top = self._reader.read(path).top
+        except FinetuneError as error:
+            raise self._refusal(str(error)) from None
+        return [{"label": label, "confidence": confidence} for label, confidence in top]
+
+    def _refusal(self, message: str) -> Exception:
+        # Gradio shows it as HTML, and it may hold the first bytes of the file
+        error: Exception = self._gr.Error(html.escape(message), print_exception=False)
+        return error
+
+
+def look(gr: ModuleType) -> dict[str, Any]:
+    """Theme and style: system fonts only, so that nothing is asked of another host."""
+    theme = gr.themes.Base(
+        primary_hue="orange",
+        neutral_hue="stone",
+        font=["ui-sans-serif", "system-ui", "-apple-system", "Segoe UI", "sans-serif"],
+        font_mono=["ui-monospace", "SFMono-Regular", "Menlo", "monospace"],
+    )
+    # not as css=, whose selectors Gradio rewrites, those under @media to no effect
+    return {"theme": theme, "head": f"<style>\n{page.style()}</style>"}
+
+
+def accepted(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
+    """Those of the options that the installed Gradio has: they moved between its versions."""
+    known = inspect.signature(function).parameters
+    return {name: value for name, value in options.items() if name in known}

@@ -1,0 +1,195 @@
+"""The exported Space: whole, valid, and running from nothing but its folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from demo_server import GUARD, ODD_NAMES, Running, running, small_model
+from PIL import Image
+from test_serve import ask, classify, send
+
+from finetune.demo import space
+from finetune.demo.space import export_space
+from finetune.errors import RecipeError, SetupError, WeightsError
+from finetune.predict import Classifier
+
+pytest.importorskip("gradio", reason="Gradio is not installed: pip install 'finetune[demo]'")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    name = small_model(tmp_path_factory.mktemp("models") / "flowers")
+    (Path(name) / "README.md").write_text("---\nlicense: cc-by-4.0\n---\n# A card\n")
+    (Path(name) / "examples").mkdir()
+    Image.new("RGB", (20, 20), (0, 90, 0)).save(Path(name) / "examples" / "leaf.png")
+    return name
+
+
+@pytest.fixture(scope="module")
+def exported(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("spaces") / "flowers"
+    answer = export_space(model, folder)
+    assert answer["folder"] == str(folder)
+    here = sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
+    assert answer["files"] == here
+    return folder
+
+
+def head(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((folder / "README.md").read_text().split("---")[1])
+    return found
+
+
+def test_the_card_is_a_space_s(exported: Path) -> None:
+    import gradio
+    from huggingface_hub import SpaceCard
+
+    found = head(exported)
+    assert found["title"] == "flowers"
+    assert found["sdk"] == "gradio"
+    assert found["sdk_version"] == gradio.__version__
+    assert (exported / found["app_file"]).is_file()
+    assert found["license"] == "cc-by-4.0"
+    assert "models" not in found
+    data = SpaceCard.load(exported / "README.md").data
+    assert (data.title, data.sdk, data.license) == ("flowers", "gradio", "cc-by-4.0")
+
+
+def test_the_folder_holds_what_it_needs_and_no_more(model: str, exported: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        assert (exported / "model" / name).read_bytes() == (Path(model) / name).read_bytes()
+    assert (exported / "examples" / "0-leaf.png").is_file()
+    assert (exported / "finetune" / "demo" / "style.css").is_file()
+    assert not list(exported.rglob("__pycache__"))
+    assert not list(exported.rglob("embedded"))
+    assert sum(file.stat().st_size for file in (exported / "finetune").rglob("*")) < 2e6
+    pinned = (exported / "requirements.txt").read_text().splitlines()
+    assert len(pinned) > 8
+    assert all("==" in line and "+" not in line for line in pinned)
+    for file in ("demo.json", "README.md", "app.py", "requirements.txt"):
+        assert str(Path(model).parent) not in (exported / file).read_text()
+
+
+def test_an_export_is_replaced_and_git_stays(model: str, exported: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "again"
+    shutil.copytree(exported, folder)
+    (folder / ".git").mkdir()
+    (folder / ".git" / "HEAD").write_text("ref")
+    (folder / "model" / "stale.bin").write_text("stale")
+    (folder / "finetune" / "stale.py").write_text("stale")
+    export_space(model, folder)
+    assert (folder / ".git" / "HEAD").read_text() == "ref"
+    assert not list(folder.rglob("stale*"))
+    assert (folder / "app.py").is_file()
+
+
+@pytest.mark.parametrize("mark", [None, "{", "[]", '{"made_by": "me"}'])
+def test_a_folder_of_somebody_else_is_left_alone(
+    model: str, tmp_path: Path, mark: str | None
+) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    if mark is not None:
+        (tmp_path / "demo.json").write_text(mark)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(RecipeError, match=r"holds other files \(.*thesis.txt"):
+        export_space(model, tmp_path)
+    assert sorted(tmp_path.iterdir()) == before
+    with pytest.raises(RecipeError, match="is a file"):
+        export_space(model, tmp_path / "thesis.txt")
+
+
+def test_what_cannot_run_is_not_written(model: str, tmp_path: Path) -> None:
+    folder = tmp_path / "space"
+    with pytest.raises(WeightsError, match="no such file or folder"):
+        export_space(str(tmp_path / "nothing"), folder)
+    with pytest.raises(RecipeError, match="is a single file; give the model's folder"):
+        export_space(str(Path(model) / "model.safetensors"), folder)
+    assert not folder.exists()
+
+
+def test_a_folder_that_cannot_be_made(model: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SetupError, match="cannot be written"):
+        export_space(model, tmp_path / "file" / "below")
+
+
+def test_a_hub_model_is_named_by_its_commit(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sha = "0123456789abcdef0123456789abcdef01234567"
+    load = Classifier.load
+    monkeypatch.setattr(space.Classifier, "load", lambda name, **options: load(model, device="cpu"))
+    monkeypatch.setattr(space, "facts", lambda *_: [])
+    monkeypatch.setattr(space, "hub_file", lambda *_: (Path(model) / "config.json", sha))
+    export_space("hf-hub:alice/flowers@v1", tmp_path / "space")
+    written = json.loads((tmp_path / "space" / "demo.json").read_text())
+    assert written["model"] == f"hf-hub:alice/flowers@{sha}"
+    assert written["title"] == "alice/flowers"
+    assert head(tmp_path / "space")["models"] == ["alice/flowers"]
+    assert not (tmp_path / "space" / "model").exists()
+
+
+def test_the_recipe_s_evaluation_goes_along(model: str, tmp_path: Path) -> None:
+    """Pixels as the run evaluated them, also where the configuration says another crop."""
+    usual = Classifier.load(model, device="cpu").pipeline.sentence
+    other = "resize(48) | center_crop(32)"
+    assert usual != other
+    loaded = space._load(model, other)
+    assert loaded.pipeline.sentence == other
+    assert space._load(model, usual).pipeline.sentence == usual
+
+
+# What the Space's requirements do not name is not there, and no host is asked.
+WITHOUT = """
+import builtins, runpy
+real = builtins.__import__
+def guarded(name, globals=None, *rest, **more):
+    by = str((globals or {}).get("__name__", ""))
+    if name.split(".")[0] in ("accelerate", "datasets", "sklearn", "matplotlib"):
+        if by.startswith("finetune"):
+            raise ModuleNotFoundError(f"{name} is not in requirements.txt; asked for by {by}")
+    return real(name, globals, *rest, **more)
+builtins.__import__ = guarded
+sys.path.insert(0, ".")
+runpy.run_path("app.py", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_it_runs_from_nothing_but_its_folder(model: str, exported: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "elsewhere"
+    shutil.copytree(exported, folder)
+    code = [sys.executable, "-c", f"{GUARD}\n{WITHOUT}"]
+    with running(code, cwd=folder, PYTHONPATH="", PYTHONDONTWRITEBYTECODE="1") as server:
+        page = ask(server.url)
+        assert page[0] == 200
+        assert "flowers" in page[1]
+        file = tmp_path / "a.png"
+        Image.new("RGB", (50, 30), (9, 200, 40)).save(file)
+        (path,) = json.loads(send(server, "a.png", file.read_bytes())[1])
+        status, text = classify(server, {"path": path, "meta": {"_type": "gradio.FileData"}})
+        assert status == 200
+        answered = json.loads(text.split("data: ", 1)[1])[0]
+        check(model, file, answered)
+        assert server.interrupt(signal.SIGTERM) == 0
+    written = "".join(server.lines)
+    assert "Traceback" not in written
+    assert "OUTSIDE" not in written
+    assert isinstance(server, Running)
+
+
+def check(model: str, file: Path, answered: list[dict[str, Any]]) -> None:
+    (row,) = Classifier.load(model, device="cpu").predict(file, top_k=5)
+    expected = [(one["label"], one["confidence"]) for one in row["predictions"]]
+    assert sorted(label for label, _ in expected) == sorted(ODD_NAMES)
+    # another number of threads may sum in another order
+    for one, (label, confidence) in zip(answered, expected, strict=True):
+        assert one["label"] == label
+        assert one["confidence"] == pytest.approx(confidence, abs=1e-5)

@@ -125,7 +125,7 @@ class TestStart:
             assert "--json" in options or name in ("recipes", "data"), name
             assert command.help, name
             found += 1
-        assert found == 11
+        assert found == 15
 
 
 def _below(group: str) -> dict[str, Any]:
@@ -235,35 +235,94 @@ class TestEvalAndPredict:
     def test_eval(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        double = Double(RESULTS["val"])
-        replace(monkeypatch, "finetune.evaluate", evaluate_model=double)
-        assert main(["eval", "runs/x", "--data", "folder:y", "--split", "val"]) == 0
-        assert double.calls == [(("runs/x",), {"data": "folder:y", "split": "val"})]
-        assert capsys.readouterr().out == "val: top1 0.5000  loss 1.2500  (10 images)\n"
+        double, written = Double(RESULTS["val"]), Double(["e/results.json"])
+        doubles = {"describe": Double("val: top1 0.5000"), "write_results": written}
+        replace(monkeypatch, "finetune.evaluate", evaluate_model=double, **doubles)
+        arguments = ["--data", "folder:y", "--split", "val", "--out", "e", "--fit-temperature"]
+        assert main(["eval", "runs/x", *arguments]) == 0
+        asked = {"data": "folder:y", "split": "val", "fit_temperature": True}
+        assert double.calls == [(("runs/x",), asked)]
+        assert written.calls == [((RESULTS["val"], "e"), {})]
+        assert capsys.readouterr().out == "val: top1 0.5000\ne/results.json\n"
         assert main(["eval", "runs/x", "--json"]) == 0
-        assert double.calls[1] == (("runs/x",), {"data": None, "split": "test"})
+        asked = {"data": None, "split": None, "fit_temperature": False}
+        assert double.calls[1] == (("runs/x",), asked)
         assert json.loads(capsys.readouterr().out) == RESULTS["val"]
+        assert len(written.calls) == 1
 
     def test_predict(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         rows = [{"path": "a.png", "predictions": []}, {"path": "b.png", "error": "no image"}]
         classify = Double(rows)
-        doubles = {"predict": classify, "describe": Double("a table"), "unreadable": Double(None)}
-        replace(monkeypatch, "finetune.predict", **doubles)
-        assert main(["predict", "runs/x", "a.png", "-", "--top-k", "2", "--out", "o.csv"]) == 0
+        replace(monkeypatch, "finetune.predict", predict=classify)
+        doubles = {"describe": Double("a table"), "unreadable": Double(None)}
+        replace(monkeypatch, "finetune.predictions", **doubles)
+        arguments = ["--top-k", "2", "--out", "o.csv", "--sheet", "s.png", "--calibrated"]
+        assert main(["predict", "runs/x", "a.png", "-", *arguments]) == 0
         (model, paths), kwargs = classify.calls[0]
         assert (model, list(paths)) == ("runs/x", ["a.png", "-"])
-        assert kwargs == {"top_k": 2, "out": "o.csv"}
+        asked = {"top_k": 2, "out": "o.csv", "sheet": "s.png", "calibrated": True}
+        assert kwargs == {**asked, "batch_size": 64}
         assert capsys.readouterr().out == "a table\n"
 
         monkeypatch.setattr(
-            sys.modules["finetune.predict"], "unreadable", lambda rows: DataError("b.png: bad")
+            sys.modules["finetune.predictions"], "unreadable", lambda rows: DataError("b.png: bad")
         )
         assert main(["predict", "runs/x", "a.png", "b.png", "--json"]) == 3
         captured = capsys.readouterr()
         assert json.loads(captured.out) == rows  # what could be read is not lost
         assert captured.err == "b.png: bad\n"
+
+
+class TestPublishing:
+    def test_push(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        pushed = {"url": "http://hub/a/b", "commit": "abc", "changed": True}
+        double = Double(pushed)
+        replace(monkeypatch, "finetune.hub.push", push=double)
+        arguments = ["--private", "--revision", "v2", "--message", "better"]
+        assert main(["push", "runs/x", "a/b", *arguments]) == 0
+        asked = {"private": True, "revision": "v2", "message": "better"}
+        assert double.calls == [(("runs/x", "a/b"), asked)]
+        assert capsys.readouterr().out == "http://hub/a/b\ncommit abc\n"
+        pushed["changed"] = False
+        assert main(["push", "runs/x", "a/b"]) == 0
+        assert "no new commit" in capsys.readouterr().out
+
+    def test_export(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        double = Double({"file": "x.pt2"})
+        replace(monkeypatch, "finetune.export", export_model=double, describe=Double("x.pt2"))
+        arguments = ["--format", "torch", "--out", "x.pt2", "--images", "a", "--images", "b"]
+        assert main(["export", "runs/x", *arguments, "--image-size", "96"]) == 0
+        asked = {"format": "torch", "out": "x.pt2", "images": ("a", "b"), "image_size": 96}
+        assert double.calls == [(("runs/x",), asked)]
+        assert capsys.readouterr().out == "x.pt2\n"
+
+    def test_report(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        double = Double({"reports": ["a/report.html", "b/report.html"], "comparison": None})
+        replace(monkeypatch, "finetune.report.page", report=double)
+        assert main(["report", "a", "b", "--out", "c"]) == 0
+        assert double.calls == [((("a", "b"),), {"out": "c"})]
+        assert capsys.readouterr().out == "a/report.html\nb/report.html\n"
+
+    def test_demo(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        serve, export = Double({}), Double({"folder": "space", "files": ["app.py"]})
+        replace(monkeypatch, "finetune.demo.serve", serve=serve)
+        replace(monkeypatch, "finetune.demo.space", export_space=export)
+        assert main(["demo", "runs/x", "--port", "0"]) == 0
+        assert serve.calls == [(("runs/x",), {"host": "127.0.0.1", "port": 0, "share": False})]
+        assert main(["demo", "runs/x", "--export-space", "space"]) == 0
+        assert export.calls == [(("runs/x", "space"), {})]
+        assert capsys.readouterr().out == "space: 1 files\n"
+        assert main(["demo", "runs/x", "--export-space", ""]) == 2
 
 
 class TestRecipes:

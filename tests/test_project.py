@@ -32,20 +32,29 @@ LAYERS = {
     "recipe_help": "errors data.operations recipe",
     "metrics": "errors",
     "claims": "errors recipe metrics",
+    "calibrate": "",
+    "mistakes": "",
+    "progress": "errors",
+    "hub": "",  # finetune/hub/__init__.py
+    "hub.calls": "errors progress",
+    "hub.reads": "errors hub progress",
     "models.representation": "",
     "models": "models.representation",  # importing it registers our own networks with timm
     "models.posemb": "errors",
     "models.tensors": "errors",
     "models.google": "errors models",
-    "models.hub_files": "errors",
+    "models.config": "errors",
+    "models.hub_files": "errors hub models",
     "models.weights": "errors models",
     "models.head": "errors",
     "models.fit": "errors models",
     "models.built": "errors",
     "models.build": "errors models",
+    "models.attention": "errors models",
     "data.decode": "errors",
     "data.columns": "errors data",
     "data.items": "errors data",
+    "data.hub_sets": "errors data hub",
     "data.tables": "errors data",
     "data.sources": "errors data",
     "data.scan": "errors data",
@@ -58,17 +67,43 @@ LAYERS = {
     "data.feed": "errors data",
     "optim": "errors",
     "rundir": "errors",
-    "progress": "errors",
     "state": "errors",
     "provenance": "errors",
-    "card": "errors recipe",
+    "drawing": "errors rundir",
+    "figures": "errors metrics drawing",
+    "card": "errors recipe claims metrics",
     "preprocess": "errors data recipe models",
+    "measure": "calibrate data metrics mistakes",
     "job": "*",
     "live": "*",
     "record": "*",
+    "evidence": "*",
+    "report": "",
+    "report.data": "errors data recipe rundir",
+    "report.sections": "*",
+    "report.pictures": "*",
+    "report.comparison": "*",
+    "report.page": "*",
+    "hub.rights": "errors hub",
+    "hub.content": "errors evidence hub progress rundir",
+    "hub.push": "errors evidence hub progress rundir",
+    "finish": "*",
     "engine": "*",
+    "predictions": "errors",
     "evaluate": "*",
+    "listing": "errors data",
+    "sheet": "errors data predictions",
     "predict": "*",
+    "exporters": "errors",
+    "export": "*",
+    "demo": "",
+    "demo.gate": "",
+    "demo.reading": "*",
+    "demo.page": "*",
+    "demo.about": "*",
+    "demo.app": "*",
+    "demo.serve": "*",
+    "demo.space": "*",
     "terminal": "errors",
     "cli": "*",
     "__main__": "*",
@@ -83,6 +118,7 @@ BROUGHT_ALONG = {
     "pyarrow": "datasets",
     "scipy": "scikit-learn",
     "pydantic_core": "pydantic",
+    "jinja2": "torch",
 }
 IMPORT_NAMES = {"PyYAML": "yaml", "scikit-learn": "sklearn"}
 
@@ -142,7 +178,7 @@ def own_imports(module: str) -> set[str]:
     found = set()
     for name in imported(modules()[module]):
         parts = name.split(".")
-        if parts[0] != "finetune":
+        if parts[0] != "finetune" or name == "finetune.__version__":  # nothing more than a text
             continue
         while parts[1:] and ".".join(parts[1:]) not in modules():
             parts.pop()  # the last part is a function or a class
@@ -440,13 +476,17 @@ class TestPromises:
 
     def test_the_tests_mirror_the_package(self) -> None:
         here = {path.name for path in (REPOSITORY / "tests").glob("test_*.py")}
-        wanted = {
-            f"test_{name.rsplit('.', 1)[-1]}.py"
-            for name in modules()
-            if file_of(name).name not in ("__init__.py", "__main__.py")
-        }
+        wanted = [
+            name for name in modules() if file_of(name).name not in ("__init__.py", "__main__.py")
+        ]
         assert wanted
-        assert not sorted(wanted - here)
+        # with the package's name where two packages have a module of the same name
+        without = [
+            name
+            for name in wanted
+            if not here & {f"test_{name.split('.')[-1]}.py", f"test_{name.replace('.', '_')}.py"}
+        ]
+        assert not without
 
     def test_the_license_is_whole(self) -> None:
         text = (REPOSITORY / "LICENSE").read_text(encoding="utf-8")

@@ -11,6 +11,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from finetune.claims import table
+from finetune.licences import licence_keys
 from finetune.metrics import mean_std
 from finetune.recipe import Recipe
 
@@ -58,6 +59,12 @@ class Facts:
         return _hub_name(rest) if kind == "hub" else rest.rstrip("/").rpartition("/")[2]
 
     @property
+    def data_id(self) -> str:
+        """The same where only what could be a repository's name is taken, as for `my photos`."""
+        plain = re.sub(r"[^A-Za-z0-9_]+", "-", self.data_name).strip("-_")[:96] or "data"
+        return self.data_name if _REPOSITORY.fullmatch(self.data_name) else plain
+
+    @property
     def name(self) -> str:
         """The model's name."""
         if self.repository:
@@ -90,13 +97,12 @@ def _metadata(facts: Facts) -> ModelCardData:
     """The YAML head, as the hub defines it."""
     base = str(facts.weights.get("repository") or "")
     on_hub = bool(_REPOSITORY.fullmatch(base)) and facts.recipe.model.pretrained
-    licence = facts.weights.get("license")
     return ModelCardData(
-        license=str(licence) if licence else None,
+        **licence_keys(facts.weights.get("license")),
         library_name="timm",
         pipeline_tag="image-classification",
         tags=["image-classification", "timm", "finetune"],
-        datasets=[facts.data_name],
+        datasets=[facts.data_id],
         metrics=["accuracy"],
         base_model=base if on_hub else None,
         base_model_relation="finetune" if on_hub else None,
@@ -121,7 +127,7 @@ def _model_index(facts: Facts) -> list[EvalResult] | None:
         EvalResult(
             task_type="image-classification",
             task_name="Image Classification",
-            dataset_type=facts.data_name,
+            dataset_type=facts.data_id,
             dataset_name=facts.data_name,
             dataset_split="test",
             metric_type=kind,
@@ -143,9 +149,11 @@ def _summary(facts: Facts) -> list[str]:
     names = [_plain(str(name)) for name in facts.config.get("label_names") or []]
     shown = ", ".join(names[:_SHOWN_CLASSES])
     more = f" and {len(names) - _SHOWN_CLASSES} more" if len(names) > _SHOWN_CLASSES else ""
+    note = [f"> {_plain(recipe.run.note)}", ""] if recipe.run.note else []
     return [
         f"# {facts.name}",
         "",
+        *note,
         f"{start} on {_plain(facts.data_name)}: {results['steps']:,} steps of "
         f"{recipe.data.batch_size} images at {size} pixels; these are the weights of step "
         f"{results['best_step']:,}.",

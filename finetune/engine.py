@@ -130,26 +130,35 @@ def train(
         facts = {"precision": precision, "num_processes": world, "resume": resume, "notice": say}
         start = _on_main(accelerator, lambda: begin(run, job, **facts))
         if start is None:
-            return run.read_json("results.json") or {}
-        with StopSignals() as stop, status_kept(run, main=main):
-            dtype = _DTYPES.get(precision, torch.float32)
-            train_feed = job.feed(job.source.splits["train"], train=True, dtype=dtype)
-            _on_main(accelerator, lambda: note_plan(run, job, start=start))
-            val = job.source.splits.get("val")
-            val_feed = None if val is None else job.feed(val, train=False)
-            _heed(stop, run)
-            if start:
-                live.restore(start)
-            if recipe.run.trackers:
-                accelerator.init_trackers("finetune")
-            _fit(live, train_feed, val_feed, stop)
-            results = finish(live, val_feed)
-        # The run is done: whatever the hub says, nothing of it is lost.
-        _on_main(accelerator, lambda: _publish(run, recipe))
+            results = run.read_json("results.json") or {}
+        else:
+            results = _to_the_end(live, start, precision)
+        # The run is done: whatever the hub says, nothing of it is lost. Nobody waits for rank 0, as
+        # a collective would be given up while a large model or a busy hub takes its time.
         accelerator.end_training()
+        if main:
+            _publish(run, recipe)
         return results
     finally:
         run.close()
+
+
+def _to_the_end(live: Live, start: int, precision: str) -> dict[str, Any]:
+    """Decode the data, train from `start` on, and finish. Returns: the content of results.json."""
+    job, accelerator, run = live.job, live.accelerator, live.run
+    with StopSignals() as stop, status_kept(run, main=live.main):
+        dtype = _DTYPES.get(precision, torch.float32)
+        train_feed = job.feed(job.source.splits["train"], train=True, dtype=dtype)
+        _on_main(accelerator, lambda: note_plan(run, job, start=start))
+        val = job.source.splits.get("val")
+        val_feed = None if val is None else job.feed(val, train=False)
+        _heed(stop, run)
+        if start:
+            live.restore(start)
+        if live.recipe.run.trackers:
+            accelerator.init_trackers("finetune")
+        _fit(live, train_feed, val_feed, stop)
+        return finish(live, val_feed)
 
 
 def _fit(live: Live, train_feed: Feed, val_feed: Feed | None, stop: StopSignals) -> None:
@@ -197,12 +206,18 @@ def _fit(live: Live, train_feed: Feed, val_feed: Feed | None, stop: StopSignals)
 def _on_main(accelerator: Accelerator, work: Callable[[], _Result]) -> _Result:
     """Do something on rank 0; every rank gets its answer, or its error."""
     outcome: list[Any] = [None, None]
+    unexpected: Exception | None = None
     if accelerator.is_main_process:
         try:
             outcome[0] = work()
         except FinetuneError as error:
             outcome[1] = error
+        except Exception as error:  # the other ranks must not wait for an answer
+            unexpected = error
+            outcome[1] = FinetuneError("rank 0 has ended with an internal error")
     broadcast_object_list(outcome)
+    if unexpected is not None:
+        raise unexpected
     if outcome[1] is not None:
         raise outcome[1]
     answer: _Result = outcome[0]
@@ -218,12 +233,14 @@ def _check_destination(recipe: Recipe) -> None:
 
 
 def _publish(run: RunDir, recipe: Recipe) -> None:
-    """Push the model if the recipe says so, and note the commit."""
-    if recipe.run.push_to:
+    """Push the model if the recipe says so and it was not yet done, and note the commit."""
+    record = run.read_json("run.json") or {}
+    before = (record.get("pushed") or {}).get("repository")
+    if recipe.run.push_to and recipe.run.push_to != before:
         from finetune.hub.push import push
 
         pushed = push(run.path, recipe.run.push_to, private=recipe.run.push_private)
-        run.write_json("run.json", {**(run.read_json("run.json") or {}), "pushed": pushed})
+        run.write_json("run.json", {**record, "pushed": pushed})
         say(f"pushed to {pushed['url']}, commit {pushed['commit']}")
 
 

@@ -15,9 +15,10 @@ from typing import Any
 
 from finetune.card import Facts, write_card
 from finetune.errors import CheckpointError, FinetuneError
+from finetune.files import sha256_of
 from finetune.recipe import Recipe, load_recipe
 from finetune.record import learned
-from finetune.rundir import RunDir, sha256_of
+from finetune.rundir import RunDir
 
 __all__ = ["PUBLISHED", "publishable", "refresh", "write_evidence"]
 
@@ -99,12 +100,15 @@ def publishable(recipe: Recipe) -> Recipe:
 
 def _name_only(source: str) -> str:
     """A source without the folders that lead to it; names on the hub stay as they are."""
-    kind, colon, rest = source.rpartition(":")
-    if kind in ("folder", "parquet", "local-dir") or (
-        not colon and ("/" in rest or "\\" in rest or rest.startswith((".", "~")))
-    ):
-        return kind + colon + (re.split(r"[\\/]", rest.rstrip("\\/"))[-1] or "data")
-    return source
+    kind, colon, rest = source.partition(":")
+    if colon and kind in ("hub", "hf-hub", "hf_hub", "embedded"):
+        return source
+    if kind not in ("folder", "parquet", "local-dir"):
+        kind, colon, rest = "", "", source  # a colon further on is part of a path
+        if not re.search(r"[\\/]", rest) and not rest.startswith((".", "~")):
+            return source
+    name = re.split(r"[\\/]", rest.rstrip("\\/"))[-1]
+    return kind + colon + ("data" if name in ("", ".", "..") or name[0] == "~" else name)
 
 
 def _publishable_results(results: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,15 +132,19 @@ def _seeds(
     """This run's results and those of its neighbours that differ in nothing but the seed."""
     own = _without_seed(recipe)
     found = {recipe.run.seed: results}
-    for folder in sorted(run.path.resolve().parent.iterdir()):
-        if folder == run.path.resolve() or not (folder / "recipe.yaml").is_file():
-            continue
+    try:
+        neighbours = sorted(run.path.resolve().parent.iterdir())
+    except OSError:  # a folder that may be entered and not listed
+        neighbours = []
+    for folder in neighbours:
         other = RunDir(folder)
         try:
+            if folder == run.path.resolve() or not (folder / "recipe.yaml").is_file():
+                continue
             theirs = load_recipe(folder / "recipe.yaml")
             status = (other.read_json("run.json") or {}).get("status")
             measured = other.read_json("results.json")
-        except FinetuneError:
+        except (FinetuneError, OSError):
             continue  # a neighbour that cannot be read is none of this run's business
         if status == "done" and measured and _without_seed(theirs) == own:
             found.setdefault(theirs.run.seed, measured)

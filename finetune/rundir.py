@@ -7,8 +7,6 @@ before anything live is changed.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import fcntl
 import hashlib
 import json
@@ -16,82 +14,17 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
 from finetune.errors import CheckpointError, SetupError
+from finetune.files import disk_errors, sha256_of, sync, sync_folder, write_atomically
 
-__all__ = ["RunDir", "disk_errors", "sha256_of", "write_atomically"]
+__all__ = ["RunDir"]
 
 MANIFEST = "manifest.json"
 _CHECKPOINT = re.compile(r"step-(\d{8})")
-_NO_SPACE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
-_NOT_WRITABLE = {errno.EACCES, errno.EROFS, errno.EPERM}
-
-
-def sha256_of(path: Path) -> str:
-    """Hash a file. Returns: the hexadecimal sha256 of its bytes."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:  # Python 3.10 has no hashlib.file_digest
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a text file in one step: a reader sees the old content or the new, never a part.
-
-    Raises: SetupError if the disk is full or the folder cannot be written.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with disk_errors(path, needed=len(text)):
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(text)
-                _sync(file)
-            os.replace(temporary, path)
-            _sync_folder(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def disk_errors(path: Path, *, needed: int) -> Iterator[None]:
-    """Turn the operating system's refusals into one clear message.
-
-    Args:
-        path: what was being written.
-        needed: bytes that the write needs.
-    Raises: SetupError for a full disk, a quota, or a folder without write permission.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno in _NO_SPACE:
-            raise SetupError(
-                f"{path}: the disk is full ({needed:,} bytes are needed); what was saved before is "
-                "kept: free space, then run again with --resume"
-            ) from error
-        if error.errno in _NOT_WRITABLE:
-            raise SetupError(
-                f"{path}: cannot be written ({error.strerror}); choose another folder with --out"
-            ) from error
-        raise
-
-
-def _sync(file: IO[Any]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """A rename is durable only when its folder has reached the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 class RunDir:
@@ -141,6 +74,9 @@ class RunDir:
         self._lock.truncate(0)
         self._lock.write(f"{os.getpid()} on {socket.gethostname()}\n")
         self._lock.flush()
+        for taken_away in self.path.glob(".model.old.*.tmp"):
+            if not self.model.exists():  # a kill between the two renames of `publish_model`
+                os.replace(taken_away, self.model)
         for left_over in [*self.checkpoints.glob(".*"), *self.path.glob(".*.tmp")]:
             shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink()
 
@@ -226,14 +162,15 @@ class RunDir:
                 if target.exists():  # a damaged one that a resume fell back from
                     shutil.rmtree(target)
                 os.replace(temporary, target)
-                _sync_folder(self.checkpoints)
+                sync_folder(self.checkpoints)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def publish_model(self, write: Callable[[Path], None], *, needed: int) -> None:
         """Replace `model/` as a whole by what `write` puts into the folder it is given."""
-        temporary = self.path / f".model.{os.getpid()}.tmp"
-        old = self.path / f".model.old.{os.getpid()}.tmp"
+        name = os.urandom(4).hex()  # a killed process's number comes again, in a container at once
+        temporary = self.path / f".model.{name}.tmp"
+        old = self.path / f".model.old.{name}.tmp"
         try:
             with disk_errors(self.model, needed=needed):
                 temporary.mkdir()
@@ -242,16 +179,13 @@ class RunDir:
                 if self.model.exists():
                     os.replace(self.model, old)
                 os.replace(temporary, self.model)
-                _sync_folder(self.path)
+                sync_folder(self.path)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
             shutil.rmtree(old, ignore_errors=True)
 
     def verify(self, step: int) -> str | None:
-        """Compare every file of a checkpoint with its manifest.
-
-        Returns: None if all is well, else what is wrong.
-        """
+        """Compare a checkpoint with its manifest. Returns: what is wrong, or None."""
         folder = self.folder(step)
         try:
             manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -325,5 +259,5 @@ def _write_folder(folder: Path, write: Callable[[Path], None]) -> None:
     step = int(folder.name.split("-")[1].split(".")[0])
     with (folder / MANIFEST).open("w", encoding="utf-8") as file:
         json.dump({"step": step, "files": files, "sha256": _digest_of(files)}, file, indent=2)
-        _sync(file)
-    _sync_folder(folder)
+        sync(file)
+    sync_folder(folder)

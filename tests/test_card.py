@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
+from hub_store import check_card
 from huggingface_hub import ModelCard
 
 from finetune.card import Facts, write_card
@@ -152,6 +153,24 @@ def test_class_names_are_text_and_no_markup(name: str) -> None:
     assert line.endswith(", other.")
 
 
+@pytest.mark.parametrize("licence", ["dinov3-license", "NVIDIA Open Model"])
+def test_a_licence_that_the_hub_does_not_know_is_named(licence: str) -> None:
+    text = write_card(facts(weights={**WEIGHTS, "license": licence}))
+    found = yaml.safe_load(text.split("---\n")[1])
+    assert (found["license"], found["license_name"]) == (
+        "other",
+        licence.lower().replace(" ", "-"),
+    )
+    assert check_card(text, "model") == ([], [])
+
+
+@pytest.mark.parametrize("name", ["my photos", "ph|ot`os <b>", "..", "-a--b..c-"])
+def test_a_folder_of_any_name_makes_a_card_that_the_hub_takes(name: str) -> None:
+    data = RECIPE.data.model_copy(update={"source": f"folder:{name}"})
+    text = write_card(facts(recipe=RECIPE.model_copy(update={"data": data})))
+    assert check_card(text, "model") == ([], [])
+
+
 def test_random_weights_have_no_base_and_local_data_a_name() -> None:
     recipe: Recipe = parse_recipe(
         "model: {name: vit_tiny_patch16_224, pretrained: false}\n"
@@ -172,3 +191,12 @@ def test_random_weights_have_no_base_and_local_data_a_name() -> None:
     assert head["datasets"] == ["photos"]
     assert "trained from random weights on photos" in text
     assert "licence of the weights that it started from is not recorded" in text
+
+
+def test_what_must_be_known_first_stands_first() -> None:
+    recipe = RECIPE.model_copy(
+        update={"run": RECIPE.run.model_copy(update={"note": "not <b>the</b> experiment"})}
+    )
+    body = write_card(facts(recipe=recipe)).split("---\n", 2)[2]
+    lines = [line for line in body.splitlines() if line]
+    assert lines[1] == "> not &lt;b&gt;the&lt;/b&gt; experiment"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from PIL import Image
 from finetune.engine import train
 from finetune.errors import CheckpointError
 from finetune.evidence import PUBLISHED, publishable, refresh
+from finetune.files import sha256_of
 from finetune.recipe import load_recipe, parse_recipe
-from finetune.rundir import RunDir, sha256_of
+from finetune.rundir import RunDir
 
 RECIPE = """
 model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 16,
@@ -71,6 +73,29 @@ def test_a_broken_neighbour_is_left_alone(runs: Path) -> None:
         shutil.rmtree(broken)
 
 
+@pytest.mark.parametrize("denied", ["neighbour", "list"])
+def test_a_neighbour_that_may_not_be_looked_at_costs_nothing(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, denied: str
+) -> None:
+    """As in /tmp, where other users have folders; root, who runs tests too, may look anywhere."""
+    look, list_folder = Path.is_file, Path.iterdir
+
+    def is_file(path: Path, **options: bool) -> bool:
+        if denied == "neighbour" and path.parent == runs.resolve() / "b":
+            raise PermissionError(13, "Permission denied", str(path))
+        return look(path, **options)
+
+    def iterdir(path: Path) -> Iterator[Path]:
+        if denied == "list" and path == runs.resolve():
+            raise PermissionError(13, "Permission denied", str(path))
+        return iter(list_folder(path))
+
+    monkeypatch.setattr(Path, "is_file", is_file)
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    refresh(RunDir(runs / "a"))
+    assert "mean ± std" not in (runs / "a" / "model" / "README.md").read_text()
+
+
 def test_without_a_finished_model_there_is_nothing_to_refresh(runs: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(runs / "c", copy)
@@ -85,6 +110,10 @@ def test_without_a_finished_model_there_is_nothing_to_refresh(runs: Path, tmp_pa
         ("folder:/data/secret/photos/", "folder:photos"),
         ("folder:../photos", "folder:photos"),
         ("parquet:~/x/cifar10", "parquet:cifar10"),
+        ("folder:/secret/a:b/photos", "folder:photos"),
+        ("folder:/secret/photos:v2", "folder:photos:v2"),
+        ("folder:..", "folder:data"),
+        ("folder:~alice", "folder:data"),
         ("hub:uoft-cs/cifar10@main:plain_text", "hub:uoft-cs/cifar10@main:plain_text"),
         ("embedded:digits", "embedded:digits"),
     ],
@@ -103,6 +132,7 @@ def test_the_published_recipe_knows_no_folders(source: str, shown: str) -> None:
         ("/data/alice/weights/vit.npz", "vit.npz"),
         ("./runs/first", "first"),
         ("local-dir:runs/first/model", "local-dir:model"),
+        ("/secret/12:30/model.safetensors", "model.safetensors"),
         ("hf-hub:timm/vit@v1", "hf-hub:timm/vit@v1"),
         ("vit_base_patch16_224.augreg_in21k", "vit_base_patch16_224.augreg_in21k"),
     ],

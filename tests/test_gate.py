@@ -187,6 +187,13 @@ def test_a_body_that_is_none_is_refused(uploads: Path, body: bytes, status: int)
     assert (got, seen) == (status, [])
 
 
+def test_a_body_that_is_longer_than_it_says_is_refused(uploads: Path) -> None:
+    """The length of one sent in chunks is not what its header says."""
+    body = json.dumps({"data": ["x" * 70_000]}).encode()
+    status, _, _, seen = ask(uploads, "/gradio_api/queue/join", "POST", body, length=10)
+    assert (status, seen) == (413, [])
+
+
 def test_an_upload_has_a_limit(uploads: Path) -> None:
     small = ask(uploads, "/gradio_api/upload", "POST", b"x" * 900)
     assert small[0] == 200

@@ -10,16 +10,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hub_samples import WRITE, hub, slept
+from hub_samples import WRITE, folder, hub, slept
 from hub_server import HubServer, point_at
 from huggingface_hub import constants, get_session
 from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import _http
 
 from finetune.errors import HubError
 from finetune.hub import calls as hub_calls
 from finetune.hub.calls import Fault, Hub, clean, status_of
+from finetune.hub.push import push
 
-__all__ = ["hub", "slept"]  # fixtures
+__all__ = ["folder", "hub", "slept"]  # fixtures
 
 
 class Answer(Exception):
@@ -260,3 +262,21 @@ def test_the_clients_own_retries_are_told_in_one_line(
     )
     assert answer.json()["name"] == "alice"
     assert capfd.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("asked", [{"retry_after": 86400}, {}])
+@pytest.mark.parametrize("request_of", ["POST .*/preupload/", "PUT /lfs-upload/", "GET .*/tree"])
+def test_the_client_does_not_wait_for_a_day_because_it_is_told_so(
+    hub: HubServer,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request_of: str,
+    asked: dict[str, int],
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=waits.append))
+    hub.fail(request_of, status=429, times=2, **asked)
+    push(folder, "alice/net")
+    assert len(waits) == 2
+    assert max(waits) <= hub_calls.LONGEST_WAIT_SECONDS + 1
+    assert "send" not in vars(get_session())

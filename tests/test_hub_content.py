@@ -48,6 +48,11 @@ class TestPublished:
         (folder / "results.json").symlink_to(tmp_path / "secret.txt")
         with pytest.raises(HubError, match="link that leads out of the folder"):
             published(folder)
+        (folder / ".env").write_text("secret")
+        (folder / "results.json").unlink()
+        (folder / "results.json").symlink_to(".env")
+        with pytest.raises(HubError, match="to a hidden file"):
+            published(folder)
 
     def test_a_folder_reached_by_a_link(self, folder: Path, tmp_path: Path) -> None:
         (tmp_path / "latest").symlink_to(folder)

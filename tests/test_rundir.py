@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from finetune.errors import CheckpointError, SetupError
-from finetune.rundir import RunDir, write_atomically
+from finetune.rundir import RunDir
 
 
 def fill(text: str):
@@ -173,6 +172,39 @@ def test_opening_clears_what_an_interrupted_write_left(tmp_path: Path) -> None:
     assert sorted(entry.name for entry in tmp_path.rglob("*")) == [".lock", "checkpoints"]
 
 
+def test_opening_gives_back_a_model_that_was_about_to_be_replaced(run: RunDir) -> None:
+    run.publish_model(fill("a"), needed=0)
+    before = sorted(entry.name for entry in run.model.iterdir())
+    replace = os.replace
+
+    def killed() -> None:
+        def replace_unless(source: Path, target: Path) -> None:
+            if target == run.model:
+                os._exit(9)
+            replace(source, target)
+
+        os.replace = replace_unless
+        run.publish_model(fill("b"), needed=0)
+
+    child = os.fork()
+    if not child:
+        killed()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert not run.model.exists()
+    run.close()
+    run.open()
+    assert sorted(entry.name for entry in run.model.iterdir()) == before
+    assert not [entry for entry in run.path.iterdir() if entry.name.endswith(".tmp")]
+
+
+def test_the_rest_of_a_killed_process_with_our_number_is_not_in_the_way(run: RunDir) -> None:
+    for rest in (f".model.{os.getpid()}.tmp", f".model.old.{os.getpid()}.tmp"):
+        (run.path / rest / "README.md").mkdir(parents=True)
+    run.publish_model(fill("a"), needed=0)
+    run.publish_model(fill("b"), needed=0)
+
+
 def test_metrics_survive_a_line_cut_short_and_forget_what_comes_again(run: RunDir) -> None:
     for step in (1, 2, 3):
         run.log({"step": step, "loss": 0.5})
@@ -205,12 +237,3 @@ def test_the_model_folder_is_replaced_as_a_whole(run: RunDir) -> None:
     run.publish_model(lambda folder: (folder / "README.md").write_text("b"), needed=0)
     assert [entry.name for entry in run.model.iterdir()] == ["README.md"]
     assert not [entry for entry in run.path.iterdir() if entry.name.endswith(".tmp")]
-
-
-def test_write_atomically_keeps_the_old_text_when_it_fails(tmp_path: Path) -> None:
-    path = tmp_path / "recipe.yaml"
-    write_atomically(path, json.dumps({"a": 1}))
-    with pytest.raises(UnicodeEncodeError):
-        write_atomically(path, "\ud800")
-    assert json.loads(path.read_text()) == {"a": 1}
-    assert list(tmp_path.iterdir()) == [path]

@@ -12,7 +12,7 @@ import pytest
 from hub_samples import READ, hub, slept
 from hub_server import HubServer, point_at
 
-from finetune import cli
+from finetune import cli, engine
 from finetune.recipe import load_recipe
 
 RECIPE = """
@@ -86,6 +86,44 @@ def test_a_hub_that_fails_at_the_end_costs_the_push_and_not_the_run(
     assert hub.files("alice/digits")["model.safetensors"] == (
         (out / "model" / "model.safetensors").read_bytes()
     )
+
+
+def test_resuming_a_finished_run_pushes_what_was_not_pushed_and_that_only(
+    hub: HubServer, recipe: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    hub.fail(r"POST .*/commit/", status=503, times=None)
+    assert cli.main(["train", str(recipe), "--out", str(out)]) == 7
+    hub.faults.clear()
+    assert cli.main(["train", str(recipe), "--out", str(out), "--resume"]) == 0
+    (commit, _) = hub.commits("alice/digits")
+    assert status(out)["pushed"]["commit"] == commit
+    mine = hub.commit("alice/digits", {"README.md": b"---\nlicense: mit\n---\nMy own words.\n"})
+    assert cli.main(["train", str(recipe), "--out", str(out), "--resume"]) == 0
+    assert hub.commits("alice/digits")[0] == mine
+
+
+def test_nobody_waits_in_a_collective_for_the_push(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library would give up the wait: after ten minutes on a GPU, after thirty on a CPU."""
+    waited: list[str] = []
+    share, started = engine.broadcast_object_list, [False]
+
+    def shared(outcome: list[Any]) -> Any:
+        waited.extend(["in a collective"] * started[0])
+        return share(outcome)
+
+    def push(*_: object, **__: object) -> dict[str, Any]:
+        started[0] = True
+        waited.append("alone")
+        return {"repository": "alice/digits", "url": "u", "commit": "c"}
+
+    monkeypatch.setattr(engine, "broadcast_object_list", shared)
+    monkeypatch.setattr("finetune.hub.push.push", push)
+    monkeypatch.setattr("finetune.hub.rights.check_rights", lambda *_, **__: None)
+    engine.train(load_recipe(recipe), tmp_path / "run")
+    assert waited == ["alone"]
 
 
 @pytest.mark.slow

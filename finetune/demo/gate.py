@@ -142,6 +142,8 @@ class Gate:
         while more:
             message = await receive()
             body += message.get("body", b"")
+            if len(body) > _BODY_BYTES:  # one sent in chunks is as long as it likes
+                raise _Refused(413, "more than a request may hold")
             more = message["type"] == "http.request" and message.get("more_body", False)
         try:
             content = json.loads(body or b"{}")

@@ -24,6 +24,7 @@ from finetune.demo.about import example_files, facts, is_hub_name, model_folder,
 from finetune.demo.app import About, build_app, gradio
 from finetune.demo.serve import show, workplace
 from finetune.errors import RecipeError, SetupError
+from finetune.licences import licence_keys
 from finetune.models.build import build
 from finetune.models.hub_files import hub_file
 from finetune.predict import Classifier
@@ -242,8 +243,7 @@ def _card(title: str, version: str, reference: str | None, licence: str | None) 
         "app_file": "app.py",
         "pinned": False,
     }
-    if licence:
-        head["license"] = licence
+    head |= licence_keys(licence)
     if reference is not None and is_hub_name(reference):
         head["models"] = [reference.split(":", 1)[1].partition("@")[0]]
     where = f"`{reference}`" if reference else "the folder `model`"

@@ -130,6 +130,7 @@ class Hub:
         """
         session = get_session()
         patience, session.timeout = session.timeout, ANSWER_SECONDS
+        session.send = _soon(session.send)  # type: ignore[method-assign]
         failure: Exception
         try:
             with self._client_told_briefly():
@@ -143,6 +144,7 @@ class Hub:
             failure = Fault(self.reason(passing), _asked(passing)) if passing else answers[0]
         finally:
             session.timeout = patience
+            del session.send
         raise failure  # outside, so that a traceback does not quote the server
 
     def wait(self, attempt: int, fault: Fault) -> None:
@@ -212,6 +214,19 @@ class Hub:
         raise self.failure(text) from None
 
 
+def _soon(send: Callable[..., Any]) -> Callable[..., Any]:
+    """Bound what a hub asks for: the client would wait for an hour, or a day, as it is told."""
+
+    def bounded(request: Any, **options: Any) -> Any:
+        response = send(request, **options)
+        if (_asked_by(response) or 0.0) > LONGEST_WAIT_SECONDS:
+            response.headers["retry-after"] = f"{LONGEST_WAIT_SECONDS:.0f}"
+            response.headers.pop("ratelimit", None)
+        return response
+
+    return bounded
+
+
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
@@ -227,8 +242,13 @@ def _may_pass(error: BaseException) -> bool:
 
 
 def _asked(error: BaseException) -> float | None:
+    """Seconds that the server behind an error asks for."""
+    return _asked_by(getattr(error, "response", None))
+
+
+def _asked_by(response: Any) -> float | None:
     """Seconds that a server asks for, in either of its two ways."""
-    headers = getattr(getattr(error, "response", None), "headers", {})
+    headers = getattr(response, "headers", {})
     if str(headers.get("retry-after", "")).strip().isdigit():
         return float(headers["retry-after"])
     window = re.search(r"\br\s*=\s*0\b.*?\bt\s*=\s*(\d+)", str(headers.get("ratelimit", "")))

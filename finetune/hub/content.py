@@ -42,13 +42,17 @@ def is_run(folder: Path) -> bool:
 def published(folder: Path) -> dict[str, Path]:
     """The files to publish, by their name on the hub.
 
-    Raises: HubError for a link that leads out of the folder.
+    Raises: HubError for a link that leads out of the folder, or to a hidden file.
     """
     top = folder.resolve()
     found = {name: folder / name for name in PUBLISHED if (folder / name).is_file()}
     for path in found.values():
-        if path.resolve().parent != top:
-            raise HubError(f"{path}: is a link that leads out of the folder; copy the file itself")
+        real = path.resolve()
+        if real.parent != top or (path.is_symlink() and real.name.startswith(".")):
+            raise HubError(
+                f"{path}: is a link that leads out of the folder or to a hidden file; copy the "
+                "file itself"
+            )
     others = sorted({path.name for path in folder.iterdir()} - set(found))
     if others:
         say(f"{folder}: not pushed, as it is no part of a model: {', '.join(others)}")

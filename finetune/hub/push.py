@@ -29,11 +29,12 @@ from huggingface_hub.utils import (
 from finetune import __version__
 from finetune.errors import FinetuneError
 from finetune.evidence import PUBLISHED, refresh
+from finetune.files import sha256_of
 from finetune.hub.calls import ANSWER_SECONDS, TRIES, Fault, Hub, clean, status_of
 from finetune.hub.content import check_card, is_run, published, refuse_secrets
 from finetune.hub.rights import MAIN, Found, check_names, check_privacy, check_rights, find
 from finetune.progress import say
-from finetune.rundir import RunDir, sha256_of
+from finetune.rundir import RunDir
 
 __all__ = ["check_rights", "push"]
 

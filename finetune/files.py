@@ -1,0 +1,105 @@
+"""Files that are written whole or not at all, and what the system's refusals mean for the user."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from finetune.errors import SetupError
+
+__all__ = ["disk_errors", "make_folder", "sha256_of", "sync", "sync_folder", "write_atomically"]
+
+_NO_SPACE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
+_NOT_WRITABLE = {errno.EACCES, errno.EROFS, errno.EPERM}
+
+
+def sha256_of(path: Path) -> str:
+    """Hash a file. Returns: the hexadecimal sha256 of its bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:  # Python 3.10 has no hashlib.file_digest
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace a file in one step: a reader sees the old content or the new, never a part.
+
+    Args:
+        path: of the file; its folder exists.
+        content: text is written as UTF-8.
+    Raises: SetupError if the disk is full or the folder cannot be written.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with disk_errors(path, needed=len(data)):
+            with temporary.open("wb") as file:
+                file.write(data)
+                sync(file)
+            os.replace(temporary, path)
+            sync_folder(path.parent)
+    finally:
+        with contextlib.suppress(OSError):  # where nothing can be written there is nothing either
+            temporary.unlink(missing_ok=True)
+
+
+def make_folder(folder: Path, *, option: str) -> None:
+    """Make a folder with those above it, unless it is there.
+
+    Args:
+        folder: to be written into.
+        option: what the user wrote it behind, such as --out.
+    Raises: SetupError if it cannot be made, or not be written into.
+    """
+    try:
+        with disk_errors(folder, needed=4096):
+            folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise SetupError(f"{option}: '{folder}' is not a folder; choose another place") from error
+    if not os.access(folder, os.W_OK):
+        raise SetupError(f"{option}: '{folder}' cannot be written into; choose another place")
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path, *, needed: int) -> Iterator[None]:
+    """Turn the operating system's refusals into one clear message.
+
+    Args:
+        path: what was being written.
+        needed: bytes that the write needs.
+    Raises: SetupError for a full disk, a quota, or a folder without write permission.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_SPACE:
+            raise SetupError(
+                f"{path}: the disk is full ({needed:,} bytes are needed); what was saved before is "
+                "kept: free space, then run it again (training with --resume)"
+            ) from error
+        if error.errno in _NOT_WRITABLE:
+            raise SetupError(
+                f"{path}: cannot be written ({error.strerror}); choose another folder with --out"
+            ) from error
+        raise
+
+
+def sync(file: IO[Any]) -> None:
+    """Bring a file's content to the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring a folder's entries to the disk: only then is a rename durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,60 @@
+"""Files: whole or not at all, and the system's refusals in words."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from finetune.errors import SetupError
+from finetune.files import disk_errors, make_folder, sha256_of, write_atomically
+
+
+def test_write_atomically_keeps_the_old_text_when_it_fails(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    write_atomically(path, json.dumps({"a": 1}))
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(path, "\ud800")
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT])
+def test_refusals_are_one_message_even_where_nothing_can_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(SetupError, match=r"cannot be written|the disk is full") as caught:
+        write_atomically(tmp_path / "a.json", "{}")
+    assert caught.value.exit_code == 5
+
+
+def test_other_errors_stay_what_they_are(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="odd"), disk_errors(tmp_path, needed=1):
+        raise OSError(errno.EIO, "odd")
+
+
+def test_bytes_and_their_hash(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 8192
+    write_atomically(tmp_path / "a", content)
+    assert (tmp_path / "a").read_bytes() == content
+    assert sha256_of(tmp_path / "a") == hashlib.sha256(content).hexdigest()
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_folder_is_made_or_refused_before_any_work(tmp_path: Path) -> None:
+    make_folder(tmp_path / "a" / "b", option="--out")
+    make_folder(tmp_path / "a" / "b", option="--out")
+    assert (tmp_path / "a" / "b").is_dir()
+    (tmp_path / "file").write_text("")
+    for wrong in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(SetupError, match=r"--out: .* is not a folder"):
+            make_folder(wrong, option="--out")

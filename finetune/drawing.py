@@ -24,7 +24,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from finetune.rundir import disk_errors
+from finetune.files import write_atomically
 
 __all__ = [
     "COLORS",
@@ -184,8 +184,7 @@ def save_png(figure: Figure, path: Path) -> None:
         figure.savefig(
             stream, format="png", dpi=144, facecolor="white", metadata={"Software": None}
         )
-    with disk_errors(path, needed=len(stream.getvalue())):
-        path.write_bytes(stream.getvalue())
+    write_atomically(path, stream.getvalue())
 
 
 def to_svg(figure: Figure, *, title: str | None = None) -> str:

@@ -14,10 +14,12 @@ import numpy as np
 import torch
 
 from finetune.data.feed import Feed
-from finetune.data.sources import Source, Split, open_source, split_train
+from finetune.data.sources import Source, Split, open_source
+from finetune.data.splits import split_train, take_train
 from finetune.data.store import open_store
 from finetune.engine import launch
-from finetune.errors import DataError, RecipeError, SetupError, WeightsError, nearest
+from finetune.errors import DataError, RecipeError, WeightsError, nearest
+from finetune.files import make_folder, write_atomically
 from finetune.measure import examine
 from finetune.models.build import build
 from finetune.models.weights import locate
@@ -26,7 +28,6 @@ from finetune.preprocess import make_pipeline
 from finetune.progress import say
 from finetune.recipe import DataSection, Recipe, RunSection
 from finetune.record import recipe_of
-from finetune.rundir import disk_errors, write_atomically
 
 __all__ = ["describe", "evaluate_model", "write_results"]
 
@@ -40,6 +41,7 @@ def evaluate_model(
     data: str | None = None,
     split: str | None = None,
     fit_temperature: bool = False,
+    out: str | None = None,
 ) -> dict[str, Any]:
     """Measure a saved model on a split, each image counted once.
 
@@ -49,16 +51,15 @@ def evaluate_model(
             some of the model's.
         split: "train", "val" or "test"; None for test, or for val with `fit_temperature`.
         fit_temperature: fit a temperature on the split and write it into the model's config.json.
+        out: a folder that `write_results` will be given; checked before the work begins.
     Returns: as `measure.examine`, with "model", "data", "split" and "class_names".
     Raises: RecipeError if the data is not known, DataError if its classes are not the model's,
         SetupError if the temperature cannot be written.
     """
-    split = split or ("val" if fit_temperature else "test")
-    if split not in SPLITS:
-        raise RecipeError(
-            f"--split: unknown '{split}'{nearest(split, SPLITS)}; known: {', '.join(SPLITS)}"
-        )
+    split = _known(split or ("val" if fit_temperature else "test"))
     config = _config_of(model) if fit_temperature else None
+    if out is not None:
+        make_folder(Path(out), option="--out")
     recipe = recipe_of(model)
     section, seed = _data_section(model, recipe, data)
     built = build(model)
@@ -96,6 +97,14 @@ def evaluate_model(
     return {**told, **result, "class_names": names}
 
 
+def _known(split: str) -> str:
+    if split not in SPLITS:
+        raise RecipeError(
+            f"--split: unknown '{split}'{nearest(split, SPLITS)}; known: {', '.join(SPLITS)}"
+        )
+    return split
+
+
 def write_results(result: Mapping[str, Any], folder: str | Path) -> list[str]:
     """Write an evaluation into a folder.
 
@@ -108,11 +117,7 @@ def write_results(result: Mapping[str, Any], folder: str | Path) -> list[str]:
     from finetune import figures  # matplotlib takes a second to load
 
     folder = Path(folder)
-    with disk_errors(folder, needed=1 << 20):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError) as error:
-            raise SetupError(f"{folder}: is not a folder; choose another --out") from error
+    make_folder(folder, option="--out")
     names = result["class_names"]
     write_atomically(folder / "results.json", json.dumps(result, indent=2, allow_nan=False) + "\n")
     write_atomically(folder / "per_class.csv", _per_class_csv(names, result["per_class"]))
@@ -122,8 +127,7 @@ def write_results(result: Mapping[str, Any], folder: str | Path) -> list[str]:
         "reliability.png": figures.reliability(result["calibration"], after),
     }
     for name, figure in pictures.items():
-        with disk_errors(folder / name, needed=1 << 18):
-            figures.save_png(figure, folder / name)
+        figures.save_png(figure, folder / name)
     return [str(folder / name) for name in ("results.json", "per_class.csv", *pictures)]
 
 
@@ -181,7 +185,9 @@ def _source_with(section: DataSection, split: str, *, seed: int) -> Source:
     source = open_source(
         section.source, image_column=section.image_column, label_column=section.label_column
     )
-    source = split_train(source, section.val_fraction, seed) if split != "test" else source
+    if split != "test":
+        source = take_train(source, section.num_train, seed)
+        source = split_train(source, section.val_fraction, seed)
     if split not in source.splits:
         have = ", ".join(source.splits)
         raise DataError(f"{section.source}: has no split '{split}'; it has {have}")

@@ -27,13 +27,13 @@ from finetune.data.decode import counted, decode
 from finetune.data.sources import open_source
 from finetune.errors import DataError, FinetuneError, RecipeError, SetupError, WeightsError, nearest
 from finetune.exporters import SUFFIXES, Run, innermost, opened, quiet, require_packages, write
+from finetune.files import sha256_of
 from finetune.listing import list_files
 from finetune.models.build import Built, build
 from finetune.predict import evaluation
 from finetune.preprocess import as_published
 from finetune.progress import say
 from finetune.record import recipe_of
-from finetune.rundir import sha256_of
 
 __all__ = ["describe", "export_model"]
 

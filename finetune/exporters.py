@@ -112,7 +112,14 @@ def _convert_to_torch(network: nn.Module, example: Tensor) -> tuple[Callable[[Pa
     program = _traced(network, example)
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)  # the folders of this machine
-    return lambda path: torch.export.save(program, path), None
+
+    def save(path: Path) -> None:
+        # through memory: torch's own writer ends the process when it meets a full disk
+        content = io.BytesIO()
+        torch.export.save(program, content)
+        path.write_bytes(content.getbuffer())
+
+    return save, None
 
 
 def _traced(network: nn.Module, example: Tensor) -> torch.export.ExportedProgram:

@@ -67,7 +67,7 @@ def find_files(paths: Iterable[str | Path], *, patterns: bool = True) -> list[Fo
 
 def _listed_on_stdin() -> list[str]:
     """The paths on standard input: what stands between zero bytes, or else on the lines."""
-    listed = sys.stdin.buffer.read()
+    listed = sys.stdin.buffer.read() if sys.stdin else b""  # None where it was closed
     if b"\0" in listed:
         names = listed.split(b"\0")
     else:

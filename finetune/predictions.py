@@ -21,6 +21,7 @@ __all__ = [
     "describe",
     "marked",
     "one_line",
+    "refusals",
     "replacing",
     "unreadable",
     "writing",
@@ -109,6 +110,8 @@ def check_target(path: str | Path, *, option: str, suffixes: Sequence[str] = SUF
     Returns: the path.
     Raises: RecipeError for another suffix, SetupError where the file cannot be.
     """
+    if path == "":
+        raise RecipeError(f"{option}: is empty; name a file, or leave it out")
     path = Path(path)
     if path.suffix.lower() not in suffixes:
         raise RecipeError(f"{option}: '{path}' has an unknown suffix; use {' or '.join(suffixes)}")
@@ -131,15 +134,16 @@ def replacing(path: Path, *, option: str) -> Iterator[Path]:
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with _refusals(path, option):
+        with refusals(path, option):
             temporary.touch()
         yield temporary
-        with _refusals(path, option):
+        with refusals(path, option):
             with temporary.open("rb") as file:
                 os.fsync(file.fileno())
             os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # on a read-only disk there is nothing to remove
+            temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -156,24 +160,25 @@ def writing(path: Path, *, depth: int) -> Iterator[Callable[[Row], None]]:
     if path.suffix.lower() == ".csv":
         as_text, head = _csv_line, _cells(["path", *_pairs(depth), "error"])
     with replacing(path, option="--out") as temporary:
-        with _refusals(path, "--out"):
+        with refusals(path, "--out"):
             # names that are not UTF-8 keep their bytes
             file = temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="")
 
         def write(row: Row) -> None:
-            with _refusals(path, "--out"):
+            with refusals(path, "--out"):
                 file.write(as_text(row, depth))
 
         try:
             file.write(head)
             yield write
         finally:
-            with _refusals(path, "--out"):
+            with refusals(path, "--out"):
                 file.close()  # what is still buffered may find the disk full
 
 
 @contextlib.contextmanager
-def _refusals(path: Path, option: str) -> Iterator[None]:
+def refusals(path: Path, option: str) -> Iterator[None]:
+    """Turn the system's refusals to write into one message. Raises: SetupError."""
     try:
         yield
     except OSError as error:

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import DataError, Interrupted, RecipeError, SetupError
+from finetune.files import write_atomically
 from finetune.job import Job
 from finetune.provenance import describe_machine
 from finetune.recipe import Recipe, load_recipe
-from finetune.rundir import RunDir, write_atomically
+from finetune.rundir import RunDir
 
 __all__ = ["begin", "learned", "note_plan", "recipe_of", "status_kept"]
 

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from finetune.data.decode import counted
-from finetune.predictions import Row, one_line, replacing
+from finetune.predictions import Row, one_line, refusals, replacing
 
 __all__ = ["ContactSheet"]
 
@@ -75,7 +75,7 @@ class ContactSheet:
         Raises: SetupError if it cannot be written.
         """
         image = self.draw(title=title, remark=remark)
-        with replacing(path, option="--sheet") as temporary:
+        with replacing(path, option="--sheet") as temporary, refusals(path, "--sheet"):
             image.save(temporary, format="PNG")
 
     def draw(self, *, title: str, remark: str = "") -> Image.Image:

@@ -12,20 +12,33 @@ import io
 import json
 import math
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import click
 
 from finetune.errors import FinetuneError, RecipeError, SetupError, nearest
 
-__all__ = ["Answer", "Verbs", "answers", "debug_option", "figures", "flat", "run", "to_json"]
+__all__ = [
+    "Answer",
+    "Verbs",
+    "answers",
+    "debug_option",
+    "figures",
+    "flat",
+    "is_first_rank",
+    "run",
+    "to_json",
+]
 
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
+EXIT_TERMINATED = 143
 
 _OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")  # torch's by name: it is not imported here
 _OUT_OF_MEMORY_HELP = (
@@ -78,7 +91,7 @@ def answers(function: Callable[..., Answer]) -> Callable[..., None]:
         # what libraries print is not an answer
         with contextlib.redirect_stdout(sys.stderr):
             answer = function(**arguments)
-        if os.environ.get("RANK", "0") == "0":
+        if is_first_rank():
             shown = to_json(answer.data) if as_json else answer.text
             state["answered"] = bool(shown)
             click.echo(shown, nl=bool(shown))
@@ -99,22 +112,29 @@ def run(group: click.Group, arguments: Sequence[str]) -> int:
         arguments: what stands behind the name of the program.
     Returns: the exit code.
     """
-    state: dict[str, bool] = {}
+    # a usage error comes before the option is read
+    state: dict[str, bool] = {"json": "--json" in arguments}
     if "_FINETUNE_COMPLETE" in os.environ:  # the shell asks for completions
         group.main(prog_name="finetune")
+    _open_closed_streams()
+    signal.signal(signal.SIGTERM, _end)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # file names need not be valid text
     try:
         code = _invoke(group, arguments, state)
-        sys.stdout.flush()
+        _flush()
         return code
     except click.ClickException as error:
         error.show()
+        if state["json"]:
+            click.echo(to_json({"error": error.format_message(), "exit_code": error.exit_code}))
         return error.exit_code
     except BrokenPipeError:
-        # the reader has left; without this, Python complains again when it closes the stream
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence_stdout()
         return EXIT_BROKEN_PIPE
+    except _Terminated:
+        click.echo("terminated", err=True)
+        return EXIT_TERMINATED
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted", err=True)
         return EXIT_INTERRUPTED
@@ -126,6 +146,38 @@ def run(group: click.Group, arguments: Sequence[str]) -> int:
             return _fail(_OUT_OF_MEMORY_HELP, SetupError.exit_code, state, expected=False)
         message = f"internal error: {kind}: {error}".strip().splitlines()[0]
         return _fail(f"{message}; run again with --debug", 1, state, expected=False)
+
+
+class _Terminated(BaseException):
+    """SIGTERM outside of training, which has its own way to stop: what is half written goes."""
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise _Terminated
+
+
+def _open_closed_streams() -> None:
+    """Give a program whose standard output or error was closed a place to write to."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until the end)
+            setattr(sys, name, nowhere)
+
+
+def _flush() -> None:
+    """Bring the answer out. Raises: SetupError where it cannot be written."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _silence_stdout()
+        raise SetupError(f"standard output: {error.strerror}; write it elsewhere") from error
+
+
+def _silence_stdout() -> None:
+    """Without this, Python complains again when it closes a stream that nobody reads."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _invoke(group: click.Group, arguments: Sequence[str], state: dict[str, bool]) -> int:
@@ -141,15 +193,19 @@ def _fail(message: str, code: int, state: dict[str, bool], *, expected: bool) ->
     """Report an error on standard error and, where JSON was asked for, on standard output."""
     if state.get("debug"):
         traceback.print_exc()
-    rank = os.environ.get("RANK", "0")
     # all ranks find the same mistakes in a recipe; one report is enough
-    if rank == "0":
+    if is_first_rank():
         click.echo(message, err=True)
         if state.get("json") and not state.get("answered"):
             click.echo(to_json({"error": message, "exit_code": code}))
     elif not expected:
-        click.echo(f"rank {rank}: {message}", err=True)
+        click.echo(f"rank {os.environ['RANK']}: {message}", err=True)
     return code
+
+
+def is_first_rank() -> bool:
+    """Tell whether this process is the one of a launch that speaks and writes files."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def to_json(data: Any) -> str:

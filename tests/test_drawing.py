@@ -110,7 +110,7 @@ class TestPng:
         from unittest.mock import patch
 
         full = OSError(errno.ENOSPC, "No space left on device")
-        with patch.object(Path, "write_bytes", side_effect=full), pytest.raises(SetupError):
+        with patch.object(Path, "open", side_effect=full), pytest.raises(SetupError):
             save_png(drawn(), tmp_path / "a.png")
 
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from finetune import export as export_module
 from finetune.errors import DataError, RecipeError, SetupError, WeightsError
 from finetune.export import describe, export_model
+from finetune.files import sha256_of
 from finetune.models.build import build, save_model
 from finetune.predict import Classifier
-from finetune.rundir import sha256_of
 
 NANO = "embedded:vit_nano"
 SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}

@@ -327,7 +327,7 @@ class TestVerb:
         (tmp_path / "file").write_text("x")
         with pytest.raises(RecipeError, match="--out: is empty"):
             report([str(run)], out="")
-        with pytest.raises(RecipeError, match=r"is a file without \.html"):
+        with pytest.raises(RecipeError, match=r"is neither a folder nor an \.html file"):
             report([str(run)], out=str(tmp_path / "file"))
 
     def test_damage_is_named(self, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import struct
 import zipfile
@@ -20,18 +19,9 @@ from torch import Tensor
 
 from finetune.errors import WeightsError
 
-__all__ = ["read_tensors", "sha256_of"]
+__all__ = ["read_tensors"]
 
 LFS_POINTER = b"version https://git-lfs"
-
-
-def sha256_of(path: Path) -> str:
-    """The sha256 of a file, in hexadecimal, read in pieces of 1 MiB."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -17,10 +17,11 @@ from timm.models import split_model_name_tag
 from torch import Tensor
 
 from finetune.errors import WeightsError, nearest
-from finetune.models import google
+from finetune.files import sha256_of
+from finetune.models import google, transformers_adapter, transformers_files
 from finetune.models.config import ModelConfig, clean, read_config
 from finetune.models.hub_files import download, fetch, first_of
-from finetune.models.tensors import read_tensors, sha256_of
+from finetune.models.tensors import read_tensors
 
 __all__ = ["Weights", "locate", "resolve"]
 
@@ -33,6 +34,8 @@ WEIGHT_FILES = (
 )
 PICKLED = (".bin", ".pth", ".pt", ".tar")
 FILES = (".safetensors", ".npz", *PICKLED)
+# Families that timm does not have, and what of it comes nearest.
+_ELSEWHERE = {"cvt": "pvt_v2_b2", "pvt": "pvt_v2_b2", "t2t": "deit_small_patch16_224"}
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ def resolve(
     Raises: WeightsError with one message for each way this can go wrong.
     """
     args = args or {}
+    if name.startswith(transformers_files.PREFIX):
+        return _from_transformers(name, pretrained)
     if name.startswith(("hf-hub:", "hf_hub:")):
         return _from_hub(name, pretrained)
     architecture, _ = split_model_name_tag(name)
@@ -143,6 +148,10 @@ def _embedded(name: str) -> Path:
 
 def _suggest(name: str) -> str:
     """The nearest registry name: among the tags when the architecture is known, else overall."""
+    if family := re.match(r"(cvt|pvt|t2t)(?!_v2)", name.lower()):
+        near = _ELSEWHERE[family[1]]
+        other = " (transformers has it: 'transformers:owner/name')" if family[1] != "t2t" else ""
+        return f"; it is not in timm{other}; nearest there is '{near}'"
     architecture, tag = split_model_name_tag(name)
     close = nearest(architecture, timm.list_models())
     if not close:
@@ -220,6 +229,18 @@ def _described(content: ModelConfig, provenance: dict[str, Any]) -> Weights:
         temperature=content.temperature,
         from_config=True,
     )
+
+
+def _from_transformers(name: str, pretrained: bool) -> Weights:
+    found = transformers_files.describe(name, pretrained=pretrained)
+    architecture, provenance, state = transformers_adapter.ARCHITECTURE, found.provenance, None
+    if found.weights is not None:
+        tensors = read_tensors(found.weights)
+        state = transformers_adapter.named(tensors, found.model_args, source=name)
+        sha256 = found.sha256 or sha256_of(found.weights)
+        provenance = {**provenance, "file": found.weights.name, "sha256": sha256}
+    names = found.class_names
+    return Weights(architecture, found.model_args, found.config, state, names, provenance)
 
 
 # --- from local folders and files ----------------------------------------------------------------

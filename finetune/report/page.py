@@ -18,6 +18,7 @@ import jinja2
 from finetune import figures
 from finetune.data.sources import Split
 from finetune.errors import RecipeError
+from finetune.files import make_folder, write_atomically
 from finetune.report.comparison import (
     FIGURES,
     claims_beside,
@@ -39,7 +40,6 @@ from finetune.report.sections import (
     speed,
     status,
 )
-from finetune.rundir import write_atomically
 
 __all__ = ["compare", "report", "write_report"]
 
@@ -112,11 +112,11 @@ def _target(out: str | None, name: str, folder: Path) -> Path:
         raise RecipeError("--out: is empty; name a file or a folder, or leave it out")
     path = Path(out)
     if path.suffix.lower() in (".html", ".htm") and not path.is_dir():
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent, option="--out")
         return path
-    if path.exists() and not path.is_dir():
-        raise RecipeError(f"--out: '{out}' is a file without .html; name a folder or an .html file")
-    path.mkdir(parents=True, exist_ok=True)
+    if (path.exists() or path.suffix) and not path.is_dir():
+        raise RecipeError(f"--out: '{out}' is neither a folder nor an .html file; name one of them")
+    make_folder(path, option="--out")
     return path / name
 
 
@@ -128,6 +128,7 @@ def _write_run(run: Run, page: Path, split: Split | None) -> Path:
     counts_KK = matrix(run, name)
     content = {
         "title": run.name,
+        "remark": run.recipe.run.note,
         "status": status(run),
         "model": run.recipe.model.name,
         "source": run.recipe.data.source,
@@ -232,6 +233,7 @@ def _write_comparison(runs: Sequence[Run], page: Path) -> Path:
         page,
         "compare.html",
         title=f"{len(runs)} runs compared",
+        remark=" ".join(dict.fromkeys(run.recipe.run.note for run in runs if run.recipe.run.note)),
         lead=f"{several}: {', '.join(group.name for group in found)}",
         contents=[(key, key.capitalize()) for key in anchors],
         figures=[label for *_, label in FIGURES],

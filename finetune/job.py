@@ -16,7 +16,8 @@ import torch
 
 from finetune.data.augment import Pipeline
 from finetune.data.feed import Feed, Stream, crosses_epoch
-from finetune.data.sources import Source, Split, open_source, split_train
+from finetune.data.sources import Source, Split, open_source
+from finetune.data.splits import split_train, take_train
 from finetune.data.store import open_store
 from finetune.errors import DataError, RecipeError
 from finetune.models.build import build
@@ -186,11 +187,8 @@ def open_job(
     Returns: the job; no image is decoded yet.
     Raises: RecipeError, DataError or WeightsError for what does not fit together.
     """
-    data, seed = recipe.data, recipe.run.seed
-    source = open_source(
-        data.source, image_column=data.image_column, label_column=data.label_column
-    )
-    source = split_train(source, data.val_fraction, seed)
+    data = recipe.data
+    source = _open_source(recipe)
     num_samples = len(source.splits["train"])
     if num_samples == 0:
         raise DataError(f"{data.source}: the training split is empty; see: finetune data info")
@@ -198,11 +196,6 @@ def open_job(
         notice(
             f"data.batch_size: {data.batch_size} is more than the {num_samples} training images; "
             "each step takes some of them several times"
-        )
-    if recipe.run.patience is not None and "val" not in source.splits:
-        raise RecipeError(
-            "run.patience: there is no validation split to wait on; set data.val_fraction, or "
-            "remove the key"
         )
     built = _build(recipe, num_classes=len(source.class_names))
     preprocessing = _preprocessing(recipe, built, notice)
@@ -226,6 +219,24 @@ def open_job(
         notice=notice,
         progress=progress,
     )
+
+
+def _open_source(recipe: Recipe) -> Source:
+    """The data with the splits that the recipe takes from it."""
+    data, seed = recipe.data, recipe.run.seed
+    source = open_source(
+        data.source, image_column=data.image_column, label_column=data.label_column
+    )
+    source = split_train(take_train(source, data.num_train, seed), data.val_fraction, seed)
+    if not recipe.run.test:
+        splits = {name: split for name, split in source.splits.items() if name != "test"}
+        source = dataclasses.replace(source, splits=splits)
+    if recipe.run.patience is not None and "val" not in source.splits:
+        raise RecipeError(
+            "run.patience: there is no validation split to wait on; set data.val_fraction, or "
+            "remove the key"
+        )
+    return source
 
 
 def _pipeline(key: str, sentence: str, preprocessing: Preprocessing) -> Pipeline:

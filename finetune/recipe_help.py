@@ -90,7 +90,7 @@ def help_text(topic: str = "") -> str:
 
 
 def list_folder(folder: str | Path) -> list[dict[str, Any]]:
-    """Summarise the recipes below a folder; `accelerate/` holds the launcher's files, not recipes.
+    """Summarise the recipes below a folder; `accelerate/` and plans are no recipes.
 
     Returns: one row for each file: path, valid, summary, and the recipe's model and source.
     Raises: RecipeError if there is no such folder.
@@ -102,7 +102,7 @@ def list_folder(folder: str | Path) -> list[dict[str, Any]]:
         )
     rows: list[dict[str, Any]] = []
     for path in sorted(root.rglob("*.yaml")):
-        if "accelerate" in path.relative_to(root).parts[:-1]:
+        if "accelerate" in path.relative_to(root).parts[:-1] or path.name == "plan.yaml":
             continue
         row: dict[str, Any] = {"path": str(path), "valid": False, "model": None, "source": None}
         try:

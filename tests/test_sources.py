@@ -13,7 +13,7 @@ from samples import counts, make_folder, make_parquet, png, write
 from finetune.data import decode as decode_module
 from finetune.data import sources as module
 from finetune.data.decode import decode
-from finetune.data.sources import Split, open_source, split_train
+from finetune.data.sources import Split, open_source
 from finetune.errors import DataError
 
 
@@ -153,8 +153,6 @@ def test_folder_that_is_none(tmp_path: Path) -> None:
 def test_only_a_test_split_opens(tmp_path: Path) -> None:
     source = open_source(make_folder(tmp_path, {"test/a": 1, "test/b": 2}))
     assert counts(source) == {"test": [1, 2]}
-    with pytest.raises(DataError, match="no train split"):
-        split_train(source, 0.1, 0)
 
 
 def test_clutter_is_ignored_with_one_notice(
@@ -224,47 +222,3 @@ def test_fingerprint_with_unreadable_files_does_not_hang(tmp_path: Path) -> None
     os.mkfifo(tmp_path / "a/pipe.png")
     (tmp_path / "a/link.png").symlink_to("nowhere")
     assert len(open_source(source).splits["train"].fingerprint()) == 64
-
-
-def test_split_train_is_stratified_and_loses_nothing(tmp_path: Path) -> None:
-    make_parquet(tmp_path / "a.parquet", [0] * 20 + [1] * 10 + [2] * 2 + [3])
-    source = open_source(f"parquet:{tmp_path}")
-    split = split_train(source, 0.1, 0)
-    # round-half-up; at least 1 where there are two; the only image stays in train
-    assert counts(split) == {"train": [18, 9, 1, 1], "val": [2, 1, 1, 0]}
-    parts = [split.splits[name] for name in ("train", "val")]
-    names = [part.name_of(index) for part in parts for index in range(len(part))]
-    assert len(names) == 33
-    assert len(set(names)) == 33
-    for part in parts:
-        for index in range(len(part)):
-            row = int(part.name_of(index).split()[-1])
-            assert part.labels[index] == source.splits["train"].labels[row]
-    assert "val" not in source.splits
-    nearly_all = counts(split_train(source, 0.99, 0))
-    assert nearly_all == {"train": [1, 1, 1, 1], "val": [19, 9, 1, 0]}
-
-
-def test_split_train_is_keyed_by_the_seed() -> None:
-    source = open_source("embedded:digits")
-
-    def rows(seed: int) -> list[int]:
-        val = split_train(source, 0.1, seed).splits["val"]
-        return [int(val.name_of(index).split()[-1]) for index in range(len(val))]
-
-    assert rows(0) == rows(0)
-    assert rows(0) != rows(1)
-    # recorded once: another machine or NumPy must take the same images
-    assert rows(0)[:6] == [2, 3, 11, 13, 20, 55]
-
-
-def test_split_train_refusals(tmp_path: Path) -> None:
-    source = open_source(make_folder(tmp_path, {"a": 1, "b": 1}))
-    assert split_train(source, 0, 0) is source
-    for wrong in (-0.1, 1.0, 3.0):
-        with pytest.raises(DataError, match=r"data.val_fraction: .* is not in"):
-            split_train(source, wrong, 0)
-    with pytest.raises(
-        DataError, match=r"every class has a single image in 'train'.*data.val_fraction=0"
-    ):
-        split_train(source, 0.5, 0)

@@ -15,7 +15,8 @@ from samples import counts, make_parquet, png, write
 from finetune.data import decode as decode_module
 from finetune.data import tables
 from finetune.data.decode import decode
-from finetune.data.sources import open_source, split_train
+from finetune.data.sources import open_source
+from finetune.data.splits import split_train
 from finetune.errors import DataError, HubError
 
 CIFAR10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]

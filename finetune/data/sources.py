@@ -28,7 +28,7 @@ from finetune.data.items import ArrayItems, FileItems, Items, Links, walk_images
 from finetune.data.tables import Tables, read_hub, read_parquet
 from finetune.errors import DataError, nearest
 
-__all__ = ["Source", "Split", "open_source", "split_train"]
+__all__ = ["Source", "Split", "open_source"]
 
 _KINDS = ("hub", "parquet", "folder", "embedded")
 # Fingerprints of larger splits are over names and sizes: hashing 150 GB would take minutes.
@@ -290,40 +290,3 @@ def _open_embedded(source: str, name: str) -> Source:
     }
     description = "scikit-learn's handwritten digits, 8x8 grey; test is every fifth of each class"
     return Source(source, splits, [str(digit) for digit in range(10)], description)
-
-
-def split_train(source: Source, val_fraction: float, seed: int) -> Source:
-    """Take a validation split from train, unless the source has one.
-
-    Each training image gets one raw 64-bit number of PCG64(seed), which unlike NumPy's shuffles is
-    the same in every version. Of each class those with the smallest numbers are taken:
-    round-half-up(fraction * images), at least 1, and never the last training image.
-
-    Args:
-        val_fraction: 0 <= fraction < 1; 0 takes nothing.
-        seed: the same seed gives the same split on every machine.
-    Returns: the source with "val"; unchanged where it has one or val_fraction is 0.
-    Raises: DataError without a train split, or when no class has two images.
-    """
-    if not 0 <= val_fraction < 1:
-        raise DataError(f"data.val_fraction: {val_fraction} is not in 0 <= fraction < 1")
-    if "val" in source.splits or val_fraction == 0:
-        return source
-    train = source.splits.get("train")
-    if train is None:
-        raise DataError(f"{source.name}: no train split to take a validation split from")
-    draws = np.random.PCG64(seed).random_raw(len(train))
-    in_val = np.zeros(len(train), dtype=bool)
-    for label in np.unique(train.labels):
-        members = np.flatnonzero(train.labels == label)
-        wanted = max(1, int(val_fraction * len(members) + 0.5))
-        ranked = members[np.argsort(draws[members], kind="stable")]
-        in_val[ranked[: min(wanted, len(members) - 1)]] = True
-    if not in_val.any():
-        raise DataError(
-            f"{source.name}: every class has a single image in 'train'; none can be validation: "
-            "add images, or train without validation (data.val_fraction=0)"
-        )
-    val = dataclasses.replace(train.subset(np.flatnonzero(in_val)), name="val")
-    splits = {**source.splits, "train": train.subset(np.flatnonzero(~in_val)), "val": val}
-    return dataclasses.replace(source, splits=in_order(splits))

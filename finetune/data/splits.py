@@ -1,0 +1,88 @@
+"""Which images are trained on and which choose: the splits that a recipe takes from train."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from finetune.data.columns import in_order
+from finetune.data.sources import Source
+from finetune.errors import DataError
+
+__all__ = ["split_train", "take_train"]
+
+
+def take_train(source: Source, num_train: int | None, seed: int) -> Source:
+    """Keep only some of the training images: of every class its share, drawn by the seed.
+
+    Args:
+        num_train: images to keep; None for all of them. The shares are rounded by their largest
+            remainders, and every class keeps at least one image.
+        seed: the same seed keeps the same images on every machine.
+    Returns: the source with a smaller "train".
+    Raises: DataError if there are fewer images, or fewer to keep than classes.
+    """
+    if num_train is None:
+        return source
+    train = source.splits.get("train")
+    if train is None:
+        raise DataError(f"{source.name}: no train split to take {num_train} images from")
+    present, counts = np.unique(train.labels, return_counts=True)
+    if not len(present) <= num_train <= len(train):
+        raise DataError(
+            f"data.num_train: {num_train} of the {len(train)} training images of {len(present)} "
+            f"classes; give a number from {len(present)} to {len(train)}"
+        )
+    shares = counts * num_train / len(train)
+    wanted = np.floor(shares).astype(np.int64)
+    wanted[np.argsort(wanted - shares, kind="stable")[: num_train - int(wanted.sum())]] += 1
+    for place in np.flatnonzero(wanted == 0):  # no class without an image
+        wanted[np.where(wanted > 1, wanted - shares, -np.inf).argmax()] -= 1
+        wanted[place] = 1
+    # a stream of its own: the validation split draws from the seed itself
+    draws = np.random.PCG64([seed, 1]).random_raw(len(train))
+    kept = [
+        members[np.argsort(draws[members], kind="stable")][:number]
+        for label, number in zip(present, wanted, strict=True)
+        for members in [np.flatnonzero(train.labels == label)]
+    ]
+    smaller = train.subset(np.sort(np.concatenate(kept)))
+    return dataclasses.replace(source, splits={**source.splits, "train": smaller})
+
+
+def split_train(source: Source, val_fraction: float, seed: int) -> Source:
+    """Take a validation split from train, unless the source has one.
+
+    Each training image gets one raw 64-bit number of PCG64(seed), which unlike NumPy's shuffles is
+    the same in every version. Of each class those with the smallest numbers are taken:
+    round-half-up(fraction * images), at least 1, and never the last training image.
+
+    Args:
+        val_fraction: 0 <= fraction < 1; 0 takes nothing.
+        seed: the same seed gives the same split on every machine.
+    Returns: the source with "val"; unchanged where it has one or val_fraction is 0.
+    Raises: DataError without a train split, or when no class has two images.
+    """
+    if not 0 <= val_fraction < 1:
+        raise DataError(f"data.val_fraction: {val_fraction} is not in 0 <= fraction < 1")
+    if "val" in source.splits or val_fraction == 0:
+        return source
+    train = source.splits.get("train")
+    if train is None:
+        raise DataError(f"{source.name}: no train split to take a validation split from")
+    draws = np.random.PCG64(seed).random_raw(len(train))
+    in_val = np.zeros(len(train), dtype=bool)
+    for label in np.unique(train.labels):
+        members = np.flatnonzero(train.labels == label)
+        wanted = max(1, int(val_fraction * len(members) + 0.5))
+        ranked = members[np.argsort(draws[members], kind="stable")]
+        in_val[ranked[: min(wanted, len(members) - 1)]] = True
+    if not in_val.any():
+        raise DataError(
+            f"{source.name}: every class has a single image in 'train'; none can be validation: "
+            "add images, or train without validation (data.val_fraction=0)"
+        )
+    val = dataclasses.replace(train.subset(np.flatnonzero(in_val)), name="val")
+    splits = {**source.splits, "train": train.subset(np.flatnonzero(~in_val)), "val": val}
+    return dataclasses.replace(source, splits=in_order(splits))

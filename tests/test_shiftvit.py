@@ -1,0 +1,473 @@
+"""models/shiftvit.py: ShiftViT against plain loops, and its ways through the toolkit."""
+
+# B batch, H W tokens in a column and a row, C channels, K classes
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import timm
+import torch
+from networks import NAMES, images, logits, save, shuffle
+from torch import Tensor, nn
+
+from finetune.data.augment import Pipeline, sample_keys
+from finetune.engine import train
+from finetune.errors import RecipeError
+from finetune.models.build import Built, build
+from finetune.models.shiftvit import SHIFTS, clear_edges, shift_channels
+from finetune.optim import lr_at, param_groups
+from finetune.predict import Classifier
+from finetune.recipe import Recipe, load_recipe
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RECIPES = REPOSITORY / "recipes" / "shiftvit"
+NAME = "shiftvit_tiny_patch4_48"
+SMALL: dict[str, Any] = {"embed_dim": 48, "depths": [1, 2]}  # the narrowest of the document's
+
+Array = npt.NDArray[np.float64]
+WAYS = {"document": clear_edges, "paper": shift_channels}
+
+
+def network(shift: str, **kwargs: Any) -> Any:
+    return timm.create_model(NAME, shift=shift, **{"num_classes": 5, **SMALL, **kwargs})
+
+
+def small(shift: str = "document", **kwargs: Any) -> Built:
+    args = {**SMALL, "shift": shift}
+    return build(NAME, **{"num_classes": 5, "pretrained": False, "args": args, **kwargs})
+
+
+# --- plain references, one value after the other ------------------------------------------------
+
+
+def shifted(x_HWC: Array, shift: str, num_div: int = 12) -> Array:
+    """What stands at each place after the shift, of one image."""
+    height, width, channels = x_HWC.shape
+    each = num_div if shift == "document" else channels // num_div
+    out = np.zeros_like(x_HWC)
+    for row in range(height):
+        for column in range(width):
+            for channel in range(channels):
+                group = channel // each
+                # the place that a value of this group comes from, when it moves
+                source = {
+                    0: (row, column + 1),
+                    1: (row, column - 1),
+                    2: (row + 1, column),
+                    3: (row - 1, column),
+                }.get(group, (row, column))
+                inside = 0 <= source[0] < height and 0 <= source[1] < width
+                if shift == "document":
+                    source = (row, column)
+                if inside:
+                    out[row, column, channel] = x_HWC[source[0], source[1], channel]
+    return out
+
+
+def normed(x: Array, weight: Array, bias: Array) -> Array:
+    mean = x.mean(-1, keepdims=True)
+    variance = ((x - mean) ** 2).mean(-1, keepdims=True)
+    return (x - mean) / np.sqrt(variance + 1e-5) * weight + bias
+
+
+def gelu(x: Array) -> Array:
+    return np.vectorize(lambda value: 0.5 * value * (1 + math.erf(value / math.sqrt(2))))(x)
+
+
+def blocked(x_HWC: Array, size: int, kernel_OIHW: Array) -> Array:
+    """Each size x size block of places times the kernel; beyond the edge there are zeros."""
+    height, width = (math.ceil(side / size) for side in x_HWC.shape[:2])
+    out = np.zeros((height, width, len(kernel_OIHW)))
+    for row in range(height):
+        for column in range(width):
+            for down in range(size):
+                for across in range(size):
+                    y, x = row * size + down, column * size + across
+                    if y < x_HWC.shape[0] and x < x_HWC.shape[1]:
+                        out[row, column] += kernel_OIHW[:, :, down, across] @ x_HWC[y, x]
+    return out
+
+
+def reference(model: nn.Module, image_CHW: Array, shift: str, depths: list[int]) -> Array:
+    """The logits of one image."""
+    p = {name: value.detach().numpy() for name, value in model.state_dict().items()}
+    x = blocked(image_CHW.transpose(1, 2, 0), 4, p["patch_embed.proj.weight"])
+    x = x + p["patch_embed.proj.bias"]
+    for stage, depth in enumerate(depths):
+        name = f"stages.{stage}.downsample"
+        if stage:
+            x = normed(x, p[f"{name}.norm.weight"], p[f"{name}.norm.bias"])
+            x = blocked(x, 2, p[f"{name}.reduction.weight"])
+        for block in range(depth):
+            name = f"stages.{stage}.blocks.{block}"
+            x = shifted(x, shift)
+            inner = normed(x, p[f"{name}.norm.weight"], p[f"{name}.norm.bias"])
+            inner = gelu(inner @ p[f"{name}.mlp.fc1.weight"].T + p[f"{name}.mlp.fc1.bias"])
+            x = x + inner @ p[f"{name}.mlp.fc2.weight"].T + p[f"{name}.mlp.fc2.bias"]
+    pooled = x.mean((0, 1))
+    result: Array = pooled @ p["head.fc.weight"].T + p["head.fc.bias"]
+    return result
+
+
+# --- the network --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+def test_it_has_exactly_as_many_parameters(shift: str) -> None:
+    model = timm.create_model(NAME, num_classes=10, shift=shift)
+    count = lambda part: sum(p.numel() for p in part.parameters())  # noqa: E731
+    assert count(model) == 11_690_602
+    assert [len(stage.blocks) for stage in model.stages] == [2, 4, 8, 2]
+    assert [count(stage.blocks[0]) for stage in model.stages] == [
+        4 * width**2 + 5 * width for width in (96, 192, 384, 768)
+    ]
+    assert count(model.patch_embed) == 4 * 4 * 3 * 96 + 96
+    assert [count(stage.downsample) for stage in model.stages[1:]] == [
+        8 * width**2 + 2 * width for width in (96, 192, 384)
+    ]
+    assert model.stages[1].downsample.reduction.bias is None
+    assert not any(isinstance(m, nn.LayerNorm) for m in model.head.modules())
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("size", [(3, 4), (5, 2), (1, 3), (2, 1), (1, 1)])
+def test_the_shift_is_the_loop(shift: str, size: tuple[int, int]) -> None:
+    x_BHWC = torch.randn(2, *size, 50)
+    kept = x_BHWC.clone()
+    found = WAYS[shift](x_BHWC, 12)
+    expected = [shifted(x.numpy(), shift, num_div=12 if shift == "document" else 4) for x in x_BHWC]
+    assert torch.equal(found, torch.from_numpy(np.stack(expected)))
+    assert torch.equal(x_BHWC, kept)
+
+
+def test_the_document_moves_nothing() -> None:
+    x_BHWC = torch.rand(1, 4, 4, 60) + 1
+    cleared = clear_edges(x_BHWC, 12)
+    assert torch.equal(cleared[cleared != 0], x_BHWC[cleared != 0])
+    places = [(cleared[0, :, :, 12 * group] == 0).nonzero().tolist() for group in range(5)]
+    line = range(4)
+    assert places[0] == [[row, 3] for row in line]  # the last column
+    assert places[1] == [[row, 0] for row in line]
+    assert places[2] == [[3, column] for column in line]  # the last row
+    assert places[3] == [[0, column] for column in line]
+    assert places[4] == []
+
+
+def test_the_paper_moves_in_four_directions() -> None:
+    x_BHWC = torch.zeros(1, 3, 3, 5)
+    x_BHWC[0, 1, 1] = 1.0
+    places = shift_channels(x_BHWC, 1)[0].nonzero().tolist()
+    # left, right, up, down and not at all
+    assert sorted(places, key=lambda place: place[2]) == [
+        [1, 0, 0], [1, 2, 1], [0, 1, 2], [2, 1, 3], [1, 1, 4],
+    ]  # fmt: skip
+
+
+def test_how_many_channels_each_block_shifts() -> None:
+    widths = {
+        shift: [
+            stage.blocks[0].group_width for stage in timm.create_model(NAME, shift=shift).stages
+        ]
+        for shift in SHIFTS
+    }
+    assert widths == {"document": [12, 12, 12, 12], "paper": [8, 16, 32, 64]}
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+def test_the_logits_are_those_of_plain_loops(shift: str) -> None:
+    depths = [2, 1, 1]
+    model = network(shift, depths=depths).double().eval()
+    torch.manual_seed(1)
+    for parameter in model.parameters():  # biases and norms too
+        nn.init.normal_(parameter, std=0.1)
+    # sides of 5 and 7 tokens, then 3 and 4, then 2 and 2: odd ones on either axis
+    images_BCHW = torch.rand(2, 3, 20, 28, dtype=torch.float64)
+    images_BCHW[1] /= 50  # so that the norms' epsilon shows
+    expected = [reference(model, image.numpy(), shift, depths) for image in images_BCHW]
+    found = logits(model, images_BCHW).numpy()
+    assert np.abs(expected[0] - expected[1]).max() > 1e-3
+    # float64 rounding; tanh for erf, or another epsilon, is off by more than 1e-6
+    np.testing.assert_allclose(found, np.stack(expected), rtol=0, atol=1e-11)
+
+
+def drop_rates(shift: str) -> list[list[float]]:
+    model = timm.create_model(NAME, shift=shift, drop_path_rate=0.2)
+    return [
+        [getattr(b.drop_path, "drop_prob", 0.0) for b in stage.blocks] for stage in model.stages
+    ]
+
+
+def test_where_stochastic_depth_grows() -> None:
+    document, paper = drop_rates("document"), drop_rates("paper")
+    assert document == [
+        pytest.approx([0.2 * place / (depth - 1) for place in range(depth)])
+        for depth in (2, 4, 8, 2)
+    ]
+    assert [len(stage) for stage in paper] == [2, 4, 8, 2]
+    whole = [rate for stage in paper for rate in stage]
+    assert whole == pytest.approx([0.2 * place / 15 for place in range(16)])
+
+
+def test_stochastic_depth_leaves_out_whole_samples() -> None:
+    block = network("document", drop_path_rate=0.5).stages[1].blocks[1]
+    x_BHWC = torch.randn(64, 3, 3, 96)
+    start = clear_edges(x_BHWC, 12)
+    with torch.no_grad():
+        change = block.eval()(x_BHWC) - start
+        torch.manual_seed(0)
+        trained = block.train()(x_BHWC) - start
+    left_out = [bool(torch.equal(row, torch.zeros_like(row))) for row in trained]
+    assert 20 < sum(left_out) < 44
+    rest = [row for row, out in enumerate(left_out) if not out]
+    assert torch.allclose(trained[rest], 2 * change[rest], atol=1e-5)
+
+
+def test_dropout_follows_both_layers_of_the_mlp() -> None:
+    mlp = network("document", proj_drop_rate=0.2).stages[0].blocks[0].mlp
+    assert [mlp.drop1.p, mlp.drop2.p] == [0.2, 0.2]
+    assert network("document", drop_rate=0.3).head.drop.p == 0.3
+
+
+def test_values_that_do_not_go_together_are_refused() -> None:
+    for shift, args, words in [
+        ("papr", {}, "shift: unknown 'papr'; did you mean 'paper'?"),
+        ("document", {"embed_dim": 36}, "embed_dim: 36 is not four or more groups of num_div=12"),
+        ("document", {"embed_dim": 100}, "embed_dim: 100 is not"),
+        ("paper", {"num_div": 3}, "num_div: 3 groups of 48 channels"),
+        ("paper", {"num_div": 49}, "use a number from 4 to 48"),
+    ]:
+        with pytest.raises(RecipeError, match=re.escape(words)):
+            network(shift, **args)
+    with pytest.raises(RecipeError, match=r"model\.args.*did you mean 'paper'"):
+        small("papr")
+
+
+# --- its ways through the toolkit ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+def test_what_timm_asks_of_a_network(shift: str) -> None:
+    model = network(shift).eval()
+    x = images(48)
+    with torch.no_grad():
+        features_BHWC = model.forward_features(x)
+        pooled = model.forward_head(features_BHWC, pre_logits=True)
+        assert features_BHWC.shape == (2, 6, 6, 96)
+        assert torch.allclose(pooled, features_BHWC.mean((1, 2)), atol=1e-6)  # and no norm
+        assert torch.equal(model(x), model.get_classifier()(pooled))
+    assert model.num_classes == 5
+    assert model.num_features == model.head_hidden_size == 96
+    model.reset_classifier(3)
+    assert logits(model, x).shape == (2, 3)
+    assert model.num_classes == 3
+    model.reset_classifier(0)
+    assert torch.allclose(logits(model, x), pooled, atol=1e-6)
+    model.reset_classifier(0, global_pool="")
+    assert logits(model, x).shape == (2, 6, 6, 96)
+    assert model.no_weight_decay() == set()
+    assert [place["num_chs"] for place in model.feature_info] == [48, 96]
+    assert [place["reduction"] for place in model.feature_info] == [4, 8]
+
+
+def test_head_and_freezing() -> None:
+    made = small()
+    assert torch.equal(logits(made.model, images(48)), torch.zeros(2, 5))
+
+    def trainable(freeze: str | int) -> set[str]:
+        model = small(freeze=freeze).model
+        return {name for name, p in model.named_parameters() if p.requires_grad}
+
+    everything = {name for name, _ in made.model.named_parameters()}
+    assert trainable("backbone") == {"head.fc.weight", "head.fc.bias"}
+    stem = {"patch_embed.proj.weight", "patch_embed.proj.bias"}
+    assert everything - trainable(0) == stem
+    first = {name for name in everything if name.startswith("stages.0.")}
+    assert len(first) == 6
+    assert everything - trainable(1) == stem | first
+    # merging is frozen with the block that follows it
+    second = {n for n in everything if n.startswith(("stages.1.downsample", "stages.1.blocks.0."))}
+    assert everything - trainable(2) == stem | first | second
+    with pytest.raises(RecipeError, match="of 3 blocks"):
+        trainable(4)
+
+
+def test_the_rate_falls_from_block_to_block() -> None:
+    model = small().model
+    groups = param_groups(model, lr=1.0, weight_decay=0.1, layer_decay=0.5)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    scales = {names[id(p)]: group["lr_scale"] for group in groups for p in group["params"]}
+    decays = {names[id(p)]: group["weight_decay"] for group in groups for p in group["params"]}
+    assert scales["head.fc.weight"] == 1.0
+    assert scales["stages.1.blocks.1.mlp.fc1.weight"] == 0.5
+    assert scales["stages.1.blocks.0.mlp.fc1.weight"] == 0.25
+    assert scales["stages.1.downsample.reduction.weight"] == 0.25
+    assert scales["stages.0.blocks.0.norm.weight"] == 0.125
+    assert scales["patch_embed.proj.weight"] == 0.0625
+    assert decays["stages.0.blocks.0.norm.weight"] == decays["head.fc.bias"] == 0.0
+    assert decays["stages.1.downsample.reduction.weight"] == 0.1
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+def test_it_is_saved_with_its_shift_and_moves_to_other_sizes(shift: str, tmp_path: Path) -> None:
+    made = small(shift, dropout=0.1, drop_path=0.1)
+    shuffle(made.model)
+    folder = save(tmp_path / "net", made)
+    config = json.loads((tmp_path / "net" / "config.json").read_text())
+    assert config["model_args"] == {**SMALL, "shift": shift}
+    assert config["label_names"] == NAMES
+    x, odd = images(48), images((36, 44))
+    for again in (timm.create_model(f"local-dir:{folder}", pretrained=True), build(folder).model):
+        assert torch.equal(logits(again, x), logits(made.model, x))
+        assert torch.equal(logits(again, odd), logits(made.model, odd))
+    other = timm.create_model(
+        f"local-dir:{folder}", pretrained=True, shift=SHIFTS[shift == SHIFTS[0]]
+    )
+    assert not torch.allclose(logits(other, x), logits(made.model, x), atol=1e-4)
+    moved = build(folder, num_classes=3, image_size=(32, 64))
+    assert moved.preprocessing.image_size == (32, 64)
+    assert logits(moved.model, images((32, 64))).shape == (2, 3)
+    body = {k: v for k, v in made.model.state_dict().items() if not k.startswith("head.")}
+    assert all(torch.equal(moved.model.state_dict()[key], value) for key, value in body.items())
+    with pytest.raises(RecipeError, match="not divided by the patch of 4 px"):
+        small(shift, image_size=50)
+
+
+def test_recomputed_activations_change_no_gradient() -> None:
+    x = images(48)
+    plain, frugal = small(head_init="default"), small(head_init="default", grad_checkpointing=True)
+    assert all(stage.grad_checkpointing for stage in frugal.model.stages)  # type: ignore[union-attr]
+    frugal.model.load_state_dict(plain.model.state_dict())
+    for made in (plain, frugal):
+        made.model.train()(x).square().sum().backward()
+    pairs = zip(plain.model.parameters(), frugal.model.parameters(), strict=True)
+    gradients = [(p.grad, q.grad) for p, q in pairs]
+    assert len(gradients) > 20
+    for ours, theirs in gradients:
+        assert ours is not None
+        assert theirs is not None
+        assert torch.equal(ours, theirs)
+
+
+# --- the recipes --------------------------------------------------------------------------------
+
+
+def recipe(name: str, *overrides: str) -> Recipe:
+    return load_recipe(RECIPES / f"shiftvit_tiny_{name}.yaml", overrides)
+
+
+def pipeline(name: str, *, training: bool) -> Pipeline:
+    data = recipe(name).data
+    return Pipeline(
+        (data.train if training else data.eval) or "",
+        image_size=(48, 48),
+        mean=data.mean or (),
+        std=data.std or (),
+        interpolation=data.interpolation or "",
+        train=training,
+    )
+
+
+def resized(images_BCHW: Tensor, size: int) -> Tensor:
+    """PIL's bilinear, by torch."""
+    interpolate = nn.functional.interpolate
+    return interpolate(images_BCHW, size=(size, size), mode="bilinear", antialias=True)
+
+
+def test_images_go_in_as_the_document_prepares_them() -> None:
+    image_BCHW = torch.randint(0, 256, (1, 3, 32, 32), dtype=torch.uint8)
+    larger = resized(image_BCHW.float() / 255, 52)
+    # two interpolations in float32, against their product
+    close = {"rtol": 0, "atol": 2e-6}
+    found = pipeline("document", training=False)(image_BCHW)
+    torch.testing.assert_close(found, resized(larger, 48), **close)
+    assert not torch.allclose(found, resized(image_BCHW.float() / 255, 48), atol=1e-3)
+    keys = sample_keys(0, 0, np.arange(200))
+    augmented = pipeline("document", training=True)(image_BCHW.expand(200, 3, 32, 32), keys=keys)
+    windows = [
+        window
+        for top in range(5)
+        for left in range(5)
+        for crop in [larger[0, :, top : top + 48, left : left + 48]]
+        for window in (crop, crop.flip(-1))
+    ]
+    distances = torch.cdist(augmented.flatten(1), torch.stack(windows).flatten(1), p=torch.inf)
+    nearest = distances.min(1)
+    assert nearest.values.max() < 2e-6
+    assert len(nearest.indices.unique()) > 40  # of 5 x 5 places and two ways round
+
+
+def test_the_learning_rate_is_the_documents() -> None:
+    optim, short = recipe("document").optim, recipe("document_5_epochs").optim
+    per_epoch = 40_000 / 256
+
+    def rate(step: int, keys: Any) -> float:
+        names = ("lr", "schedule", "warmup_lr", "min_lr")
+        settings = {name: getattr(keys, name) for name in names}
+        warmup = round(keys.warmup_epochs * per_epoch)
+        return lr_at(
+            step, steps=math.ceil(keys.epochs * per_epoch), warmup_steps=warmup, **settings
+        )
+
+    total, warmup = 15_625, 2_343  # int(40000 / 256 * 100) and 15 % of it, rounded down
+    assert math.ceil(optim.epochs * per_epoch) == total
+    for step in range(0, total, 25):
+        line = 1e-5 + (1e-3 - 1e-5) * step / warmup
+        curve = 0.5e-3 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
+        # the recipe's warm-up is one step longer: 1e-3 / 2343
+        assert rate(step, optim) == pytest.approx(line if step < warmup else curve, abs=5e-7)
+    # 5 epochs are 781.25 steps and the recipe warms up in 781
+    for step in range(782):
+        assert rate(step, short) == pytest.approx(rate(step, optim), rel=1e-3)
+
+
+def test_the_recipes_differ_in_what_they_say() -> None:
+    document, paper, short = (
+        recipe(name).model_dump() for name in ("document", "paper", "document_5_epochs")
+    )
+    assert document["model"]["args"] == {"shift": "document"}
+    assert paper["model"].pop("args") == {"shift": "paper"}
+    short_optim, optim = short.pop("optim"), document.pop("optim")
+    assert paper.pop("optim") == optim
+    assert {key for key in optim if optim[key] != short_optim[key]} == {
+        "lr", "epochs", "warmup_epochs",
+    }  # fmt: skip
+    assert document["run"].pop("patience") == paper["run"].pop("patience") == 5
+    assert short["run"].pop("patience") is None
+    claims = [made.pop("claims") for made in (document, paper, short)]
+    assert document == short
+    document["model"].pop("args")
+    assert document == paper
+    reported = [(claim["metric"], claim["when"], claim["value"]) for claim in claims[0]]
+    assert ("test.top1", "end", 0.7638) in reported
+    assert ("test.top5", "end", 0.9855) in reported
+    assert [claim["value"] for claim in claims[2]] == [0.261, 0.336, 0.459, 0.486, 0.509]
+
+
+def test_two_steps_and_the_model_comes_back(tmp_path: Path) -> None:
+    shift = "model.args={shift: paper, embed_dim: 48, depths: [1, 1]}"
+    made = recipe(
+        "paper", shift, "data.source=embedded:digits", "data.batch_size=16", "optim.epochs=null",
+        "optim.warmup_epochs=null", "optim.steps=2", "optim.ema_decay=0.5", "run.log_every=1",
+        "run.precision=fp32", "run.patience=null",
+    )  # fmt: skip
+    results = train(made, tmp_path / "run")
+    assert results["test"]["examples"] == 355
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if line["split"] == "train"]
+    assert len(losses) == 2
+    assert all(math.isfinite(loss) for loss in losses)
+    config = json.loads((tmp_path / "run/model/config.json").read_text())
+    assert config["model_args"]["shift"] == "paper"
+    assert config["pretrained_cfg"]["std"] == [1, 1, 1]
+    again = Classifier.load(str(tmp_path / "run"))
+    plain = timm.create_model(f"local-dir:{tmp_path / 'run/model'}", pretrained=True)
+    x = torch.rand(2, 3, 48, 48)
+    assert torch.equal(logits(again.network, x), logits(plain, x))

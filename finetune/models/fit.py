@@ -166,6 +166,10 @@ def stride(model: nn.Module) -> tuple[int, int] | None:
     embed = getattr(model, "patch_embed", None)
     if embed is None or not hasattr(embed, "patch_size"):
         return None
+    proj = getattr(embed, "proj", None)
+    overlaps = getattr(proj, "stride", None) != getattr(proj, "kernel_size", None)
+    if overlaps and not hasattr(embed, "feat_ratio"):  # it pads, and so takes any size
+        return None
     ratio = embed.feat_ratio() if hasattr(embed, "feat_ratio") else embed.patch_size
     vertical, horizontal = (ratio, ratio) if isinstance(ratio, int) else ratio
     return int(vertical), int(horizontal)

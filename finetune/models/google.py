@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from finetune.errors import WeightsError
+from finetune.models.google_hybrid import convert_backbone, is_hybrid
 from finetune.models.posemb import square_grid
 
 __all__ = ["config_of", "convert"]
@@ -38,18 +39,25 @@ def convert(
         args: `architecture` (default vit_base_patch16_224, resized) and `pre_logits` (True keeps
             the tanh layer before the head; the default drops it, as the paper does to fine-tune).
     Returns: timm's architecture, its keyword arguments, and the state dict.
-    Raises: WeightsError if the file is not such a checkpoint, or is of a hybrid.
+    Raises: WeightsError if the file is not such a checkpoint, or is of a hybrid that should keep
+        a layer which it does not have.
     Source: vision_transformer, vit_jax/models_vit.py and vit_jax/checkpoint.py.
     """
     prefix = next((p for p in PREFIXES if f"{p}embedding/kernel" in tensors), "")
     flat = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-    if "conv_root/kernel" in flat:
+    hybrid = is_hybrid(flat)
+    if hybrid and args.get("pre_logits"):
         raise WeightsError(
-            f"{source}: a hybrid of ResNet and ViT; give the converted weights by their timm name, "
-            f"for instance vit_base_r50_s16_224.orig_in21k"
+            f"{source}: a hybrid of ResNet and ViT, which keeps no layer before its head; leave "
+            f"model.args.pre_logits out"
         )
+    backbone: dict[str, Any] = {}
+    step = 1
     try:
         state, num_heads = _state(flat)
+        if hybrid:
+            convolutions, backbone, step = convert_backbone(flat)
+            state |= convolutions
         if args.get("pre_logits"):
             state |= _dense(flat, "pre_logits", "fc_norm.fc")
     except KeyError as error:
@@ -57,8 +65,8 @@ def convert(
             f"{source}: not a ViT checkpoint of Google's, it has no tensor {error}; for other "
             f"networks give timm's .safetensors"
         ) from error
-    model_args = _arguments(state, num_heads)
-    architecture = args.get("architecture") or "vit_base_patch16_224"
+    model_args = _arguments(state, num_heads, step) | backbone
+    architecture = args.get("architecture") or ("vit_hybrid" if hybrid else "vit_base_patch16_224")
     if args.get("pre_logits"):
         architecture = "vit_representation"
         model_args["representation_size"] = state["fc_norm.fc.weight"].shape[0]
@@ -80,17 +88,20 @@ def config_of(
     config |= {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "interpolation": "bilinear"}
     config |= {"crop_pct": 1.0, "crop_mode": "squash", "fixed_input_size": True}
     config["num_classes"] = state["head.weight"].shape[0] if "head.weight" in state else 0
-    config |= {"first_conv": "patch_embed.proj", "classifier": "head"}
+    config["classifier"] = "head"
+    if architecture != "vit_hybrid":
+        config["first_conv"] = "patch_embed.proj"
     drop = ("url", "hf_hub_id", "hf_hub_filename", "tag", "custom_load", "license")
     return {k: v for k, v in config.items() if k not in drop}
 
 
-def _arguments(state: Mapping[str, Tensor], num_heads: int) -> dict[str, Any]:
+def _arguments(state: Mapping[str, Tensor], num_heads: int, step: int) -> dict[str, Any]:
+    """timm's keyword arguments; `step`: pixels of the image behind one that a patch reads."""
     width, _, *patch_size = state["patch_embed.proj.weight"].shape
     args: dict[str, Any] = {
         "patch_size": patch_size[0] if patch_size[0] == patch_size[1] else patch_size,
         "embed_dim": width,
-        "depth": len([name for name in state if name.endswith("norm1.weight")]),
+        "depth": len([name for name in state if name.endswith("attn.qkv.weight")]),
         "num_heads": num_heads,
         "mlp_ratio": state["blocks.0.mlp.fc1.weight"].shape[0] / width,
         "act_layer": "gelu_tanh",
@@ -102,7 +113,7 @@ def _arguments(state: Mapping[str, Tensor], num_heads: int) -> dict[str, Any]:
     else:
         grid = square_grid(state["pos_embed"].shape[1] - ("cls_token" in state))
         if grid is not None:
-            args["img_size"] = [grid[0] * patch_size[0], grid[1] * patch_size[1]]
+            args["img_size"] = [grid[0] * patch_size[0] * step, grid[1] * patch_size[1] * step]
     return args
 
 

@@ -1,0 +1,140 @@
+"""Google's hybrids of ResNet and ViT, known to timm, and their checkpoints' convolutions."""
+
+# C channels, D width, h w kernel in pixels
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from timm.layers import GroupNormAct, StdConv2dSame
+from timm.layers.padding import pad_same
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models.resnetv2 import ResNetV2
+from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
+from timm.models.vision_transformer_hybrid import HybridEmbed
+from torch import Tensor
+
+__all__ = ["convert_backbone", "is_hybrid", "vit_hybrid"]
+
+default_cfgs = generate_default_cfgs(
+    {
+        "vit_hybrid": {
+            "input_size": (3, 224, 224),
+            "fixed_input_size": True,
+            "first_conv": "patch_embed.backbone.stem.conv",
+            "classifier": "head",
+            "mean": (0.5, 0.5, 0.5),
+            "std": (0.5, 0.5, 0.5),
+        }
+    }
+)
+_UNIT = re.compile(r"block(\d+)/unit(\d+)/(conv|gn)(\d|_proj)/(kernel|scale|bias)")
+
+
+class _StandardisedConv(StdConv2dSame):
+    """Weights less their mean, over their standard deviation plus 1e-5; timm adds to its square."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = self.weight.mean(dim=(1, 2, 3), keepdim=True)
+        std = self.weight.std(dim=(1, 2, 3), keepdim=True, correction=0)
+        weight = (self.weight - mean) / (std + 1e-5)
+        if self.same_pad:
+            x = pad_same(x, list(self.kernel_size), list(self.stride), list(self.dilation))
+        return F.conv2d(x, weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+@register_model
+def vit_hybrid(
+    pretrained: bool = False,
+    *,
+    layers: Sequence[int] = (3, 4, 9),
+    channels: Sequence[int] = (256, 512, 1024),
+    stem_chs: int = 64,
+    **kwargs: Any,
+) -> VisionTransformer:
+    """ViT on the feature map of a ResNet with group norms, as Google's checkpoints have it.
+
+    By default the ResNet of R50+ViT-B/16; R26+ViT-S/32 has layers (2, 2, 2, 2). timm's own
+    hybrids (vit_base_r50_s16_224 and others) differ in two small constants.
+
+    Args:
+        pretrained: load the weights that timm's pretrained configuration points to.
+        layers: units of each stage.
+        channels: of each stage's output, four times those inside its units.
+        stem_chs: channels of the stem.
+        kwargs: as for timm's VisionTransformer.
+    Source: vision_transformer, vit_jax/models_resnet.py.
+    """
+    backbone = ResNetV2(
+        layers=list(layers),
+        channels=tuple(channels),
+        stem_chs=stem_chs,
+        num_classes=0,
+        global_pool="",
+        preact=False,
+        stem_type="same",
+        conv_layer=_StandardisedConv,
+        norm_layer=partial(GroupNormAct, num_groups=32, eps=1e-6),
+    )
+    kwargs.setdefault("patch_size", 1)
+    return build_model_with_cfg(
+        VisionTransformer,
+        "vit_hybrid",
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        embed_layer=partial(HybridEmbed, backbone=backbone),
+        **kwargs,
+    )
+
+
+def is_hybrid(flat: Mapping[str, Tensor]) -> bool:
+    """Whether a checkpoint of Google's begins with a ResNet."""
+    return "conv_root/kernel" in flat
+
+
+def convert_backbone(flat: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any], int]:
+    """The ResNet of a checkpoint in timm's layout; its sizes are read off the tensors.
+
+    Args:
+        flat: the checkpoint's tensors without the prefix of an optimiser.
+    Returns: state dict, keyword arguments of `vit_hybrid`, and pixels per step of its feature map.
+    Raises: KeyError for a missing tensor.
+    Source: vision_transformer, vit_jax/models_resnet.py.
+    """
+    root, top = "patch_embed.backbone", "patch_embed.backbone.stem"
+    state = {
+        f"{top}.conv.weight": _convolution(flat["conv_root/kernel"]),
+        f"{top}.norm.weight": flat["gn_root/scale"].flatten(),
+        f"{top}.norm.bias": flat["gn_root/bias"].flatten(),
+    }
+    layers: dict[int, int] = {}
+    channels: dict[int, int] = {}
+    for name, tensor in flat.items():
+        match = _UNIT.fullmatch(name)
+        if match is None:
+            continue
+        stage, unit, number = int(match[1]), int(match[2]), match[4]
+        layers[stage] = max(layers.get(stage, 0), unit)
+        kind = "conv" if match[3] == "conv" else "norm"
+        part = f"downsample.{kind}" if number == "_proj" else f"{kind}{number}"
+        suffix = "bias" if match[5] == "bias" else "weight"
+        value = _convolution(tensor) if kind == "conv" else tensor.flatten()
+        state[f"{root}.stages.{stage - 1}.blocks.{unit - 1}.{part}.{suffix}"] = value
+        if match[3] + number == "conv3":
+            channels[stage] = value.shape[0]
+    if not layers:
+        raise KeyError("block1/unit1/conv1/kernel")
+    args = {
+        "layers": [layers[stage] for stage in sorted(layers)],
+        "channels": [channels[stage] for stage in sorted(layers)],
+        "stem_chs": state[f"{top}.conv.weight"].shape[0],
+    }
+    return state, args, 4 * 2 ** (len(layers) - 1)
+
+
+def _convolution(kernel_hwCD: Tensor) -> Tensor:
+    return kernel_hwCD.permute(3, 2, 0, 1).contiguous()

@@ -1,0 +1,59 @@
+"""models/transformers_files.py: where a name leads, and processors in timm's words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.errors import WeightsError
+from finetune.models.transformers_files import describe
+
+pytest.importorskip("transformers")
+
+CONFIG = {"model_type": "cvt", "architectures": ["X"], "id2label": {"1": "b", "0": "a"}}
+EVEN = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+
+
+def written(folder: Path, processor: dict[str, Any] | None, **config: Any) -> str:
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
+    if processor is not None:
+        (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return f"transformers:{folder}"
+
+
+@pytest.mark.parametrize(
+    "processor, expected",
+    [
+        ({"size": {"shortest_edge": 224}, "crop_pct": 0.875}, ((3, 224, 224), 0.875, "center")),
+        ({"size": {"shortest_edge": 384}, "crop_pct": 0.875}, ((3, 384, 384), 1.0, "squash")),
+        ({"size": {"height": 224, "width": 192}}, ((3, 224, 192), 1.0, "squash")),
+        (
+            {"size": {"shortest_edge": 256}, "crop_size": 224, "do_center_crop": True},
+            ((3, 224, 224), 0.875, "center"),
+        ),
+    ],
+)
+def test_sizes_of_a_processor(tmp_path: Path, processor: Any, expected: Any) -> None:
+    found = describe(written(tmp_path, {**processor, **EVEN, "resample": 2}), pretrained=False)
+    config = found.config
+    assert (config["input_size"], config["crop_pct"], config["crop_mode"]) == expected
+    assert (config["mean"], config["std"]) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    assert config["interpolation"] == "bilinear"
+
+
+def test_class_names_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    found = describe(written(tmp_path, None), pretrained=False)
+    assert found.class_names == ["a", "b"]
+    assert found.config["num_classes"] == 2
+    assert found.model_args == {"transformers_config": {"model_type": "cvt"}}
+    numbered = written(tmp_path, None, id2label={"0": "LABEL_0", "1": "LABEL_1"})
+    assert describe(numbered, pretrained=False).class_names is None
+
+
+@pytest.mark.parametrize("name", ["transformers:nowhere", "transformers:./nowhere/at/all"])
+def test_places_that_are_none(name: str) -> None:
+    with pytest.raises(WeightsError, match="neither a folder nor a repository"):
+        describe(name)

@@ -1,0 +1,232 @@
+"""Frozen features of a split: what a network gives its classifier, computed once and kept on disk.
+
+They are kept in `feature_cache` under a hash of all they depend on: the network's tensors, its
+preprocessing, and the data's fingerprint. The fingerprint of more than 1 GiB of images is over
+names and sizes: clear the cache if such images change without changing size.
+"""
+
+# B batch, N images, D width, C channels, H W pixels
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import timm
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from finetune import __version__
+from finetune.data.augment import Pipeline
+from finetune.data.feed import Feed
+from finetune.data.sources import Split
+from finetune.data.store import open_store
+from finetune.errors import DataError, WeightsError
+from finetune.feature_cache import cache_folder, read_cached, write_cached
+from finetune.models.built import Built
+from finetune.preprocess import default_eval
+from finetune.progress import say
+from finetune.recipe import DataSection
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+__all__ = [
+    "Features",
+    "compute",
+    "identity_of",
+    "places_of",
+    "pre_logits",
+    "split_features",
+]
+
+_SHARE_BATCHES = 8  # batches between two exchanges
+
+
+@dataclass(frozen=True, eq=False)
+class Features:
+    """Features of a split's readable images, with their labels.
+
+    Attributes:
+        values_ND: float32, mapped from the cache where it is there.
+        labels_N: int64.
+        places_N: int64, the images' places in the split; all of them unless some are unreadable.
+        cached: whether nothing had to be computed.
+        seconds: until they were there.
+    """
+
+    values_ND: NDArray[np.float32]
+    labels_N: NDArray[np.int64]
+    places_N: NDArray[np.int64]
+    cached: bool
+    seconds: float
+
+    def at(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Features and labels of some rows."""
+        return self.values_ND[rows], self.labels_N[rows]
+
+
+def pre_logits(model: nn.Module, images_BCHW: Tensor) -> Tensor:
+    """What the last layer of a timm network sees, its representation layer included.
+
+    Returns: (B, D) float32.
+    Raises: WeightsError if the network cannot say it.
+    """
+    body, head = (getattr(model, name, None) for name in ("forward_features", "forward_head"))
+    name = type(model).__name__
+    if not callable(body) or not callable(head):
+        raise WeightsError(
+            f"{name}: has no forward_features and forward_head to take features from; use one of "
+            "timm's networks"
+        )
+    values = head(body(images_BCHW), pre_logits=True)
+    if isinstance(values, Tensor) and values.ndim == 4 and values.shape[2:] == (1, 1):
+        values = values.flatten(1)
+    if not isinstance(values, Tensor) or values.ndim != 2:
+        kind = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise WeightsError(
+            f"{name}: its pre-logits are {kind}, not one vector an image; set global_pool, for "
+            "instance avg, in the model's config.json"
+        )
+    return values.float()
+
+
+def identity_of(built: Built, sentence: str | None) -> dict[str, Any]:
+    """Everything but the data that features depend on.
+
+    Args:
+        built: the network, before anything is done to its weights.
+        sentence: evaluation's operations; None for those that the weights imply.
+    Returns: for JSON; "weights" is the sha256 of the network's tensors as they were built, with
+        their names, so position embeddings resized in another way are other weights.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in built.model.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
+    return {
+        "weights": digest.hexdigest(),
+        "architecture": built.architecture,
+        "model_args": built.model_args,
+        "preprocessing": asdict(built.preprocessing),
+        "eval": sentence or default_eval(built.preprocessing),
+        "versions": [__version__, torch.__version__, timm.__version__],
+    }
+
+
+def split_features(
+    split: Split,
+    *,
+    network: nn.Module,
+    pipeline: Pipeline,
+    identity: Mapping[str, Any],
+    section: DataSection,
+    accelerator: Accelerator,
+) -> Features | None:
+    """Take a split's features from the cache, or compute them on all processes and keep them.
+
+    Args:
+        split: labelled images; nothing is decoded when the cache has them.
+        network: on the accelerator's device, float32.
+        pipeline: of evaluation.
+        identity: of `identity_of`, for this network and this pipeline.
+        section: keep, workers, unreadable and eval_batch_size.
+        accelerator: from `engine.launch`, in float32.
+    Returns: on rank 0 the features, None on the others.
+    Raises: DataError for unreadable images, WeightsError for features that are not finite.
+    """
+    started = time.perf_counter()
+    if not len(split):
+        raise DataError(f"{split.name}: has no images; add some")
+    key, values, folder = "", None, cache_folder()
+    if accelerator.is_main_process:
+        # a run that stops at unreadable images must not be served by one that left them out
+        data = {"data": split.fingerprint(), "unreadable": section.unreadable}
+        everything = {**identity, **data, "device": accelerator.device.type}
+        key = hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
+        values = read_cached(folder, key, num_images=len(split))
+    flag = torch.tensor([int(values is not None)], device=accelerator.device)
+    cached = bool(torch.as_tensor(accelerator.reduce(flag, "sum")).item())
+    if not cached:
+        store = open_store(
+            split,
+            keep=section.keep,
+            device=accelerator.device,
+            workers=section.workers,
+            unreadable=section.unreadable,
+            local_processes=int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)),
+            progress=accelerator.is_main_process,
+            notice=say,
+        )
+        feed = Feed(store, pipeline, num_classes=1, device=accelerator.device)
+        found = compute(network, feed, accelerator, batch_size=section.eval_batch_size)
+        if found is not None:
+            # rows of unreadable images stay NaN: a computed one never is
+            values = np.full((len(split), found.shape[1]), np.nan, dtype=np.float32)
+            values[places_of(store.split, split)] = found
+            values = write_cached(folder, key, values)
+    if values is None:
+        return None
+    places = np.flatnonzero(~np.isnan(values[:, 0]))
+    kept = values if len(places) == len(values) else values[places]
+    elapsed = round(time.perf_counter() - started, 3)
+    return Features(kept, split.labels[places], places, cached, elapsed)
+
+
+def compute(
+    network: nn.Module, feed: Feed, accelerator: Accelerator, *, batch_size: int
+) -> NDArray[np.float32] | None:
+    """Compute the features of every image once, over all processes.
+
+    Which images share a batch does not depend on the number of processes: a matrix product of
+    another height may round otherwise.
+
+    Args:
+        network: see `pre_logits`.
+        feed: of the split.
+        accelerator: from `engine.launch`.
+        batch_size: images at once on each process.
+    Returns: (N, D) in the split's order on rank 0, None on the others.
+    Raises: WeightsError if a feature is not finite.
+    """
+    rank, world, total = accelerator.process_index, accelerator.num_processes, len(feed.labels)
+    num_shares = -(-total // (batch_size * _SHARE_BATCHES))
+    bounds = [total * share // num_shares for share in range(num_shares + 1)]
+    largest = -(-total // num_shares)
+    network.eval()
+    gathered: list[Tensor] = []
+    main = accelerator.is_main_process
+    with tqdm(total=total, unit="image", file=sys.stderr, disable=None if main else True) as shown:
+        for first in range(0, num_shares, world):
+            # a process without a share of its own repeats the last: all go on in step
+            share = min(first + rank, num_shares - 1)
+            rows_BD = []
+            with torch.inference_mode():
+                for batch in feed.once(rank=share, world=num_shares, batch_size=batch_size):
+                    rows_BD.append(pre_logits(network, batch.images_BCHW)[: len(batch.labels_B)])
+                    shown.update(min(world, num_shares - first) * len(batch.labels_B))
+                own = torch.cat(rows_BD)
+                padded = nn.functional.pad(own, (0, 0, 0, largest - len(own)))
+                everybodys = torch.as_tensor(accelerator.gather(padded))
+            if not bool(everybodys.isfinite().all()):
+                raise WeightsError("the model's features are not finite; its weights are damaged")
+            for other, rows in enumerate(everybodys.split(largest)):
+                if main and (share := first + other) < num_shares:
+                    gathered.append(rows[: bounds[share + 1] - bounds[share]].cpu())
+    return torch.cat(gathered).numpy() if main else None
+
+
+def places_of(part: Split, whole: Split) -> NDArray[np.int64]:
+    """Where the images of a subset stand in the split that it was taken from, in order."""
+    mine, all_rows = (np.arange(len(s)) if s.rows is None else s.rows for s in (part, whole))
+    return np.flatnonzero(np.isin(all_rows, mine))

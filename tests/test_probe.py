@@ -1,0 +1,226 @@
+"""The verb: protocol and figures, the run's own pixels, clear refusals, alike on two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from networks import save
+from samples import make_folder, png, write
+
+from finetune import probe
+from finetune.data.sources import open_source
+from finetune.engine import train
+from finetune.errors import DataError, RecipeError, SetupError
+from finetune.models.build import build
+from finetune.probe import describe, probe_model, shots_of
+from finetune.readout import few_shot
+from finetune.recipe import parse_recipe
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+ARGS = {"patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2}
+RECIPE = """
+model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 8,
+        args: {patch_size: 4, embed_dim: 24, depth: 1, num_heads: 2}}
+data: {source: "embedded:digits", eval: "resize(10) | center_crop"}
+optim: {lr: 3e-3, steps: 2}
+run: {precision: fp32, seed: 7}
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a network of random weights for 8 px."""
+    torch.manual_seed(0)
+    made = build("vit_tiny_patch16_224", num_classes=2, pretrained=False, image_size=8, args=ARGS)
+    return save(tmp_path_factory.mktemp("probe") / "model", made, ["a", "b"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("cache")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("FINETUNE_CACHE", str(folder))
+    yield folder
+    patch.undo()
+
+
+def without_times(result: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in result.items() if key not in ("features", "machine")}
+
+
+def test_the_whole_answer_and_its_file(model: str, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"data": "embedded:digits", "linear": True, "knn": 20}
+    result = probe_model(model, **asked, out=tmp_path / "new" / "folder")
+    assert list(result["shots"]) == [1, 5, 10, 25]
+    assert [len(row["seeds"]) for row in result["shots"].values()] == [3, 3, 3, 3]
+    figures = [row["accuracy"] for row in result["shots"].values()]
+    assert 0.1 < figures[0] < figures[-1] < result["linear"]["accuracy"] < 1
+    assert result["protocol"] | {"weights": "", "eval": ""} == {
+        "features": "pre-logits",
+        "width": 24,
+        "train_images": 1442,
+        "test_images": 355,
+        "classes": 10,
+        "l2": 1024.0,
+        "bias": 100.0,
+        "weights": "",
+        "eval": "",
+    }
+    assert result["linear"]["chosen_on"] == "10% of train"
+    assert result["linear"]["val_images"] == 145
+    assert result["knn"]["k"] == 20
+    assert result["knn"]["plain"] > 0.5
+    written = json.loads((tmp_path / "new" / "folder" / "probe.json").read_text())
+    assert written == json.loads(json.dumps(result))
+
+    again = probe_model(model, **asked)
+    assert without_times(again) == without_times(result)
+    assert [one["cached"] for one in again["features"].values()] == [True, True]
+    text = describe(again)
+    for row in result["shots"].values():
+        assert f"{row['accuracy']:.4f}  {row['std']:.4f}" in text
+    assert f"{result['linear']['accuracy']:.4f}" in text
+    assert f"{result['knn']['weighted']:.4f} weighted" in text
+    assert "train from the cache" in text
+
+
+def test_the_figures_are_those_of_timm_and_a_few_lines(model: str) -> None:
+    """Nothing here is the package's own but the source of the images and the solver."""
+    network = timm.create_model(f"local-dir:{model}", pretrained=True).eval()
+    config = network.pretrained_cfg
+    mean, std = (torch.tensor(config[key]).view(1, 3, 1, 1) for key in ("mean", "std"))
+    found = {}
+    for name, split in open_source("embedded:digits").splits.items():
+        pixels = torch.from_numpy(np.stack([split.read(at) for at in range(len(split))]))
+        images_BCHW = (pixels.permute(0, 3, 1, 2) / 255 - mean) / std
+        with torch.no_grad():
+            tokens = network.forward_features(images_BCHW)
+        found[name] = (tokens[:, 0].numpy(), split.labels)
+    expected = few_shot(found["train"], found["test"], num_classes=10, shots=[1, 5], seeds=2)
+    result = probe_model(model, data="embedded:digits", shots=[1, 5], seeds=2)
+    assert result["protocol"]["eval"] == "resize(8) | center_crop((8, 8))"  # nothing at 8 px
+    for count, row in expected.items():
+        # a score that is all but a tie may fall to either side: two of 355 images
+        assert result["shots"][count]["seeds"] == pytest.approx(row["seeds"], abs=0.006)
+
+
+def test_a_run_is_probed_on_its_own_data_and_pixels(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    trained = train(parse_recipe(RECIPE), out)
+    result = probe_model(str(out), shots=[2], seeds=1)
+    assert result["data"] == "embedded:digits"
+    assert result["protocol"]["eval"] == "resize(10) | center_crop"
+    assert result["shots"][2]["std"] is None
+    assert "–" in describe(result)
+    held_out = probe_model(str(out), split="val", shots=[2], seeds=1)
+    images = [held_out["protocol"][f"{part}_images"] for part in ("train", "test")]
+    assert images[1] == trained["val"]["examples"]
+    assert sum(images) == result["protocol"]["train_images"]
+
+
+def test_the_sources_own_val_chooses_c_and_replaces_a_missing_test(
+    model: str, tmp_path: Path
+) -> None:
+    counts = {f"{split}/{name}": 6 for split in ("train", "val", "test") for name in "ab"}
+    source = make_folder(tmp_path / "set", counts)
+    for number, image in enumerate(sorted((tmp_path / "set").rglob("*.png"))):
+        write(image, png(number, size=(8, 8)))
+    result = probe_model(model, data=source, shots=[2], linear=True)
+    assert list(result["features"]) == ["train", "test", "val"]
+    assert (result["linear"]["chosen_on"], result["linear"]["val_images"]) == ("val", 12)
+    assert result["split"] == "test"
+    shutil.rmtree(tmp_path / "set" / "test")
+    result = probe_model(model, data=source, shots=[2], linear=True)
+    assert (result["split"], result["linear"]["chosen_on"]) == ("val", "10% of train")
+
+
+def test_data_that_does_not_fit_is_refused_before_anything_is_computed(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "split_features", pytest.fail)
+    train_only = make_folder(tmp_path / "one", {"train/cat": 9, "train/dog": 3, "train/elk": 9})
+    with pytest.raises(DataError, match=r"neither test nor val .* --split val"):
+        probe_model(model, data=train_only)
+    with pytest.raises(DataError, match=r"no split 'test' .*only train"):
+        probe_model(model, data=train_only, split="test")
+    test_only = make_folder(tmp_path / "two", {"test/cat": 3, "test/dog": 3})
+    with pytest.raises(DataError, match="has no train split"):
+        probe_model(model, data=test_only)
+    both = make_folder(tmp_path / "one", {"test/cat": 1, "test/dog": 1, "test/elk": 1})
+    with pytest.raises(DataError, match=r"5 shots .* 1 of 3 classes .*: 'dog' has 3; .*--shots"):
+        probe_model(model, data=both, shots=[1, 5])
+    with pytest.raises(DataError, match=r"22 neighbours .* train has 21 images; .*--knn"):
+        probe_model(model, data=both, shots=[1], knn=22)
+
+
+def test_wrong_arguments_are_refused(model: str, tmp_path: Path) -> None:
+    digits: dict[str, Any] = {"data": "embedded:digits"}
+    for shots in ([], [0], [5, 5]):
+        with pytest.raises(RecipeError, match="--shots: got"):
+            probe_model(model, **digits, shots=shots)
+    with pytest.raises(RecipeError, match="--seeds: got 0"):
+        probe_model(model, **digits, seeds=0)
+    with pytest.raises(RecipeError, match="--knn: got 0"):
+        probe_model(model, **digits, knn=0)
+    with pytest.raises(RecipeError, match="'tset'; did you mean 'test'"):
+        probe_model(model, **digits, split="tset")
+    with pytest.raises(RecipeError, match="--data"):
+        probe_model(model)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SetupError, match="--out"):
+        probe_model(model, **digits, out=tmp_path / "file")
+    assert shots_of("1,5, 10") == (1, 5, 10)
+    for text in ("", "1,,5", "a", "-1", "1.5"):
+        with pytest.raises(RecipeError, match="--shots: got"):
+            shots_of(text)
+
+
+SCRIPT = """
+import os, sys
+from finetune.probe import describe, probe_model
+result = probe_model(sys.argv[1], data="embedded:digits", linear=True, knn=5, out=sys.argv[2])
+assert bool(describe(result)) == (os.environ["RANK"] == "0")
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_figures_of_one(
+    model: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "both.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
+    command += ["--num_processes", "2", "--main_process_port", "0", str(tmp_path / "both.py")]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(REPOSITORY)}
+    environment["FINETUNE_CACHE"] = str(tmp_path / "cache")
+    done = subprocess.run(
+        [*command, model, str(tmp_path / "two")],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    two = json.loads((tmp_path / "two" / "probe.json").read_text())
+    assert two["machine"]["num_processes"] == 2
+    assert not any(one["cached"] for one in two["features"].values())
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "another"))
+    one = probe_model(model, data="embedded:digits", linear=True, knn=5)
+    assert without_times(json.loads(json.dumps(one))) == without_times(two)
+    files = [
+        {path.name for path in (tmp_path / folder / "features").iterdir()}
+        for folder in ("cache", "another")
+    ]
+    # the names carry the sha256 of the features: they are equal to the last bit
+    assert len(files[0]) == 2
+    assert files[0] == files[1]

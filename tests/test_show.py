@@ -1,0 +1,117 @@
+"""show.py: which pictures a network has, what they show, and what is said of the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+from networks import built, images, saved
+from PIL import Image
+from samples import png, write
+
+from finetune.errors import DataError, SetupError, WeightsError
+from finetune.models.attention import attention_rollout
+from finetune.show import draw_distances, draw_filters, draw_positions, draw_rollout, show
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> list[str]:
+    for number in range(3):
+        write(tmp_path / "in" / f"{number}.png", png(number, (40, 50)))
+    return [str(tmp_path / "in")]
+
+
+def test_a_vit_has_all_four(tmp_path: Path, pictures: list[str]) -> None:
+    out = tmp_path / "deep" / "out"
+    found = show("embedded:vit_nano", pictures, out=out)
+    names = [Path(file).name for file in found["files"]]
+    assert names == ["filters.png", "positions.png", "rollout.png", "distances.png"]
+    assert found["skipped"] == {}
+    assert len(found["images"]) == 3
+    for file in found["files"]:
+        with Image.open(file) as image:
+            assert min(image.size) > 300
+            assert len(np.unique(np.asarray(image.convert("L")))) > 20  # not an empty page
+
+
+def test_without_images_the_weights_alone(tmp_path: Path) -> None:
+    found = show("embedded:vit_nano", out=tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["filters.png", "positions.png"]
+    assert found["skipped"] == dict.fromkeys(("rollout", "distances"), "needs images; name some")
+
+
+def test_what_a_network_does_not_have_is_said(tmp_path: Path, pictures: list[str]) -> None:
+    found = show(saved(tmp_path, "convnext"), pictures, out=tmp_path / "out")
+    assert [Path(file).name for file in found["files"]] == ["filters.png"]
+    assert "no table of position embeddings" in found["skipped"]["positions"]
+    assert "do not all attend" in found["skipped"]["rollout"]
+    assert "do not all attend" in found["skipped"]["distances"]
+
+
+def test_nothing_at_all_is_an_error(
+    tmp_path: Path, pictures: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: Any, **__: Any) -> Figure:
+        raise WeightsError("none here")
+
+    monkeypatch.setattr("finetune.show.draw_filters", none)
+    with pytest.raises(WeightsError, match="nothing to show"):
+        show(saved(tmp_path, "convnext"), pictures, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_errors(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere\.png"):
+        show("embedded:vit_nano", [str(tmp_path / "nowhere.png")], out=tmp_path / "out")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SetupError):
+        show("embedded:vit_nano", out=tmp_path / "file" / "below")
+
+
+def test_the_lit_image_is_the_image_times_the_rollout() -> None:
+    model = built("vit").model.eval()
+    torch.nn.init.normal_(model.blocks[0].attn.qkv.weight, std=0.5)
+    x, plain = images(32), np.ones((2, 32, 32, 3))
+    figure = draw_rollout(model, x, plain, names=["one.png", "a $name$ with a dollar.png"])
+    shown = [np.asarray(axes.images[0].get_array()) for axes in figure.axes if axes.images]
+    assert len(shown) == 4
+    assert np.array_equal(shown[0], plain[0])
+    lit = shown[3][..., 0]
+    assert lit.min() == pytest.approx(0.12)
+    assert lit.max() == pytest.approx(1.0)
+    rollout = attention_rollout(model, x)
+    assert rollout is not None
+    row, column = np.unravel_index(int(rollout[1].argmax()), (4, 4))
+    patches = lit.reshape(4, 8, 4, 8).mean(axis=(1, 3))
+    assert np.unravel_index(int(patches.argmax()), (4, 4)) == (row, column)
+    titles = [axes.get_title("left") for axes in figure.axes if axes.get_title("left")]
+    assert titles == ["one.png", "a $name$ with a dollar.…"]
+
+
+def test_the_board_of_positions_holds_every_patch() -> None:
+    model = built("vit").model.eval()
+    figure = draw_positions(model)
+    board = np.asarray(figure.axes[0].images[0].get_array().filled(np.nan))
+    assert board.shape == (4 * 5 - 1, 4 * 5 - 1)
+    assert np.isnan(board[4]).all()  # the line between two
+    assert board[5 + 1, 5 * 2 + 2] == pytest.approx(1.0)  # row 1, column 2 with itself
+
+
+def test_a_dot_for_each_head() -> None:
+    model = built("vit").model.eval()
+    figure = draw_distances(model, images(32))
+    dots = np.asarray(figure.axes[0].collections[0].get_offsets())
+    assert dots.shape == (2 * 2, 2)
+    assert set(dots[:, 0]) == {1, 2}
+    assert figure.axes[0].get_ylabel() == "pixels"
+
+
+def test_figures_are_not_pyplots() -> None:
+    import matplotlib.pyplot as plt
+
+    draw_filters(built("vit").model)
+    assert plt.get_fignums() == []

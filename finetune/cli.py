@@ -12,8 +12,19 @@ from typing import Any
 
 import click
 
+from finetune.cli_results import VERBS
 from finetune.errors import DataError, RecipeError
-from finetune.terminal import Answer, Verbs, answers, debug_option, figures, flat, run, to_json
+from finetune.terminal import (
+    Answer,
+    Verbs,
+    answers,
+    debug_option,
+    figures,
+    flat,
+    is_first_rank,
+    run,
+    to_json,
+)
 
 __all__ = ["cli", "main"]
 
@@ -83,8 +94,12 @@ def evaluate(
     """Measure MODEL on a split: a run directory, a model folder, hf-hub:owner/name or timm name."""
     from finetune.evaluate import describe, evaluate_model, write_results
 
-    results = evaluate_model(model, data=data, split=split, fit_temperature=fit_temperature)
-    written = write_results(results, out) if out else []
+    if out == "":
+        raise RecipeError("--out: is empty; name a folder, or leave it out")
+    results = evaluate_model(
+        model, data=data, split=split, fit_temperature=fit_temperature, out=out
+    )
+    written = write_results(results, out) if out and is_first_rank() else []
     return Answer(results, "\n".join([describe(results), *written]))
 
 
@@ -120,84 +135,6 @@ def predict(
         batch_size=batch_size,
     )
     return Answer(rows, describe(rows, out=out, sheet=sheet), unreadable(rows))
-
-
-@cli.command("report")
-@click.argument("runs", metavar="RUN...", nargs=-1, required=True)
-@click.option(
-    "--out", metavar="PATH", help="The page's file or folder; of several runs the comparison's."
-)
-@answers
-def report(runs: tuple[str, ...], out: str | None) -> Answer:
-    """Write a page for each RUN, and one that compares them."""
-    from finetune.report.page import report as write_pages
-
-    written = write_pages(runs, out=out)
-    pages = [*written["reports"], written["comparison"]]
-    return Answer(written, "\n".join(str(page) for page in pages if page))
-
-
-@cli.command("push")
-@click.argument("run_or_model", metavar="RUN")
-@click.argument("repository", metavar="REPO")
-@click.option("--private", is_flag=True, help="Make REPO a private repository.")
-@click.option("--revision", metavar="BRANCH", help="The branch to push to.  [default: main]")
-@click.option("--message", metavar="TEXT", help="The commit's message.")
-@answers
-def push(
-    run_or_model: str, repository: str, private: bool, revision: str | None, message: str | None
-) -> Answer:
-    """Push the model of RUN (a run directory or model folder) to REPO, owner/name on the hub.
-
-    The token is that of HF_TOKEN or of `hf auth login`.
-    """
-    from finetune.hub.push import push as push_model
-
-    pushed = push_model(
-        run_or_model, repository, private=private, revision=revision, message=message
-    )
-    said = f"commit {pushed['commit']}"
-    if not pushed["changed"]:
-        said += " (nothing has changed: no new commit)"
-    return Answer(pushed, f"{pushed['url']}\n{said}")
-
-
-@cli.command("export")
-@click.argument("model")
-@click.option("--format", "kind", default="onnx", show_default=True, help="onnx or torch.")
-@click.option("--out", metavar="PATH", help="The file, or the folder for it.")
-@click.option("--images", metavar="PATH", multiple=True, help="What to compare the logits on.")
-@click.option("--image-size", metavar="N", type=click.IntRange(min=1), help="Resize to N pixels.")
-@answers
-def export(
-    model: str, kind: str, out: str | None, images: tuple[str, ...], image_size: int | None
-) -> Answer:
-    """Export MODEL for other programs, with its preprocessing, and compare the logits."""
-    from finetune.export import describe, export_model
-
-    exported = export_model(model, format=kind, out=out, images=images, image_size=image_size)
-    return Answer(exported, describe(exported))
-
-
-@cli.command("demo")
-@click.argument("model")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=7860, show_default=True, type=int, help="0 takes a free one.")
-@click.option("--share", is_flag=True, help="Also make a public link, through Gradio's servers.")
-@click.option("--export-space", metavar="DIR", help="Write a folder that runs as a hub Space.")
-@answers
-def demo(model: str, host: str, port: int, share: bool, export_space: str | None) -> Answer:
-    """Show MODEL in the browser: drop a picture, see its classes and where the model looked."""
-    if export_space == "":
-        raise RecipeError("--export-space: is empty; name a folder")
-    if export_space:
-        from finetune.demo.space import export_space as export_folder
-
-        written = export_folder(model, export_space)
-        return Answer(written, f"{written['folder']}: {len(written['files'])} files")
-    from finetune.demo.serve import serve
-
-    return Answer(serve(model, host=host, port=port, share=share), "")
 
 
 @cli.group("recipes", cls=Verbs)
@@ -298,6 +235,10 @@ def scan(source: str) -> Answer:
         )
     lines = [f"{row['split']}: {row['name']}: {row['error']}" for row in found]
     return Answer(found, "\n".join(lines) or f"{source}: every image can be read", problem)
+
+
+for verb in VERBS:
+    cli.add_command(verb)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,10 +7,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from doubles import Double, replace
 
 from finetune import __version__
 from finetune.cli import cli, main
@@ -36,28 +36,6 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text(RECIPE)
     return "mine.yaml"
-
-
-class Double:
-    """Stands for a function of the package: remembers its calls, answers or raises."""
-
-    def __init__(self, answer: Any) -> None:
-        self.answer = answer
-        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls.append((args, kwargs))
-        if isinstance(self.answer, BaseException):
-            raise self.answer
-        return self.answer
-
-
-def replace(monkeypatch: pytest.MonkeyPatch, module: str, **doubles: Any) -> None:
-    """Put a module of doubles in the place of one that would import torch."""
-    stand_in = ModuleType(module)
-    for name, value in doubles.items():
-        setattr(stand_in, name, value)
-    monkeypatch.setitem(sys.modules, module, stand_in)
 
 
 def trained(monkeypatch: pytest.MonkeyPatch, answer: Any = RESULTS) -> Double:
@@ -125,12 +103,12 @@ class TestStart:
             assert "--json" in options or name in ("recipes", "data"), name
             assert command.help, name
             found += 1
-        assert found == 15
+        assert found == 19
 
 
 def _below(group: str) -> dict[str, Any]:
     commands: dict[str, Any] = cli.commands[group].commands  # type: ignore[attr-defined]
-    return commands
+    return {f"{group} {name}": command for name, command in commands.items()}
 
 
 class TestUsage:
@@ -240,12 +218,12 @@ class TestEvalAndPredict:
         replace(monkeypatch, "finetune.evaluate", evaluate_model=double, **doubles)
         arguments = ["--data", "folder:y", "--split", "val", "--out", "e", "--fit-temperature"]
         assert main(["eval", "runs/x", *arguments]) == 0
-        asked = {"data": "folder:y", "split": "val", "fit_temperature": True}
+        asked = {"data": "folder:y", "split": "val", "fit_temperature": True, "out": "e"}
         assert double.calls == [(("runs/x",), asked)]
         assert written.calls == [((RESULTS["val"], "e"), {})]
         assert capsys.readouterr().out == "val: top1 0.5000\ne/results.json\n"
         assert main(["eval", "runs/x", "--json"]) == 0
-        asked = {"data": None, "split": None, "fit_temperature": False}
+        asked = {"data": None, "split": None, "fit_temperature": False, "out": None}
         assert double.calls[1] == (("runs/x",), asked)
         assert json.loads(capsys.readouterr().out) == RESULTS["val"]
         assert len(written.calls) == 1
@@ -273,56 +251,6 @@ class TestEvalAndPredict:
         captured = capsys.readouterr()
         assert json.loads(captured.out) == rows  # what could be read is not lost
         assert captured.err == "b.png: bad\n"
-
-
-class TestPublishing:
-    def test_push(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        pushed = {"url": "http://hub/a/b", "commit": "abc", "changed": True}
-        double = Double(pushed)
-        replace(monkeypatch, "finetune.hub.push", push=double)
-        arguments = ["--private", "--revision", "v2", "--message", "better"]
-        assert main(["push", "runs/x", "a/b", *arguments]) == 0
-        asked = {"private": True, "revision": "v2", "message": "better"}
-        assert double.calls == [(("runs/x", "a/b"), asked)]
-        assert capsys.readouterr().out == "http://hub/a/b\ncommit abc\n"
-        pushed["changed"] = False
-        assert main(["push", "runs/x", "a/b"]) == 0
-        assert "no new commit" in capsys.readouterr().out
-
-    def test_export(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        double = Double({"file": "x.pt2"})
-        replace(monkeypatch, "finetune.export", export_model=double, describe=Double("x.pt2"))
-        arguments = ["--format", "torch", "--out", "x.pt2", "--images", "a", "--images", "b"]
-        assert main(["export", "runs/x", *arguments, "--image-size", "96"]) == 0
-        asked = {"format": "torch", "out": "x.pt2", "images": ("a", "b"), "image_size": 96}
-        assert double.calls == [(("runs/x",), asked)]
-        assert capsys.readouterr().out == "x.pt2\n"
-
-    def test_report(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        double = Double({"reports": ["a/report.html", "b/report.html"], "comparison": None})
-        replace(monkeypatch, "finetune.report.page", report=double)
-        assert main(["report", "a", "b", "--out", "c"]) == 0
-        assert double.calls == [((("a", "b"),), {"out": "c"})]
-        assert capsys.readouterr().out == "a/report.html\nb/report.html\n"
-
-    def test_demo(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        serve, export = Double({}), Double({"folder": "space", "files": ["app.py"]})
-        replace(monkeypatch, "finetune.demo.serve", serve=serve)
-        replace(monkeypatch, "finetune.demo.space", export_space=export)
-        assert main(["demo", "runs/x", "--port", "0"]) == 0
-        assert serve.calls == [(("runs/x",), {"host": "127.0.0.1", "port": 0, "share": False})]
-        assert main(["demo", "runs/x", "--export-space", "space"]) == 0
-        assert export.calls == [(("runs/x", "space"), {})]
-        assert capsys.readouterr().out == "space: 1 files\n"
-        assert main(["demo", "runs/x", "--export-space", ""]) == 2
 
 
 class TestRecipes:

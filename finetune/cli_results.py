@@ -1,0 +1,173 @@
+"""The verbs that look at a model, and those that come after training."""
+
+from __future__ import annotations
+
+import click
+
+from finetune.errors import RecipeError
+from finetune.terminal import Answer, answers
+
+__all__ = ["VERBS"]
+
+
+@click.command("info")
+@click.argument("model")
+@click.option("--image-size", metavar="N", type=click.IntRange(min=1), help="Look at N pixels.")
+@answers
+def model_info(model: str, image_size: int | None) -> Answer:
+    """Show MODEL's layers, parameters, MACs, tokens and preprocessing; downloads no weights."""
+    from finetune.info import describe
+    from finetune.info import model_info as look
+
+    found = look(model, image_size=image_size)
+    return Answer(found, describe(found))
+
+
+@click.command("show")
+@click.argument("model")
+@click.argument("images", metavar="[IMAGE]...", nargs=-1)
+@click.option("--out", metavar="DIR", required=True, help="The folder for the pictures.")
+@answers
+def show(model: str, images: tuple[str, ...], out: str) -> Answer:
+    """Draw where MODEL looks, its filters, position embeddings and attention distances."""
+    from finetune.show import show as draw
+
+    found = draw(model, images, out=out)
+    skipped = [f"{name}: {why}" for name, why in found["skipped"].items()]
+    return Answer(found, "\n".join([*found["files"], *skipped]))
+
+
+@click.command("probe")
+@click.argument("model")
+@click.option("--data", metavar="SOURCE", help="By default the data that MODEL was trained on.")
+@click.option("--split", help="test or val.  [default: test, or val where there is no test]")
+@click.option("--shots", default="1,5,10,25", show_default=True, help="Images of each class.")
+@click.option("--seeds", default=3, show_default=True, type=click.IntRange(min=1))
+@click.option("--linear", is_flag=True, help="Also logistic regression on all of train.")
+@click.option("--knn", metavar="K", type=click.IntRange(min=1), help="Also K nearest neighbours.")
+@click.option("--out", metavar="DIR", help="Write probe.json.")
+@answers
+def probe(
+    model: str,
+    data: str | None,
+    split: str | None,
+    shots: str,
+    seeds: int,
+    linear: bool,
+    knn: int | None,
+    out: str | None,
+) -> Answer:
+    """Measure what MODEL's frozen features are worth: few-shot linear accuracy."""
+    from finetune.probe import describe, probe_model, shots_of
+
+    result = probe_model(
+        model,
+        data=data,
+        split=split,
+        shots=shots_of(shots),
+        seeds=seeds,
+        linear=linear,
+        knn=knn,
+        out=out,
+    )
+    return Answer(result, describe(result))
+
+
+@click.command("reproduce")
+@click.argument("name")
+@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
+@click.option("--only", metavar="RUN", multiple=True, help="Only this run; may be repeated.")
+@click.option("--scale", default="full", show_default=True, help="full, or smoke for minutes.")
+@click.option("--out", metavar="DIR", help="By default runs/NAME, or runs/NAME-smoke.")
+@answers
+def reproduce(
+    name: str, overrides: tuple[str, ...], only: tuple[str, ...], scale: str, out: str | None
+) -> Answer:
+    """Carry out the plan NAME, a set of runs, and answer its claims in one table."""
+    from finetune.experiments import describe
+    from finetune.experiments import reproduce as carry_out
+
+    told = carry_out(name, only=only, scale=scale, overrides=overrides, out=out)
+    pages = [str(page) for page in (told["table"], told["comparison"]) if page]
+    return Answer(told, "\n".join([describe(told), *pages]))
+
+
+@click.command("report")
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True)
+@click.option(
+    "--out", metavar="PATH", help="The page's file or folder; of several runs the comparison's."
+)
+@answers
+def report(runs: tuple[str, ...], out: str | None) -> Answer:
+    """Write a page for each RUN, and one that compares them."""
+    from finetune.report.page import report as write_pages
+
+    written = write_pages(runs, out=out)
+    pages = [*written["reports"], written["comparison"]]
+    return Answer(written, "\n".join(str(page) for page in pages if page))
+
+
+@click.command("push")
+@click.argument("run_or_model", metavar="RUN")
+@click.argument("repository", metavar="REPO")
+@click.option("--private", is_flag=True, help="Make REPO a private repository.")
+@click.option("--revision", metavar="BRANCH", help="The branch to push to.  [default: main]")
+@click.option("--message", metavar="TEXT", help="The commit's message.")
+@answers
+def push(
+    run_or_model: str, repository: str, private: bool, revision: str | None, message: str | None
+) -> Answer:
+    """Push the model of RUN (a run directory or model folder) to REPO, owner/name on the hub.
+
+    The token is that of HF_TOKEN or of `hf auth login`.
+    """
+    from finetune.hub.push import push as push_model
+
+    pushed = push_model(
+        run_or_model, repository, private=private, revision=revision, message=message
+    )
+    said = f"commit {pushed['commit']}"
+    if not pushed["changed"]:
+        said += " (nothing has changed: no new commit)"
+    return Answer(pushed, f"{pushed['url']}\n{said}")
+
+
+@click.command("export")
+@click.argument("model")
+@click.option("--format", "kind", default="onnx", show_default=True, help="onnx or torch.")
+@click.option("--out", metavar="PATH", help="The file, or the folder for it.")
+@click.option("--images", metavar="PATH", multiple=True, help="What to compare the logits on.")
+@click.option("--image-size", metavar="N", type=click.IntRange(min=1), help="Resize to N pixels.")
+@answers
+def export(
+    model: str, kind: str, out: str | None, images: tuple[str, ...], image_size: int | None
+) -> Answer:
+    """Export MODEL for other programs, with its preprocessing, and compare the logits."""
+    from finetune.export import describe, export_model
+
+    exported = export_model(model, format=kind, out=out, images=images, image_size=image_size)
+    return Answer(exported, describe(exported))
+
+
+@click.command("demo")
+@click.argument("model")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=7860, show_default=True, type=int, help="0 takes a free one.")
+@click.option("--share", is_flag=True, help="Also make a public link, through Gradio's servers.")
+@click.option("--export-space", metavar="DIR", help="Write a folder that runs as a hub Space.")
+@answers
+def demo(model: str, host: str, port: int, share: bool, export_space: str | None) -> Answer:
+    """Show MODEL in the browser: drop a picture, see its classes and where the model looked."""
+    if export_space == "":
+        raise RecipeError("--export-space: is empty; name a folder")
+    if export_space:
+        from finetune.demo.space import export_space as export_folder
+
+        written = export_folder(model, export_space)
+        return Answer(written, f"{written['folder']}: {len(written['files'])} files")
+    from finetune.demo.serve import serve
+
+    return Answer(serve(model, host=host, port=port, share=share), "")
+
+
+VERBS = (model_info, show, probe, reproduce, report, push, export, demo)

@@ -1,0 +1,101 @@
+"""The verbs after training: what they hand over, and what they print."""
+
+from __future__ import annotations
+
+import pytest
+from doubles import Double, replace
+
+from finetune.cli import main
+
+
+class TestPublishing:
+    def test_push(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        pushed = {"url": "http://hub/a/b", "commit": "abc", "changed": True}
+        double = Double(pushed)
+        replace(monkeypatch, "finetune.hub.push", push=double)
+        arguments = ["--private", "--revision", "v2", "--message", "better"]
+        assert main(["push", "runs/x", "a/b", *arguments]) == 0
+        asked = {"private": True, "revision": "v2", "message": "better"}
+        assert double.calls == [(("runs/x", "a/b"), asked)]
+        assert capsys.readouterr().out == "http://hub/a/b\ncommit abc\n"
+        pushed["changed"] = False
+        assert main(["push", "runs/x", "a/b"]) == 0
+        assert "no new commit" in capsys.readouterr().out
+
+    def test_export(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        double = Double({"file": "x.pt2"})
+        replace(monkeypatch, "finetune.export", export_model=double, describe=Double("x.pt2"))
+        arguments = ["--format", "torch", "--out", "x.pt2", "--images", "a", "--images", "b"]
+        assert main(["export", "runs/x", *arguments, "--image-size", "96"]) == 0
+        asked = {"format": "torch", "out": "x.pt2", "images": ("a", "b"), "image_size": 96}
+        assert double.calls == [(("runs/x",), asked)]
+        assert capsys.readouterr().out == "x.pt2\n"
+
+    def test_report(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        double = Double({"reports": ["a/report.html", "b/report.html"], "comparison": None})
+        replace(monkeypatch, "finetune.report.page", report=double)
+        assert main(["report", "a", "b", "--out", "c"]) == 0
+        assert double.calls == [((("a", "b"),), {"out": "c"})]
+        assert capsys.readouterr().out == "a/report.html\nb/report.html\n"
+
+    def test_demo(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        serve, export = Double({}), Double({"folder": "space", "files": ["app.py"]})
+        replace(monkeypatch, "finetune.demo.serve", serve=serve)
+        replace(monkeypatch, "finetune.demo.space", export_space=export)
+        assert main(["demo", "runs/x", "--port", "0"]) == 0
+        assert serve.calls == [(("runs/x",), {"host": "127.0.0.1", "port": 0, "share": False})]
+        assert main(["demo", "runs/x", "--export-space", "space"]) == 0
+        assert export.calls == [(("runs/x", "space"), {})]
+        assert capsys.readouterr().out == "space: 1 files\n"
+        assert main(["demo", "runs/x", "--export-space", ""]) == 2
+
+    def test_reproduce(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        double = Double({"table": "t.md", "comparison": None})
+        replace(monkeypatch, "finetune.experiments", reproduce=double, describe=Double("# A"))
+        arguments = ["data.source=x", "--only", "a", "--only", "b", "--scale", "smoke"]
+        assert main(["reproduce", "plan", *arguments]) == 0
+        asked = {"only": ("a", "b"), "scale": "smoke", "overrides": ("data.source=x",)}
+        assert double.calls == [(("plan",), {**asked, "out": None})]
+        assert capsys.readouterr().out == "# A\nt.md\n"
+
+
+class TestLooking:
+    def test_info(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        double = Double({"parameters": {"total": 5}})
+        replace(monkeypatch, "finetune.info", model_info=double, describe=Double("5 parameters"))
+        assert main(["info", "resnet50", "--image-size", "96"]) == 0
+        assert double.calls == [(("resnet50",), {"image_size": 96})]
+        assert capsys.readouterr().out == "5 parameters\n"
+
+    def test_show(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        double = Double({"files": ["o/filters.png"], "skipped": {"rollout": "no images"}})
+        replace(monkeypatch, "finetune.show", show=double)
+        assert main(["show", "runs/x", "a.png", "--out", "o"]) == 0
+        assert double.calls == [(("runs/x", ("a.png",)), {"out": "o"})]
+        assert capsys.readouterr().out == "o/filters.png\nrollout: no images\n"
+        assert main(["show", "runs/x"]) == 2
+
+    def test_probe(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        double = Double({"shots": {}})
+        doubles = {"describe": Double("a table"), "shots_of": Double([1, 5])}
+        replace(monkeypatch, "finetune.probe", probe_model=double, **doubles)
+        assert main(["probe", "runs/x", "--data", "d", "--linear", "--knn", "20"]) == 0
+        asked = {"data": "d", "split": None, "shots": [1, 5], "seeds": 3, "linear": True}
+        assert double.calls == [(("runs/x",), {**asked, "knn": 20, "out": None})]
+        assert capsys.readouterr().out == "a table\n"

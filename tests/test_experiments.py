@@ -1,0 +1,201 @@
+"""Plans: the grid chooses without the test split, seeds have a spread, nothing is done twice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune import experiments
+from finetune.errors import FinetuneError, RecipeError
+from finetune.experiments import describe, find_plan, load_plan, reproduce
+from finetune.recipe import Recipe, load_recipe
+
+RECIPE = """
+model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 16,
+        args: {patch_size: 4, embed_dim: 16, depth: 1, num_heads: 2}}
+data: {source: "embedded:digits", eval: resize}
+optim: {lr: 1e-3, steps: 2}
+run: {precision: fp32}
+claims:
+  - {metric: test.top1, value: 0.5, tolerance: 0.2, source: a table}
+"""
+PLAN = """
+title: A grid and its choice
+runs:
+  - name: chosen
+    recipe: small.yaml
+    grid: {optim.lr: [0.1, 0.3, 0.2], optim.weight_decay: [0, 0.5]}
+    final: [data.val_fraction=0]
+    seeds: [3, 4]
+  - name: plain
+    recipe: small.yaml
+    overrides: [optim.steps=1]
+    claims: [{metric: test.top1, value: 0.1, source: another table}]
+smoke: [optim.steps=1]
+"""
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> str:
+    folder = tmp_path / "recipes" / "tables" / "grids"
+    folder.mkdir(parents=True)
+    (folder / "small.yaml").write_text(RECIPE)
+    (folder / "plan.yaml").write_text(PLAN)
+    return str(folder / "plan.yaml")
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, Recipe]]:
+    """Runs that take no time: validation likes 0.3 best, the test figure is the seed's."""
+    calls: list[tuple[Path, Recipe]] = []
+
+    def train(recipe: Recipe, out: Path, *, resume: bool) -> dict[str, Any]:
+        assert resume  # a plan is always gone on with
+        calls.append((out, recipe))
+        figures = {"top5": 1.0, "loss": 2.0, "ece": 0.1, "examples": 10}
+        results: dict[str, Any] = {"claims": []}
+        if recipe.data.val_fraction:
+            results["val"] = {**figures, "top1": 1 - abs(recipe.optim.lr - 0.3)}
+        if recipe.run.test:
+            results["test"] = {**figures, "top1": recipe.run.seed / 10}
+            claim = recipe.claims[0].model_dump()
+            results["claims"] = [{**claim, "measured": results["test"]["top1"], "verdict": "met"}]
+        return results
+
+    monkeypatch.setattr(experiments, "train", train)
+    monkeypatch.setattr("finetune.report.page.compare", lambda runs, out: out)
+    return calls
+
+
+def test_the_grid_chooses_without_the_test_split(plan: str, trained, tmp_path: Path) -> None:
+    told = reproduce(plan, only=["chosen"], out=tmp_path / "out")
+    grid, finals = trained[:6], trained[6:]
+    assert [not recipe.run.test for _, recipe in grid] == [True] * 6
+    assert {recipe.run.seed for _, recipe in grid} == {3}
+    assert len({out for out, _ in trained}) == 8
+    assert [recipe.optim.lr for _, recipe in finals] == [0.3, 0.3]
+    assert [recipe.optim.weight_decay for _, recipe in finals] == [0, 0]  # the first of equals
+    assert [recipe.run.seed for _, recipe in finals] == [3, 4]
+    assert all(recipe.data.val_fraction == 0 and recipe.run.test for _, recipe in finals)
+    (row,) = told["runs"]
+    assert row["top1"] == {"mean": pytest.approx(0.35), "std": pytest.approx(0.0707107)}
+    chosen = [one for one in told["choices"]["chosen"] if one["chosen"]]
+    assert [one["overrides"] for one in chosen] == [["optim.lr=0.3", "optim.weight_decay=0"]]
+    text = Path(told["table"]).read_text()
+    assert "| chosen | 2 | 10 | 35.00 ± 7.07 | 100.00 ± 0.00 | 2.0000 ± 0.0000 |" in text
+    assert "| optim.lr=0.3, optim.weight_decay=0 | 1.0000 | chosen |" in text
+    assert "2 of 2 met" in text
+    assert "chosen/seed-4: a table" in text
+
+
+def test_the_smallest_loss_is_the_best(plan: str, trained, tmp_path: Path) -> None:
+    text = Path(plan).read_text().replace("    seeds", "    by: val.loss\n    seeds")
+    Path(plan).write_text(text)
+    told = reproduce(plan, only=["chosen"], out=tmp_path / "out")
+    chosen = [one["chosen"] for one in told["choices"]["chosen"]]
+    assert chosen == [True] + [False] * 5  # all losses are equal
+
+
+def test_smoke_says_everywhere_that_it_is_not_the_experiment(
+    plan: str, trained, tmp_path: Path
+) -> None:
+    told = reproduce(plan, scale="smoke", out=tmp_path / "out", overrides=["data.batch_size=32"])
+    assert all(recipe.optim.steps == 1 for _, recipe in trained)
+    assert all(recipe.data.batch_size == 32 for _, recipe in trained)
+    assert all("not the experiment" in str(recipe.run.note) for _, recipe in trained)
+    assert "It is not the experiment" in describe(told)
+    assert "It is not the experiment" in Path(told["table"]).read_text()
+    full = reproduce(plan, only=["plain"], out=tmp_path / "full")
+    assert [claim["source"] for claim in full["claims"]] == ["another table"]
+    assert "not the experiment" not in describe(full)
+    assert trained[-1][1].run.note is None
+
+
+def test_a_plan_is_found_by_the_name_of_its_folder(plan: str, tmp_path: Path) -> None:
+    root = tmp_path / "recipes"
+    assert find_plan("grids", root) == Path(plan)
+    assert find_plan(plan) == Path(plan)
+    with pytest.raises(RecipeError, match="no such plan; did you mean 'grids'"):
+        find_plan("grid", root)
+    with pytest.raises(RecipeError, match="there is none below"):
+        find_plan("grids", tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "old,new,said",
+    [
+        ("small.yaml\n", "smal.yaml\n", "smal.yaml"),
+        ("title", "titel", "titel"),
+        ("[0.1, 0.3, 0.2]", "0.1", "grid.optim.lr: expected a list"),
+        ("data.val_fraction=0", "data.val_fracton=0", "did you mean"),
+        ("name: plain", "name: chosen", "two runs are called 'chosen'"),
+        ("seeds: [3, 4]", "seeds: []", "seeds: is empty"),
+    ],
+)
+def test_wrong_plans_are_refused_before_anything_runs(
+    plan: str, trained, old: str, new: str, said: str
+) -> None:
+    text = Path(plan).read_text()
+    assert old in text
+    Path(plan).write_text(text.replace(old, new))
+    with pytest.raises(RecipeError, match=said):
+        load_plan(plan)
+    assert trained == []
+
+
+def test_wrong_requests_are_refused(plan: str, trained, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="no run 'plan'; did you mean 'plain'"):
+        reproduce(plan, only=["plan"], out=tmp_path)
+    with pytest.raises(RecipeError, match="--scale: unknown 'smok'"):
+        reproduce(plan, scale="smok", out=tmp_path)
+    with pytest.raises(RecipeError, match="nothing to choose by"):
+        reproduce(plan, overrides=["data.val_fraction=0"], out=tmp_path)
+    assert len(trained) == 1
+
+
+SHIPPED = sorted((Path(__file__).parents[1] / "recipes").rglob("plan.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=[path.parent.name for path in SHIPPED])
+def test_every_plan_that_ships_can_be_run(path: Path) -> None:
+    shipped = load_plan(path)
+    assert len(SHIPPED) >= 6
+    assert f"finetune reproduce {path.parent.name}" in path.read_text().splitlines()[0]
+    for entry in shipped.runs:
+        for scale in ((), shipped.smoke):
+            load_recipe(path.parent / entry.recipe, [*entry.overrides, *scale])
+
+
+@pytest.mark.slow
+def test_a_real_plan_is_gone_on_with_where_it_stopped(
+    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    real: Callable[..., dict[str, Any]] = experiments.train
+    begun: list[str] = []
+
+    def train(recipe: Recipe, out: Path, *, resume: bool) -> dict[str, Any]:
+        begun.append(out.name)
+        if len(begun) == 3:
+            raise FinetuneError("the power went out")
+        return real(recipe, out, resume=resume)
+
+    monkeypatch.setattr(experiments, "train", train)
+    text = Path(plan).read_text().replace("[0.1, 0.3, 0.2]", "[0.001, 0.01]")
+    Path(plan).write_text(text.replace(", optim.weight_decay: [0, 0.5]", ""))
+    with pytest.raises(FinetuneError, match="power"):
+        reproduce(plan)
+    before = (tmp_path / "runs" / "grids" / "chosen" / "choose" / "lr=0.01" / "run.json").stat()
+    told = reproduce(plan)
+    assert (tmp_path / "runs" / "grids" / "chosen" / "choose" / "lr=0.01" / "run.json").stat() == (
+        before
+    )
+    for one in told["choices"]["chosen"]:
+        results = json.loads((Path(one["run"]) / "results.json").read_text())
+        assert "test" not in results
+    assert told["runs"][0]["top1"]["std"] is not None
+    assert Path(told["comparison"]).read_text().startswith("<!doctype html>")

@@ -37,7 +37,7 @@ from finetune.recipe import Recipe, RunSection
 from finetune.record import begin, note_plan, status_kept
 from finetune.rundir import RunDir
 
-__all__ = ["evaluate", "launch", "train"]
+__all__ = ["evaluate", "launch", "leave", "train"]
 
 _Result = TypeVar("_Result")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -95,7 +95,12 @@ def launch(run: RunSection, *, out: Path | None = None) -> Accelerator:
 
 
 def train(
-    recipe: Recipe, out: str | Path, *, resume: bool = False, dry_run: bool = False
+    recipe: Recipe,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    dry_run: bool = False,
+    stay: bool = False,
 ) -> dict[str, Any]:
     """Fine-tune as a recipe says.
 
@@ -104,6 +109,7 @@ def train(
         out: the run directory.
         resume: continue from the newest intact checkpoint in `out`, or begin if there is none.
         dry_run: check everything, train nothing, write nothing.
+        stay: keep the processes together for another run; `leave` parts them.
     Returns: the content of results.json; with `dry_run` the plan.
     Raises: FinetuneError of the kind that DESIGN's exit codes list.
     """
@@ -133,14 +139,23 @@ def train(
             results = run.read_json("results.json") or {}
         else:
             results = _to_the_end(live, start, precision)
+        for tracker in accelerator.trackers:
+            tracker.finish()
         # The run is done: whatever the hub says, nothing of it is lost. Nobody waits for rank 0, as
         # a collective would be given up while a large model or a busy hub takes its time.
-        accelerator.end_training()
+        if not stay:
+            leave()
         if main:
             _publish(run, recipe)
         return results
     finally:
         run.close()
+
+
+def leave() -> None:
+    """Part the processes of a launch; a process that was started alone has nothing to do."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _to_the_end(live: Live, start: int, precision: str) -> dict[str, Any]:

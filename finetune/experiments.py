@@ -17,7 +17,7 @@ from pydantic import Field
 
 from finetune import recipe_yaml
 from finetune.claims import VERDICTS, table
-from finetune.engine import train
+from finetune.engine import leave, train
 from finetune.errors import RecipeError, nearest
 from finetune.files import write_atomically
 from finetune.metrics import mean_std
@@ -25,6 +25,7 @@ from finetune.progress import say
 from finetune.recipe import Claim, Section, load_recipe
 from finetune.recipe_check import validate
 from finetune.recipe_types import Arguments, Text, Whole
+from finetune.terminal import is_first_rank
 
 __all__ = ["Entry", "Plan", "describe", "find_plan", "load_plan", "reproduce"]
 
@@ -162,6 +163,7 @@ def reproduce(
         if entry.grid:
             chosen, choices[entry.name] = _choose(entry, path, folder, added)
         found[entry.name] = _finals(entry, path, folder, [*added, *chosen])
+    leave()
     return _told(plan, scale, folder, found, choices)
 
 
@@ -206,7 +208,7 @@ def _train(entry: Entry, path: Path, folder: Path, name: str, overrides: Sequenc
     recipe = load_recipe(path.parent / entry.recipe, [*entry.overrides, *overrides])
     if entry.claims is not None:
         recipe = recipe.model_copy(update={"claims": entry.claims})
-    return _Done(name, folder, train(recipe, folder, resume=True))
+    return _Done(name, folder, train(recipe, folder, resume=True, stay=True))
 
 
 def _told(
@@ -229,10 +231,13 @@ def _told(
     told: dict[str, Any] = {"title": plan.title, "scale": scale, "runs": runs}
     told |= {"choices": dict(choices), "claims": claims}
     text = describe(told)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "table.md", text)
     paths = [done.path for all_done in found.values() for done in all_done]
-    page = compare(paths, folder / "comparison.html") if len(paths) > 1 else None
+    page = folder / "comparison.html" if len(paths) > 1 else None
+    if is_first_rank():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "table.md", text)
+        if page:
+            compare(paths, page)
     return {**told, "table": str(folder / "table.md"), "comparison": page and str(page)}
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,7 +56,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, Recipe]]:
     """Runs that take no time: validation likes 0.3 best, the test figure is the seed's."""
     calls: list[tuple[Path, Recipe]] = []
 
-    def train(recipe: Recipe, out: Path, *, resume: bool) -> dict[str, Any]:
+    def train(recipe: Recipe, out: Path, *, resume: bool, stay: bool) -> dict[str, Any]:
+        assert stay
         assert resume  # a plan is always gone on with
         calls.append((out, recipe))
         figures = {"top5": 1.0, "loss": 2.0, "ece": 0.1, "examples": 10}
@@ -68,6 +72,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, Recipe]]:
 
     monkeypatch.setattr(experiments, "train", train)
     monkeypatch.setattr("finetune.report.page.compare", lambda runs, out: out)
+    monkeypatch.setattr(experiments, "leave", lambda: None)
     return calls
 
 
@@ -178,11 +183,11 @@ def test_a_real_plan_is_gone_on_with_where_it_stopped(
     real: Callable[..., dict[str, Any]] = experiments.train
     begun: list[str] = []
 
-    def train(recipe: Recipe, out: Path, *, resume: bool) -> dict[str, Any]:
+    def train(recipe: Recipe, out: Path, *, resume: bool, stay: bool) -> dict[str, Any]:
         begun.append(out.name)
         if len(begun) == 3:
             raise FinetuneError("the power went out")
-        return real(recipe, out, resume=resume)
+        return real(recipe, out, resume=resume, stay=stay)
 
     monkeypatch.setattr(experiments, "train", train)
     text = Path(plan).read_text().replace("[0.1, 0.3, 0.2]", "[0.001, 0.01]")
@@ -199,3 +204,24 @@ def test_a_real_plan_is_gone_on_with_where_it_stopped(
         assert "test" not in results
     assert told["runs"][0]["top1"]["std"] is not None
     assert Path(told["comparison"]).read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.slow
+def test_two_processes_carry_out_a_plan_together(plan: str, tmp_path: Path) -> None:
+    text = Path(plan).read_text().replace("[0.1, 0.3, 0.2]", "[0.001]")
+    Path(plan).write_text(text.replace(", optim.weight_decay: [0, 0.5]", ""))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
+    command += ["--num_processes", "2", "--main_process_port", "0", "-m", "finetune", "reproduce"]
+    done = subprocess.run(
+        [*command, plan, "--only", "chosen", "--out", str(tmp_path / "out")],
+        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("# A grid and its choice")
+    for name in ("choose/lr=0.001", "seed-3", "seed-4"):
+        record = json.loads((tmp_path / "out" / "chosen" / name / "run.json").read_text())
+        assert (record["status"], record["num_processes"]) == ("done", 2)

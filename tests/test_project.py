@@ -39,6 +39,7 @@ LAYERS = {
     "calibrate": "",
     "mistakes": "",
     "progress": "errors",
+    "terminal": "errors",
     "feature_cache": "files progress",
     "hub": "",  # finetune/hub/__init__.py
     "hub.calls": "errors progress",
@@ -124,7 +125,6 @@ LAYERS = {
     "demo.app": "*",
     "demo.serve": "*",
     "demo.space": "*",
-    "terminal": "errors",
     "cli_results": "*",
     "cli": "*",
     "__main__": "*",

@@ -71,11 +71,11 @@ def push(
         there, HubError for what the hub refuses or cannot do now.
     """
     check_names(repository, revision)
+    of_run = is_run(Path(run))
     hub = Hub(repository, again=_command(run, repository, private, revision, message))
     branch = revision or MAIN
     text = (message or "").strip() or f"Push the model with finetune {__version__}"
     with hub.explained():
-        of_run = is_run(Path(run))
         repo = find(hub, private=private, revision=branch)
         if of_run:
             refresh(RunDir(run), repository=repository)

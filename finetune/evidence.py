@@ -17,7 +17,7 @@ from finetune.card import Facts, write_card
 from finetune.errors import CheckpointError, FinetuneError
 from finetune.files import sha256_of
 from finetune.recipe import Recipe, load_recipe
-from finetune.record import learned
+from finetune.record import but_the_seed
 from finetune.rundir import RunDir
 
 __all__ = ["PUBLISHED", "publishable", "refresh", "write_evidence"]
@@ -130,7 +130,7 @@ def _seeds(
     run: RunDir, recipe: Recipe, results: Mapping[str, Any]
 ) -> list[tuple[int, Mapping[str, Any]]]:
     """This run's results and those of its neighbours that differ in nothing but the seed."""
-    own = _without_seed(recipe)
+    own = but_the_seed(recipe)
     found = {recipe.run.seed: results}
     try:
         neighbours = sorted(run.path.resolve().parent.iterdir())
@@ -146,14 +146,9 @@ def _seeds(
             measured = other.read_json("results.json")
         except (FinetuneError, OSError):
             continue  # a neighbour that cannot be read is none of this run's business
-        if status == "done" and measured and _without_seed(theirs) == own:
+        if status == "done" and measured and but_the_seed(theirs) == own:
             found.setdefault(theirs.run.seed, measured)
     return sorted(found.items())
-
-
-def _without_seed(recipe: Recipe) -> dict[str, Any]:
-    keys = learned(recipe)
-    return {**keys, "run": {key: v for key, v in keys["run"].items() if key != "seed"}}
 
 
 def _draw(

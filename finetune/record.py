@@ -19,7 +19,7 @@ from finetune.provenance import describe_machine
 from finetune.recipe import Recipe, load_recipe
 from finetune.rundir import RunDir
 
-__all__ = ["begin", "learned", "note_plan", "recipe_of", "status_kept"]
+__all__ = ["begin", "but_the_seed", "learned", "note_plan", "recipe_of", "status_kept"]
 
 # A resumed run may differ in these: they change where and how fast, not what is learned.
 _FREE_KEYS = {
@@ -108,6 +108,12 @@ def learned(recipe: Recipe) -> dict[str, dict[str, Any]]:
         section: {key: v for key, v in keys.items() if key not in _FREE_KEYS.get(section, ())}
         for section, keys in sections.items()
     }
+
+
+def but_the_seed(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """`learned` without the seed: equal for the runs that are repetitions of one another."""
+    keys = learned(recipe)
+    return {**keys, "run": {key: value for key, value in keys["run"].items() if key != "seed"}}
 
 
 def _check_same(

@@ -196,7 +196,7 @@ def test_what_was_pushed(pushed: Pushed) -> None:
     assert set(files) == {*PUBLISHED, ".gitattributes"}
     assert set(pushed.first["files"]) == set(PUBLISHED)
     card = ModelCard(files["README.md"].decode())
-    assert card.data.library_name == "timm"
+    assert card.data.to_dict()["library_name"] == "timm"
     assert 'create_model("hf-hub:alice/digits"' in files["README.md"].decode()
     secret = pushed.hub.files("alice/secret")
     assert 'create_model("hf-hub:alice/secret"' in secret["README.md"].decode()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.metrics import mean_std
-from finetune.record import learned
+from finetune.record import but_the_seed
 from finetune.report.data import MISSING, Run, duration, number, percent, plain
 from finetune.report.sections import claim_rows, training_rate
 
@@ -48,9 +48,8 @@ def groups(runs: Sequence[Run]) -> list[Group]:
     """Put the seeds of a recipe together, in the order of the runs."""
     found: dict[str, list[Run]] = {}
     for run in runs:
-        recipe = learned(run.recipe)
-        recipe["run"].pop("seed", None)
-        found.setdefault(json.dumps(recipe, sort_keys=True, default=str), []).append(run)
+        recipe = json.dumps(but_the_seed(run.recipe), sort_keys=True, default=str)
+        found.setdefault(recipe, []).append(run)
     named = [Group(_common([run.name for run in members]), members) for members in found.values()]
     names = [group.name for group in named]
     return [
@@ -70,12 +69,12 @@ def _common(names: list[str]) -> str:
 
 def differing_keys(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """The recipe keys in which runs differ, the seed apart. Returns: key, value of each run."""
-    recipes = [learned(run.recipe) for run in runs]
+    recipes = [but_the_seed(run.recipe) for run in runs]
     found = []
     for part in recipes[0] if recipes else ():
         for key in recipes[0][part]:
             values = [recipe[part].get(key) for recipe in recipes]
-            if (part, key) != ("run", "seed") and any(value != values[0] for value in values):
+            if any(value != values[0] for value in values):
                 found.append((f"{part}.{key}", [_shown(value) for value in values]))
     return found
 

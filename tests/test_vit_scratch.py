@@ -233,6 +233,21 @@ class TestDraws:
                 assert set(other) == set(base)
 
 
+@pytest.mark.parametrize("kind, where", STUDY)
+def test_both_paths_of_the_attention_agree(kind: str, where: str | None) -> None:
+    model, x = tiny(position=kind, where=where), images(32)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)  # learned positions and biases start at zero
+    outputs, slopes = [], []
+    for fused in (True, False):
+        for block in model.blocks:
+            block.attn.fused_attn = fused
+        outputs.append(model(x))
+        slopes.append(torch.autograd.grad(outputs[-1].square().sum(), list(model.parameters())))
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(slopes[0], slopes[1], rtol=1e-3, atol=1e-4)
+
+
 class TestDropout:
     def test_in_the_head_only(self) -> None:
         model, x = tiny(drop_rate=0.5), images(32)
@@ -244,8 +259,10 @@ class TestDropout:
         noisy = [model(x) for _ in range(8)]
         assert any(not torch.equal(noisy[0], other) for other in noisy[1:])
 
-    def test_on_attention_weights(self) -> None:
+    @pytest.mark.parametrize("fused", [True, False])
+    def test_on_attention_weights(self, fused: bool) -> None:
         attention_layer = tiny(attn_drop_rate=0.5).blocks[0].attn.train()
+        attention_layer.fused_attn = fused
         with torch.no_grad():
             attention_layer.qkv.weight.zero_()  # all scores equal: each weight is 1/16
             attention_layer.qkv.bias[:48] = 0.0
@@ -261,8 +278,8 @@ class TestDropout:
     def test_a_recipe_reaches_both_places_and_no_other(self) -> None:
         made = build(NAME, pretrained=False, dropout=0.1, attention_dropout=0.2, args=TINY)
         rates = {n: m.p for n, m in made.model.named_modules() if isinstance(m, nn.Dropout) and m.p}
-        assert rates == {"head.drop": 0.1}
-        assert [block.attn.attn_drop_rate for block in made.model.blocks] == [0.2, 0.2]
+        layers = {f"blocks.{number}.attn.attn_drop": 0.2 for number in (0, 1)}
+        assert rates == {"head.drop": 0.1, **layers}
         with pytest.raises(RecipeError, match="drop_path"):
             build(NAME, pretrained=False, drop_path=0.1, args=TINY)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import Mlp, PatchEmbed
+from timm.layers import Mlp, PatchEmbed, use_fused_attn
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -48,18 +48,24 @@ class _Attention(nn.Module):
 
     def __init__(self, width: int, num_heads: int, attn_drop_rate: float) -> None:
         super().__init__()
-        self.num_heads, self.attn_drop_rate = num_heads, attn_drop_rate
+        self.num_heads, self.fused_attn = num_heads, bool(use_fused_attn())
         self.qkv = nn.Linear(width, 3 * width)
+        self.attn_drop = nn.Dropout(attn_drop_rate)
         self.proj = nn.Linear(width, width)
 
     def forward(self, tokens_BND: Tensor, relative: Relative | None) -> Tensor:
         heads = self.qkv(tokens_BND).unflatten(-1, (3, self.num_heads, -1))
         query_BGNC, key_BGNC, value_BGNC = heads.permute(2, 0, 3, 1, 4).unbind(0)
         bias = None if relative is None else relative(query_BGNC).to(query_BGNC.dtype)
-        rate = self.attn_drop_rate if self.training else 0.0
-        read_BGNC = F.scaled_dot_product_attention(
-            query_BGNC, key_BGNC, value_BGNC, attn_mask=bias, dropout_p=rate
-        )
+        if self.fused_attn:
+            rate = self.attn_drop.p if self.training else 0.0
+            read_BGNC = F.scaled_dot_product_attention(
+                query_BGNC, key_BGNC, value_BGNC, attn_mask=bias, dropout_p=rate
+            )
+        else:
+            scores_BGNN = (query_BGNC * query_BGNC.shape[-1] ** -0.5) @ key_BGNC.mT
+            scores_BGNN = scores_BGNN if bias is None else scores_BGNN + bias
+            read_BGNC = self.attn_drop(scores_BGNN.softmax(dim=-1)) @ value_BGNC
         return self.proj(read_BGNC.transpose(1, 2).flatten(2))
 
 

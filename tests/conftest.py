@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+pytest_plugins = ("faults_page",)
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 # What a launcher leaves in the environment; a suite started from such a shell must not notice.

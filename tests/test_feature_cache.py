@@ -54,7 +54,6 @@ def cut_to_nothing(path: Path) -> None:
     os.truncate(path, 0)
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("damage", [flip_a_bit, cut, cut_to_nothing])
 def test_a_damaged_file_is_removed_and_never_used(
     tmp_path: Path, damage: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
@@ -79,7 +78,6 @@ def test_a_whole_file_of_something_else_is_not_used(tmp_path: Path, content: np.
     assert read_cached(tmp_path, KEY, num_images=50) is None
 
 
-@pytest.mark.faults
 def test_a_full_disk_costs_only_the_cache(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,7 +109,6 @@ def write_and_read(folder: Path, failures: str) -> None:
             path.unlink(missing_ok=True)  # someone makes room
 
 
-@pytest.mark.faults
 def test_several_processes_do_not_disturb_one_another(tmp_path: Path) -> None:
     fork = multiprocessing.get_context("fork")
     arguments = (tmp_path / "cache", str(tmp_path / "failures"))

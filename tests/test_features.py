@@ -230,7 +230,6 @@ def test_the_identity_is_of_the_tensors_and_of_what_reads_them() -> None:
     assert identity_of(small(), "resize(9) | center_crop")["eval"] != one["eval"]
 
 
-@pytest.mark.faults
 def test_unreadable_images_stop_it_or_are_left_out_each_time(tmp_path: Path) -> None:
     source = make_folder(tmp_path / "set", {"train/cat": 3, "train/dog": 3})
     broken = tmp_path / "set" / "train" / "cat" / "1.png"
@@ -250,7 +249,6 @@ def test_unreadable_images_stop_it_or_are_left_out_each_time(tmp_path: Path) -> 
         take(split, made, sentence)
 
 
-@pytest.mark.faults
 def test_without_room_on_the_disk_the_features_are_there_all_the_same(
     cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

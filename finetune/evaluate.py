@@ -145,19 +145,27 @@ def describe(result: Mapping[str, Any]) -> str:
         )
     if "temperature" in result:
         lines.append(f"temperature {result['temperature']:.4g}, written into config.json")
-    names = [one_line(name) for name in result["class_names"]]
-    width = max(map(len, [*names, "class"]))
-    lines += ["", f"{'class':{width}}  images  recall  precision      f1"]
-    for name, row in zip(names, result["per_class"], strict=True):
-        if row["support"] or row["precision"] is not None:
-            cells = (_cell(row[key]) for key in ("recall", "precision", "f1"))
-            recall, precision, f1 = cells
-            lines.append(f"{name:{width}}  {row['support']:6}  {recall}     {precision}  {f1}")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", _per_class(result)])
 
 
-def _cell(value: float | None) -> str:
-    return "     –" if value is None else f"{value:6.4f}"
+def _per_class(result: Mapping[str, Any]) -> str:
+    """scikit-learn's classification report of the classes that occur or were predicted."""
+    from sklearn.metrics import classification_report  # half a second
+
+    counts_KK = np.asarray(result["confusion"])
+    truth, guess = np.nonzero(counts_KK)
+    times = counts_KK[truth, guess]
+    found = np.union1d(truth, guess)
+    names = [one_line(result["class_names"][index]) for index in found]
+    report: str = classification_report(
+        np.repeat(truth, times),
+        np.repeat(guess, times),
+        labels=found,
+        target_names=names,
+        digits=4,
+        zero_division=0,
+    )
+    return report.rstrip("\n")
 
 
 def _per_class_csv(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:

@@ -145,7 +145,12 @@ def test_the_report_names_every_class_and_the_files_hold_it(finished, tmp_path: 
     measured["class_names"] = ["=cmd|' /C'", *measured["class_names"][1:]]
     text = describe(measured)
     assert text.splitlines()[0].startswith("test: top1 ")
-    assert len(text.splitlines()) == 4 + 10
+    rows = [line.split() for line in text.splitlines()]
+    report = {" ".join(row[:-4]): row[-4:] for row in rows if len(row) > 4}
+    for name, row in zip(measured["class_names"], measured["per_class"], strict=True):
+        figures = [f"{row[key] or 0:.4f}" for key in ("precision", "recall", "f1")]
+        assert report[" ".join(name.split())] == [*figures, str(row["support"])]
+    assert ["accuracy", f"{measured['top1']:.4f}", str(measured["examples"])] in rows
     written = write_results(measured, tmp_path / "new" / "folder")
     assert [Path(file).name for file in written] == [
         "results.json",

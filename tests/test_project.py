@@ -64,7 +64,6 @@ LAYERS = {
     "models.build": "errors models",
     "models.attention": "errors models",
     "models.anatomy": "",
-    "summary": "errors models",
     "inside": "errors models",
     "data.decode": "errors",
     "data.columns": "errors data",

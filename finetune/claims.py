@@ -178,11 +178,16 @@ def answer(
 
 
 def table(answers: Iterable[Mapping[str, Any]]) -> str:
-    """A markdown table of what `answer` returned; accuracies in per cent."""
-    rows = [
-        "| claim | source | reported | measured | verdict |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    """A markdown table of what `answer` returned; accuracies in per cent.
+
+    Args:
+        answers: the rows; where they name a "run", the table does too.
+    """
+    answers = list(answers)
+    heads = ["claim", "source", "reported", "measured", "verdict"]
+    named = any("run" in row for row in answers)
+    heads += ["run"] if named else []
+    rows = ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
     for row in answers:
         metric, when = str(row.get("metric", "")), str(row.get("when") or "end")
         cells = [
@@ -192,6 +197,7 @@ def table(answers: Iterable[Mapping[str, Any]]) -> str:
             _measured(row),
             str(row.get("verdict", VERDICTS[2])),
         ]
+        cells += [str(row.get("run", ""))] if named else []
         rows.append("| " + " | ".join(map(_cell, cells)) + " |")
     return "\n".join(rows) + "\n"
 

@@ -8,7 +8,7 @@ once for each seed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -275,7 +275,7 @@ def describe(told: Mapping[str, Any]) -> str:
     if told["claims"]:
         met = sum(claim["verdict"] == VERDICTS[0] for claim in told["claims"])
         lines += ["", f"## Claims: {met} of {len(told['claims'])} met", ""]
-        lines += [_claims(told["claims"])]
+        lines += [table(told["claims"])]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
@@ -286,12 +286,6 @@ def _choice_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         settings = ", ".join(row["overrides"])
         lines.append(f"| {settings} | {row[by]:.4f} | {'chosen' if row['chosen'] else ''} |")
     return lines
-
-
-def _claims(claims: Iterable[Mapping[str, Any]]) -> str:
-    """The claims' table, with the run that answers each."""
-    named = [{**claim, "source": f"{claim['run']}: {claim['source']}"} for claim in claims]
-    return table(named)
 
 
 def _spread(key: str, figure: Mapping[str, float | None]) -> str:

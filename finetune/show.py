@@ -27,7 +27,15 @@ from finetune.models.build import build
 from finetune.preprocess import make_pipeline
 from finetune.record import recipe_of
 
-__all__ = ["draw_distances", "draw_filters", "draw_positions", "draw_rollout", "show"]
+__all__ = [
+    "draw_distances",
+    "draw_filters",
+    "draw_positions",
+    "draw_rollout",
+    "read_images",
+    "show",
+    "visible",
+]
 
 MOST_IMAGES = 12
 # From unlike over nothing to alike: of COLORS, seen apart with every kind of colour vision.
@@ -65,7 +73,7 @@ def show(
     network = built.model.eval()
     sentence = recipe.data.eval if recipe is not None else None
     pipeline = make_pipeline(built.preprocessing, sentence)
-    paths, batch_BCHW = _read(images, pipeline)
+    paths, batch_BCHW = read_images(images, pipeline)
     prepared = built.preprocessing
     drawings: dict[str, Callable[[], Figure]] = {
         "filters": lambda: draw_filters(network),
@@ -74,7 +82,7 @@ def show(
     skipped: dict[str, str] = {}
     if paths:
         names = [path.name for path in paths]
-        pixels = _pixels(batch_BCHW, prepared.mean, prepared.std)
+        pixels = visible(batch_BCHW, mean=prepared.mean, std=prepared.std)
         drawings["rollout"] = lambda: draw_rollout(network, batch_BCHW, pixels, names=names)
         drawings["distances"] = lambda: draw_distances(network, batch_BCHW)
     else:
@@ -98,8 +106,15 @@ def show(
     return {"files": files, "skipped": skipped, "images": [str(path) for path in paths]}
 
 
-def _read(images: Sequence[str | Path], pipeline: Pipeline) -> tuple[list[Path], Tensor]:
-    """The first images, as the network takes them."""
+def read_images(images: Sequence[str | Path], pipeline: Pipeline) -> tuple[list[Path], Tensor]:
+    """Read the first 12 images, as the network takes them.
+
+    Args:
+        images: files, folders and patterns.
+        pipeline: of the network, see `make_pipeline`.
+    Returns: their paths, and (B, C, H, W) on the CPU.
+    Raises: DataError for an image that cannot be read.
+    """
     found = find_files(images)[:MOST_IMAGES] if images else []
     prepared = []
     for path, error in found:
@@ -111,8 +126,14 @@ def _read(images: Sequence[str | Path], pipeline: Pipeline) -> tuple[list[Path],
     return [Path(path) for path, _ in found], batch_BCHW
 
 
-def _pixels(batch_BCHW: Tensor, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
-    """(B, H, W, 3) in [0, 1]: what the network was given, for people."""
+def visible(batch_BCHW: Tensor, *, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
+    """What the network was given, for people.
+
+    Args:
+        batch_BCHW: normalised images.
+        mean, std: what they were normalised with.
+    Returns: (B, H, W, C) in [0, 1].
+    """
     scale, shift = (torch.tensor(values).view(3, 1, 1) for values in (std, mean))
     plain: np.ndarray = (batch_BCHW * scale + shift).clamp(0, 1).permute(0, 2, 3, 1).numpy()
     return plain

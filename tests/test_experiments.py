@@ -94,7 +94,7 @@ def test_the_grid_chooses_without_the_test_split(plan: str, trained, tmp_path: P
     assert "| chosen | 2 | 10 | 35.00 ± 7.07 | 100.00 ± 0.00 | 2.0000 ± 0.0000 |" in text
     assert "| optim.lr=0.3, optim.weight_decay=0 | 1.0000 | chosen |" in text
     assert "2 of 2 met" in text
-    assert "chosen/seed-4: a table" in text
+    assert "40.00 % | met | chosen/seed-4 |" in text
 
 
 def test_the_smallest_loss_is_the_best(plan: str, trained, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.metrics import mean_std
+from finetune.recipe import Recipe
 from finetune.record import but_the_seed
 from finetune.report.data import MISSING, Run, duration, number, percent, plain
 from finetune.report.sections import claim_rows, training_rate
@@ -20,6 +21,7 @@ __all__ = [
     "Group",
     "claims_beside",
     "differing_keys",
+    "differing_settings",
     "group_rows",
     "groups",
     "run_rows",
@@ -69,11 +71,16 @@ def _common(names: list[str]) -> str:
 
 def differing_keys(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """The recipe keys in which runs differ, the seed apart. Returns: key, value of each run."""
-    recipes = [but_the_seed(run.recipe) for run in runs]
+    return differing_settings([run.recipe for run in runs])
+
+
+def differing_settings(recipes: Sequence[Recipe]) -> list[tuple[str, list[str]]]:
+    """The keys in which recipes differ, the seed apart. Returns: key, value of each recipe."""
+    resolved = [but_the_seed(recipe) for recipe in recipes]
     found = []
-    for part in recipes[0] if recipes else ():
-        for key in recipes[0][part]:
-            values = [recipe[part].get(key) for recipe in recipes]
+    for part in resolved[0] if resolved else ():
+        for key in resolved[0][part]:
+            values = [recipe[part].get(key) for recipe in resolved]
             if any(value != values[0] for value in values):
                 found.append((f"{part}.{key}", [_shown(value) for value in values]))
     return found

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["VERDICTS", "answer", "table"]
+__all__ = ["VERDICTS", "answer", "table", "wording"]
 
 VERDICTS = ("met", "not met", "not measured")
 
@@ -99,6 +99,8 @@ class _Record:
             final: whether the figures of the end of the run, in the results, may answer.
         """
         split, _, key = metric.partition(".")
+        if metric == "run.epochs":
+            return _Figure(window.high / self.steps_per_epoch, f"{window.high} optimiser steps")
         if split == "train":
             return self._train_mean(key, window)
         value = _number(self.lines.get(split, {}).get(window.high, {}).get(key))
@@ -189,17 +191,25 @@ def table(answers: Iterable[Mapping[str, Any]]) -> str:
     heads += ["run"] if named else []
     rows = ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
     for row in answers:
-        metric, when = str(row.get("metric", "")), str(row.get("when") or "end")
-        cells = [
-            metric if when == "end" else f"{metric}, {when}",
-            str(row.get("source") or ""),
-            _reported(row),
-            _measured(row),
-            str(row.get("verdict", VERDICTS[2])),
-        ]
+        what, reported, measured = wording(row)
+        if row.get("measured") is None and row.get("how"):
+            measured += f" ({row['how']})"
+        verdict = str(row.get("verdict", VERDICTS[2]))
+        cells = [what, str(row.get("source") or ""), reported, measured, verdict]
         cells += [str(row.get("run", ""))] if named else []
         rows.append("| " + " | ".join(map(_cell, cells)) + " |")
     return "\n".join(rows) + "\n"
+
+
+def wording(answer: Mapping[str, Any]) -> tuple[str, str, str]:
+    """What a claim is about, what its source reports and what was measured, for people.
+
+    Args:
+        answer: a row of what `answer` returned.
+    """
+    metric, when = str(answer.get("metric", "")), str(answer.get("when") or "end")
+    what = metric if when == "end" else f"{metric}, {when}"
+    return what, _reported(answer), _measured(answer)
 
 
 def _judge(claim: Mapping[str, Any], record: _Record) -> dict[str, Any]:
@@ -271,35 +281,36 @@ def _number(value: Any) -> float | None:
     return value
 
 
-def _format(metric: str, value: float) -> str:
+def _format(metric: str, figure: Any) -> str:
+    value = _number(figure)
+    if value is None:
+        return "–"
     if metric.endswith(("top1", "top5")):
         return f"{100 * value:.2f} %"
-    return f"{value:.4f}"
+    return f"{value:.4g}" if metric == "run.epochs" else f"{value:.4f}"
 
 
 def _reported(row: Mapping[str, Any]) -> str:
-    metric = str(row.get("metric", ""))
+    metric, between = str(row.get("metric", "")), row.get("between")
     if row.get("trend") is not None:
         return str(row["trend"])
     if row.get("below") is not None:
         return f"below {row['below']}"
-    if row.get("between") is not None:
-        low, high = row["between"]
-        return f"{_format(metric, low)} to {_format(metric, high)}"
+    if isinstance(between, (list, tuple)) and len(between) == 2:
+        return f"{_format(metric, between[0])} to {_format(metric, between[1])}"
     if row.get("value") is None:
         return "–"
-    tolerance = row.get("tolerance") or 0.0
-    return f"{_format(metric, row['value'])} ± {_format(metric, tolerance)}"
+    return f"{_format(metric, row['value'])} ± {_format(metric, row.get('tolerance') or 0.0)}"
 
 
 def _measured(row: Mapping[str, Any]) -> str:
-    value, metric = row.get("measured"), str(row.get("metric", ""))
-    if value is None:
-        return f"– ({row['how']})" if row.get("how") else "–"
-    if row.get("trend") is not None:
+    value, metric = _number(row.get("measured")), str(row.get("metric", ""))
+    if value is not None and row.get("trend") is not None:
         return f"{value:+.2g} per epoch"
     if row.get("measured_other") is not None:
-        return f"{_format(metric, value)} and {_format(str(row['below']), row['measured_other'])}"
+        return (
+            f"{_format(metric, value)} and {_format(str(row.get('below')), row['measured_other'])}"
+        )
     return _format(metric, value)
 
 

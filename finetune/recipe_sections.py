@@ -254,7 +254,9 @@ class RunSection(Section):
 class Claim(Section):
     """A figure that a source reports; the run answers it with its own."""
 
-    metric: Metric = Field(description="train, val or test, a dot, top1, top5, loss or ece")
+    metric: Metric = Field(
+        description="train, val or test, a dot, top1, top5, loss or ece; or run.epochs, trained"
+    )
     when: When = Field(
         "end", description="end, first, best, epoch N, or (for a trend) after epoch N"
     )
@@ -285,4 +287,6 @@ class Claim(Section):
         when = str(values.get("when", "end"))
         if str(values.get("metric")).startswith("test.") and when != "end":
             found.append(("when", {"metric", "when"}, "test is read once, at the end"))
+        if values.get("metric") == "run.epochs" and when != "end":
+            found.append(("when", {"metric", "when"}, "run.epochs is known at the end"))
         return found

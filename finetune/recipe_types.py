@@ -36,7 +36,7 @@ __all__ = [
 # no leading zeros: 010 is 8 to YAML 1.1 and 10 to YAML 1.2
 _NUMBER = re.compile(r"[-+]?(?:(?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
 _LARGEST_WHOLE = 2**53  # beyond it a float cannot count
-_METRIC = re.compile(r"(train|val|test)\.(top1|top5|loss|ece)")
+_METRIC = re.compile(r"(train|val|test)\.(top1|top5|loss|ece)|run\.epochs")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
 _WHEN = re.compile(r"end|first|best|(after )?epoch [1-9][0-9]*")
 
@@ -151,7 +151,9 @@ def _sentence(value: str, *, train: bool) -> str:
 
 def _metric(value: str) -> str:
     if not _METRIC.fullmatch(value):
-        raise _expected("train, val or test, a dot, and top1, top5, loss or ece: 'val.top1'")
+        raise _expected(
+            "run.epochs, or train, val or test, a dot, and top1, top5, loss or ece: 'val.top1'"
+        )
     return value
 
 

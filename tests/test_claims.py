@@ -77,6 +77,7 @@ def one(
         ("train.loss", "epoch 2", 0.80),
         ("train.top1", "end", 0.93),
         ("train.loss", "best", 0.25),
+        ("run.epochs", "end", 4),
     ],
 )
 def test_moments(metric: str, when: str | None, expected: float) -> None:

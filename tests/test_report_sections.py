@@ -103,7 +103,7 @@ class TestClaims:
         rows = {row["what"]: row for row in claim_rows(done)}
         shown = {what: (row["reported"], row["measured"]) for what, row in rows.items()}
         assert shown == {
-            "test.top1": ("80.00\u202f% ± 1.00\u202f%", "80.00\u202f%"),
+            "test.top1": ("80.00 % ± 1.00 %", "80.00 %"),
             "val.loss": ("0.1000 to 0.2000", "0.6000"),
             "val.top1": ("rising", "+0.2 per epoch"),
             "train.loss": ("below val.loss", "0.5000 and 0.6000"),

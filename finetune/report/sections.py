@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
 from typing import Any
 
+from finetune.claims import wording
 from finetune.data.decode import counted
 from finetune.report.data import (
     MISSING,
@@ -157,47 +157,12 @@ def claim_rows(run: Run) -> list[Row]:
     return [
         {
             "verdict": str(answer.get("verdict", "not measured")),
-            "what": _what(answer),
-            "reported": _reported(answer),
-            "measured": _measured(answer),
+            **dict(zip(("what", "reported", "measured"), wording(answer), strict=True)),
             **{key: str(answer.get(key) or "") for key in ("source", "note", "how")},
         }
         for answer in answers
         if isinstance(answer, dict)
     ]
-
-
-def _what(answer: Mapping[str, Any]) -> str:
-    when = str(answer.get("when") or "end")
-    return str(answer.get("metric", "")) + ("" if when == "end" else f", {when}")
-
-
-def _value(metric: Any, value: Any) -> str:
-    return percent(value) if str(metric).endswith(("top1", "top5")) else plain(value)
-
-
-def _reported(answer: Mapping[str, Any]) -> str:
-    metric = answer.get("metric")
-    if answer.get("trend") is not None:
-        return str(answer["trend"])
-    if answer.get("below") is not None:
-        return f"below {answer['below']}"
-    between = answer.get("between")
-    if isinstance(between, (list, tuple)) and len(between) == 2:
-        return f"{_value(metric, between[0])} to {_value(metric, between[1])}"
-    if answer.get("value") is None:
-        return MISSING
-    return f"{_value(metric, answer['value'])} ± {_value(metric, answer.get('tolerance') or 0.0)}"
-
-
-def _measured(answer: Mapping[str, Any]) -> str:
-    measured, other = number(answer.get("measured")), number(answer.get("measured_other"))
-    if measured is None:
-        return MISSING
-    if answer.get("trend") is not None:
-        return f"{measured:+.2g} per epoch"
-    shown = _value(answer.get("metric"), measured)
-    return shown if other is None else f"{shown} and {_value(answer.get('below'), other)}"
 
 
 def speed(run: Run) -> Row:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import json
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +24,7 @@ from finetune.data.store import open_store
 from finetune.errors import DataError, RecipeError
 from finetune.models.build import build
 from finetune.models.built import Built, Preprocessing
+from finetune.optim import lr_at
 from finetune.preprocess import as_published, default_eval, make_pipeline
 from finetune.recipe import Recipe
 
@@ -50,8 +53,10 @@ class Job:
         return len(self.source.class_names)
 
     def fingerprints(self) -> dict[str, str]:
-        """A sha256 for each split: another image or label gives another one."""
-        return {name: split.fingerprint() for name, split in self.source.splits.items()}
+        """A sha256 for each split and for the classes' names: of images, labels and their order."""
+        names = json.dumps(self.source.class_names).encode()
+        splits = {name: split.fingerprint() for name, split in self.source.splits.items()}
+        return {**splits, "classes": hashlib.sha256(names).hexdigest()}
 
     def try_pipelines(self) -> None:
         """Send one training image through both pipelines.
@@ -98,6 +103,25 @@ class Job:
             return min(optim.warmup_steps, self.steps)
         return min(round(optim.warmup_epochs * self.steps_per_epoch), self.steps)
 
+    def lr(self, step: int, *, steps: int | None = None) -> float:
+        """The learning rate of the optimiser step that follows `step` done ones.
+
+        Args:
+            steps: of the whole run, if it were another number.
+        """
+        optim, total = self.recipe.optim, self.steps if steps is None else steps
+        return lr_at(
+            step,
+            lr=optim.lr,
+            schedule=optim.schedule,
+            steps=total,
+            warmup_steps=min(self.warmup_steps, total),
+            warmup_lr=optim.warmup_lr,
+            min_lr=optim.min_lr,
+            step_every=optim.step_every,
+            step_factor=optim.step_factor,
+        )
+
     def evaluates_after(self, step: int) -> bool:
         """Tell whether the validation split is due when `step` steps are done."""
         every = self.recipe.run.eval_every
@@ -128,6 +152,8 @@ class Job:
             keep=data.keep,
             device=self.device,
             workers=data.workers,
+            # Half of it: the one that waits for a worker says so before the others give up on it.
+            timeout_seconds=self.recipe.run.timeout_seconds / 2,
             unreadable=data.unreadable,
             local_processes=self.local_processes,
             progress=self.progress,

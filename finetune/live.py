@@ -23,7 +23,7 @@ from finetune.data.feed import Batch
 from finetune.errors import DivergedError, RecipeError
 from finetune.job import Job
 from finetune.models.head import set_train_mode
-from finetune.optim import build_optimizer, lr_at, set_lr
+from finetune.optim import build_optimizer, set_lr
 from finetune.progress import Meter
 from finetune.rundir import RunDir
 
@@ -120,7 +120,7 @@ class Live:
         limit = optim.clip_norm if optim.clip_norm is not None else float("inf")
         norm = accelerator.clip_grad_norm_(self.model.parameters(), limit)
         finite = math.isfinite(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
-        set_lr(self.optimizer.optimizer, self.lr(counters.step))
+        set_lr(self.optimizer.optimizer, self.job.lr(counters.step))
         if finite or accelerator.scaler is not None:  # a scaler leaves the step out by itself
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -133,21 +133,6 @@ class Live:
             self.ema.update(accelerator.unwrap_model(self.model), step=counters.step)
         for each in losses:
             meter.add(*each)
-
-    def lr(self, step: int) -> float:
-        """The learning rate of the step that follows `step` done ones."""
-        optim = self.recipe.optim
-        return lr_at(
-            step,
-            lr=optim.lr,
-            schedule=optim.schedule,
-            steps=self.job.steps,
-            warmup_steps=self.job.warmup_steps,
-            warmup_lr=optim.warmup_lr,
-            min_lr=optim.min_lr,
-            step_every=optim.step_every,
-            step_factor=optim.step_factor,
-        )
 
     def _seed_dropout(self, micro_batch: int) -> None:
         """Key dropout by (seed, step, rank, micro-batch): resuming needs no random state."""
@@ -182,7 +167,7 @@ class Live:
             self._sum(meter.sums()),
             step=step,
             samples_seen=step * self.recipe.data.batch_size,
-            lr=self.lr(step - 1),
+            lr=self.job.lr(step - 1),
         )
         self._write(line)
         return line
@@ -215,7 +200,7 @@ class Live:
             "samples_seen": step * self.recipe.data.batch_size,
             "split": "val",
             **{key: result[key] for key in ("loss", "top1", "top5")},
-            "lr": self.lr(step - 1),
+            "lr": self.job.lr(step - 1),
             "images_per_second": result["images_per_second"],
             "seconds": round(meter.seconds, 3),
         }

@@ -30,11 +30,17 @@ _FREE_KEYS = {
         "keep_checkpoints",
         "num_processes",
         "threads",
+        "timeout_seconds",
         "trackers",
         "push_to",
         "push_private",
     },
 }
+# Another length is another run, unless the past would have been the same.
+_LENGTH = {"optim.epochs", "optim.steps"}
+
+# Of the data's fingerprints, those that decide what is learned.
+_LEARNED = ("train", "val", "classes")
 
 
 def begin(
@@ -71,10 +77,12 @@ def begin(
             "with --resume, or choose another --out"
         )
     else:
-        _check_same(run, job.recipe, record, precision=precision, fingerprints=fingerprints)
-        if finished:
+        _check_same(run, job, record, precision=precision, fingerprints=fingerprints)
+        if finished and job.steps == _steps_before(record, job):
             return None
         start = run.newest(notice) or 0
+        if (before := _steps_before(record, job)) != job.steps:
+            notice(f"{run.path}: {job.steps} steps instead of {before}, the same up to {start}")
     # What lies beyond the start is damaged: left there, it would be taken for the newest.
     run.prune({step for step in run.steps() if step <= start})
     run.forget_after(start)
@@ -118,23 +126,24 @@ def but_the_seed(recipe: Recipe) -> dict[str, dict[str, Any]]:
 
 def _check_same(
     run: RunDir,
-    recipe: Recipe,
+    job: Job,
     record: dict[str, Any],
     *,
     precision: str,
     fingerprints: dict[str, str],
 ) -> None:
     """Refuse to continue a run whose recipe or data is another one, and show the difference."""
-    old, new = learned(load_recipe(run.path / "recipe.yaml")), learned(recipe)
-    differences = [
-        f"{section}.{key}: the run has {old[section][key]!r}, now {new[section][key]!r}"
+    old, new = learned(load_recipe(run.path / "recipe.yaml")), learned(job.recipe)
+    differences = {
+        f"{section}.{key}": f"the run has {old[section][key]!r}, now {new[section][key]!r}"
         for section in new
         for key in new[section]
         if old[section][key] != new[section][key]
-    ]
-    if differences:
+    }
+    if differences and not (set(differences) <= _LENGTH and _same_past(run, job, record)):
+        shown = "; ".join(f"{key}: {values}" for key, values in differences.items())
         raise RecipeError(
-            f"{run.path}: cannot continue with another recipe ({'; '.join(differences)}); "
+            f"{run.path}: cannot continue with another recipe ({shown}); "
             "restore the key, or choose another --out"
         )
     if record.get("precision", precision) != precision:
@@ -142,13 +151,30 @@ def _check_same(
             f"{run.path}: began in {record['precision']}, and run.precision: auto means "
             f"{precision} on this machine; continue where it began, or choose another --out"
         )
-    # What was learned came from these two; a test split may be mended before it is read.
+    # What was learned came from these; a test split may be mended before it is read.
     recorded = record.get("split_fingerprints", {})
-    if any(recorded.get(name) != fingerprints.get(name) for name in ("train", "val")):
+    if any(recorded.get(name) != fingerprints.get(name) for name in _LEARNED):
         raise DataError(
-            f"{recipe.data.source}: the data is not what the run in {run.path} began with (an "
-            "image or label was added, removed or changed); restore it, or choose another --out"
+            f"{job.recipe.data.source}: the data is not what the run in {run.path} began with (an "
+            "image, label or class was added, removed or changed); restore it, or choose another "
+            "--out"
         )
+
+
+def _same_past(run: RunDir, job: Job, record: dict[str, Any]) -> bool:
+    """Whether a run of another length would have learned the same up to the last checkpoint.
+
+    So it is with a constant learning rate, and during a warm-up.
+    """
+    before, done = _steps_before(record, job), max(run.steps(), default=0)
+    return done <= job.steps and all(
+        job.lr(step) == job.lr(step, steps=before) for step in range(done)
+    )
+
+
+def _steps_before(record: dict[str, Any], job: Job) -> int:
+    """The length of the recorded run, in optimiser steps."""
+    return int(record.get("plan", {}).get("steps", job.steps))
 
 
 def _joined(fingerprints: dict[str, str]) -> str:

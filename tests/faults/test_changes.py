@@ -1,0 +1,208 @@
+"""What changed between a stop and its resume: goes on where that is exact, else it is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from finetune.engine import train
+from finetune.errors import DataError, FinetuneError, Interrupted, RecipeError
+from finetune.live import Live
+from finetune.recipe import Recipe, parse_recipe
+
+RECIPE = """
+model:
+  name: vit_tiny_patch16_224
+  args: {patch_size: 4, embed_dim: 32, depth: 2, num_heads: 2}
+  pretrained: false
+  image_size: 16
+  dropout: 0.1
+data: {source: SOURCE, train: resize | flip | rotate(10), eval: resize, batch_size: 8}
+optim: {name: adamw, lr: 3e-3, schedule: constant, steps: 8, ema_decay: 0.9}
+run: {precision: fp32, threads: 1, log_every: 1, eval_every: 4, save_every: 3}
+"""
+
+
+@pytest.fixture
+def recipe(image_folder: Path) -> Callable[..., Recipe]:
+    text = RECIPE.replace("SOURCE", f"folder:{image_folder}")
+    return lambda *overrides: parse_recipe(text, overrides=overrides)
+
+
+@pytest.fixture
+def stopped(
+    recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Path]:
+    """A run that ended in its seventh step; its newest checkpoint is of the sixth."""
+
+    def stop(*overrides: str) -> Path:
+        step = Live.step
+
+        def until(live: Live, *args: object) -> None:
+            if live.counters.step == 6:
+                raise Interrupted("stopped", 15)
+            step(live, *args)  # type: ignore[arg-type]
+
+        out = tmp_path / "stopped"
+        with monkeypatch.context() as patch:
+            patch.setattr(Live, "step", until)
+            with pytest.raises(Interrupted):
+                train(recipe(*overrides), out)
+        return out
+
+    return stop
+
+
+def contents(run: Path) -> dict[str, str]:
+    """Every file but the lock, by its hash."""
+    files = [path for path in run.rglob("*") if path.is_file() and "lock" not in path.name]
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def weights(run: Path) -> bytes:
+    return (run / "model" / "model.safetensors").read_bytes()
+
+
+def refused(recipe: Recipe, run: Path, kind: type[FinetuneError], said: str) -> None:
+    before = contents(run)
+    with pytest.raises(kind, match=said):
+        train(recipe, run, resume=True)
+    assert contents(run) == before, "a refusal leaves the run as it was"
+
+
+@pytest.mark.parametrize(
+    "override, said",
+    [
+        ("data.batch_size=4", r"data\.batch_size: the run has 8, now 4"),
+        ("optim.lr=1e-3", r"optim\.lr: the run has 0\.003, now 0\.001"),
+        ("optim.schedule=cosine", r"optim\.schedule: the run has 'constant', now 'cosine'"),
+        ("data.train=resize", r"data\.train: the run has 'resize \| flip"),
+        ("model.image_size=20", r"model\.image_size: the run has 16, now 20"),
+        ("model.freeze=backbone", r"model\.freeze: the run has 'none'"),
+        ("run.seed=1", r"run\.seed: the run has 0, now 1"),
+        ("optim.steps=5", r"optim\.steps: the run has 8, now 5"),
+    ],
+)
+def test_another_recipe_is_refused_with_the_difference(
+    recipe: Callable[..., Recipe], stopped: Callable[..., Path], override: str, said: str, fault
+) -> None:
+    refused(recipe(override), stopped(), RecipeError, said)
+    fault(
+        "another recipe at --resume: batch, rate, schedule, images, size, freezing, seed, length",
+        "2, the difference is shown, the run stays as it is",
+    )
+
+
+def added(folder: Path) -> None:
+    shutil.copy(folder / "train/red/red-0.png", folder / "train/red/red-9.png")
+
+
+def removed(folder: Path) -> None:
+    (folder / "train/red/red-0.png").unlink()
+
+
+def repainted(folder: Path) -> None:
+    path = folder / "train/red/red-0.png"
+    pixels = np.array(Image.open(path))
+    pixels[0, 0] ^= 1
+    Image.fromarray(pixels).save(path)
+
+
+def relabelled(folder: Path) -> None:
+    (folder / "train/red/red-0.png").rename(folder / "train/blue/red-0.png")
+
+
+def renamed_class(folder: Path) -> None:
+    for split in ("train", "test"):
+        (folder / split / "red").rename(folder / split / "rouge")
+
+
+def another_class(folder: Path) -> None:
+    for split in ("train", "test"):
+        shutil.copytree(folder / split / "red", folder / split / "violet")
+
+
+@pytest.mark.parametrize(
+    "change", [added, removed, repainted, relabelled, renamed_class, another_class]
+)
+def test_other_data_is_refused(
+    recipe: Callable[..., Recipe],
+    stopped: Callable[..., Path],
+    image_folder: Path,
+    change: Callable[[Path], None],
+    fault,
+) -> None:
+    out = stopped()
+    change(image_folder)
+    refused(recipe(), out, DataError, "the data is not what the run")
+    fault(
+        "one image added, removed, moved to another class, or one pixel's bit changed; a class "
+        "renamed or added",
+        "3, before anything is decoded, the run stays as it is",
+    )
+
+
+def test_what_changes_nothing_learned_goes_on_to_the_same_weights(
+    recipe: Callable[..., Recipe], stopped: Callable[..., Path], tmp_path: Path, fault
+) -> None:
+    out = stopped()
+    train(recipe("run.log_every=3", "data.eval_batch_size=5", "run.save_every=1"), out, resume=True)
+    train(recipe(), tmp_path / "plain")
+    assert weights(out) == weights(tmp_path / "plain")
+    fault(
+        "logging, saving or evaluation's batch changed at --resume",
+        "goes on to the weights of the uninterrupted run, to the bit",
+    )
+
+
+def test_another_micro_batch_continues_by_samples(
+    recipe: Callable[..., Recipe], stopped: Callable[..., Path], tmp_path: Path, fault
+) -> None:
+    """Dropout is keyed by the micro-batch, so it is off here."""
+    calm = "model.dropout=0"
+    out = stopped(calm)
+    train(recipe(calm, "data.micro_batch=2"), out, resume=True)
+    train(recipe(calm), tmp_path / "plain")
+    lines = [(run / "metrics.jsonl").read_text().splitlines() for run in (out, tmp_path / "plain")]
+    ours, theirs = ([json.loads(line) for line in each] for each in lines)
+    assert [line["samples_seen"] for line in ours] == [line["samples_seen"] for line in theirs]
+    distance = max(abs(a["loss"] - b["loss"]) for a, b in zip(ours, theirs, strict=True))
+    assert distance < 1e-5
+    fault(
+        "data.micro_batch changed at --resume: accumulation in four parts instead of one",
+        "the same images in the same steps, losses within 1e-5",
+        f"largest difference of a loss {distance:.1e}",
+    )
+
+
+def test_a_longer_run_continues_where_its_past_is_the_same(
+    recipe: Callable[..., Recipe], stopped: Callable[..., Path], tmp_path: Path, capsys, fault
+) -> None:
+    out = stopped()
+    train(recipe("optim.steps=10"), out, resume=True)
+    assert "10 steps instead of 8, the same up to 6" in capsys.readouterr().err
+    train(recipe("optim.steps=12"), out, resume=True)  # after its end too
+    train(recipe("optim.steps=12"), tmp_path / "plain")
+    assert weights(out) == weights(tmp_path / "plain")
+    fault(
+        "a longer run at --resume, constant learning rate, also after its end",
+        "goes on to the weights of the run that was longer from the start, to the bit",
+    )
+
+
+def test_a_longer_run_is_refused_where_its_past_is_another(
+    recipe: Callable[..., Recipe], stopped: Callable[..., Path], fault
+) -> None:
+    cosine = "optim.schedule=cosine"
+    refused(recipe(cosine, "optim.steps=10"), stopped(cosine), RecipeError, "steps: the run has 8")
+    fault(
+        "a longer run at --resume, cosine schedule",
+        "2: the rates of the steps that are done would have been others",
+    )

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from finetune.data.feed import Feed
-from finetune.data.sources import Source, Split, open_source
-from finetune.data.splits import split_train, take_train
+from finetune.data.sources import Source, Split
 from finetune.data.store import open_store
+from finetune.data_of import data_of, whole_data_of
 from finetune.engine import launch
 from finetune.errors import DataError, RecipeError, WeightsError, nearest
 from finetune.files import make_folder, write_atomically
@@ -56,7 +56,8 @@ def evaluate_model(
     Raises: RecipeError if the data is not known, DataError if its classes are not the model's,
         SetupError if the temperature cannot be written.
     """
-    split = _known(split or ("val" if fit_temperature else "test"))
+    default = "val" if fit_temperature else "test"
+    split = _known(default if split is None else split)
     config = _config_of(model) if fit_temperature else None
     if out is not None:
         make_folder(Path(out), option="--out")
@@ -190,12 +191,7 @@ def _data_section(model: str, recipe: Recipe | None, data: str | None) -> tuple[
 
 def _source_with(section: DataSection, split: str, *, seed: int) -> Source:
     """Open the data. Raises: DataError if it does not have the split."""
-    source = open_source(
-        section.source, image_column=section.image_column, label_column=section.label_column
-    )
-    if split != "test":
-        source = take_train(source, section.num_train, seed)
-        source = split_train(source, section.val_fraction, seed)
+    source = whole_data_of(section) if split == "test" else data_of(section, seed)
     if split not in source.splits:
         have = ", ".join(source.splits)
         raise DataError(f"{section.source}: has no split '{split}'; it has {have}")

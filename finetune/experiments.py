@@ -1,66 +1,40 @@
-"""Plans: many runs that belong together, and one table of what they say.
+"""Many runs that belong together, and one table of what they say.
 
-A plan is a YAML file beside the recipes that it runs. A run may first choose among the values of a
-grid, by its validation split and without reading the test split; the choice is then trained anew,
-once for each seed.
+A run of a plan may first choose among the values of a grid, by its validation split and without
+reading the test split; the choice is then trained anew, once for each seed.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field
-
-from finetune import recipe_yaml
 from finetune.claims import VERDICTS, table
 from finetune.engine import leave, train
-from finetune.errors import RecipeError, nearest
+from finetune.errors import Interrupted, RecipeError, nearest
 from finetune.files import write_atomically
 from finetune.metrics import mean_std
+from finetune.plans import (
+    PLAN,
+    Entry,
+    Plan,
+    check_runs,
+    find_plan,
+    load_plan,
+    made_small,
+    recipe_for,
+)
 from finetune.progress import say
-from finetune.recipe import Claim, Section, load_recipe
-from finetune.recipe_check import validate
-from finetune.recipe_types import Arguments, Text, Whole
+from finetune.recipe import Recipe
+from finetune.record import finished
 from finetune.terminal import is_first_rank
 
-__all__ = ["Entry", "Plan", "describe", "find_plan", "load_plan", "reproduce"]
+__all__ = ["describe", "reproduce"]
 
-PLAN = "plan.yaml"
 _SMOKE = "A smoke test of the whole path in minutes. It is not the experiment, and its figures say "
 _FIGURES = {"top1": "top-1, %", "top5": "top-5, %", "loss": "loss", "ece": "calibration error"}
-
-
-class Entry(Section):
-    """One run of a plan, or a grid of runs and the one that it chooses."""
-
-    name: Text = Field(description="the run's folder in the plan's")
-    recipe: Text = Field(description="a recipe, from the plan's folder")
-    overrides: tuple[Text, ...] = Field((), description="key=value, as on the command line")
-    grid: Arguments = Field({}, description="keys and the values to choose among")
-    by: Literal["val.top1", "val.top5", "val.loss"] = Field(
-        "val.top1", description="what chooses among the grid"
-    )
-    final: tuple[Text, ...] = Field(
-        (), description="overrides once the grid has chosen; data.val_fraction=0 trains on it all"
-    )
-    seeds: tuple[Whole, ...] = Field((0,), description="a run for each; the first one chooses")
-    claims: tuple[Claim, ...] | None = Field(
-        None, description="what a source reports of this run; null: what the recipe says"
-    )
-
-
-class Plan(Section):
-    """Runs that belong together."""
-
-    title: Text = Field(description="what the runs are about")
-    runs: tuple[Entry, ...] = Field(description="in this order")
-    smoke: tuple[Text, ...] = Field(
-        (), description="overrides that make each run one of minutes, for --scale smoke"
-    )
 
 
 @dataclass(frozen=True)
@@ -78,47 +52,13 @@ class _Done:
     results: Mapping[str, Any]
 
 
-def find_plan(name: str, root: str | Path = "recipes") -> Path:
-    """The file of a plan.
+@dataclass(frozen=True)
+class _Outcome:
+    """What came of one entry: a run for each seed, and the grid's rows if it has one."""
 
-    Args:
-        name: a path, or the name of a folder below `root` that holds a plan.yaml.
-        root: the folder of the recipes.
-    Raises: RecipeError with the nearest name if there is no such plan.
-    """
-    if Path(name).is_file():
-        return Path(name)
-    known = {path.parent.name: path for path in sorted(Path(root).rglob(PLAN))}
-    if name not in known:
-        there = f"; there is: {', '.join(known)}" if known else f"; there is none below {root}/"
-        raise RecipeError(f"{name}: no such plan{nearest(name, known)}{there}")
-    return known[name]
-
-
-def load_plan(path: str | Path) -> Plan:
-    """Read a plan, and check every recipe that it names with its overrides.
-
-    Raises: RecipeError with one line for every problem.
-    """
-    document = recipe_yaml.read_document(recipe_yaml.read_text(path), name=str(path))
-    plan = validate(document, Plan)
-    problems = []
-    names = [entry.name for entry in plan.runs]
-    for entry in plan.runs:
-        if names.count(entry.name) > 1:
-            problems.append(f"{path}: two runs are called '{entry.name}'; rename one")
-        if not entry.seeds:
-            problems.append(f"{path}: {entry.name}.seeds: is empty; give at least one")
-        for key, values in entry.grid.items():
-            if not isinstance(values, list) or not values:
-                problems.append(f"{path}: {entry.name}.grid.{key}: expected a list of values")
-        try:
-            load_recipe(Path(path).parent / entry.recipe, [*entry.overrides, *entry.final])
-        except RecipeError as error:
-            problems.append(str(error))
-    if problems:
-        raise RecipeError("\n".join(dict.fromkeys(problems)))
-    return plan
+    entry: Entry
+    finals: list[_Done]
+    choices: list[dict[str, Any]] = field(default_factory=list)
 
 
 def reproduce(
@@ -133,11 +73,12 @@ def reproduce(
 
     Args:
         name: of a plan, see `find_plan`.
-        only: names of the runs to carry out; all of them if empty.
+        only: names of the runs to carry out; all of them if empty. The table also holds the
+            others as far as they are done.
         scale: "full", or "smoke" for runs of minutes that are not the experiment.
         overrides: `key=value` for every run, such as data.source.
         out: where the runs go; by default runs/NAME, or runs/NAME-smoke.
-    Returns: "title", "scale", "runs" (name, path, seeds, test figures), "choices" of the grids,
+    Returns: "title", "scale", "runs" (name, paths, seeds, test figures), "choices" of the grids,
         "claims" with the run that answers each, "table" (a file) and "comparison" (a page).
     Raises: RecipeError for a wrong plan, and whatever ends a run.
     """
@@ -149,103 +90,123 @@ def reproduce(
     for wanted in only:
         if wanted not in known:
             raise RecipeError(f"--only: {path} has no run '{wanted}'{nearest(wanted, known)}")
+    if out is not None and not str(out).strip():
+        raise RecipeError("--out: is empty; give a folder")
     plan_name = path.parent.name if path.name == PLAN else path.stem
     folder = Path(out or Path("runs") / (plan_name + ("-smoke" if scale == "smoke" else "")))
     added = list(overrides)
     if scale == "smoke":
+        plan = made_small(plan)
         added = [*plan.smoke, f"run.note={_SMOKE}nothing about it.", *overrides]
-    found: dict[str, list[_Done]] = {}
-    choices: dict[str, list[dict[str, Any]]] = {}
-    entries = [entry for entry in plan.runs if not only or entry.name in only]
-    for number, entry in enumerate(entries, 1):
-        say(f"{plan_name}: {entry.name}, {number} of {len(entries)}")
-        chosen: list[str] = []
-        if entry.grid:
-            chosen, choices[entry.name] = _choose(entry, path, folder, added)
-        found[entry.name] = _finals(entry, path, folder, [*added, *chosen])
+    check_runs(plan, path, added)
+    outcomes = []
+    wanted_runs = [entry.name for entry in plan.runs if not only or entry.name in only]
+    for entry in plan.runs:
+        asked = entry.name in wanted_runs
+        if asked:
+            number = wanted_runs.index(entry.name) + 1
+            say(f"{plan_name}: {entry.name}, {number} of {len(wanted_runs)}")
+        outcome = _outcome(entry, path, folder, added, carry_out=asked)
+        outcomes += [outcome] if outcome else []
     leave()
-    return _told(plan, scale, folder, found, choices)
+    return _told(plan, scale, folder, outcomes)
 
 
-def _choose(
-    entry: Entry, path: Path, folder: Path, added: Sequence[str]
-) -> tuple[list[str], list[dict[str, Any]]]:
-    """Train every combination of the grid without reading the test split.
+def _outcome(
+    entry: Entry, path: Path, folder: Path, added: Sequence[str], *, carry_out: bool
+) -> _Outcome | None:
+    """Choose if there is a grid, then train once for each seed.
 
-    Returns: the overrides of the best one (the first of equals), and every one with its figure.
+    Args:
+        carry_out: train what is not done; else None is returned for an entry that is not.
     """
+    run_of = _trained if carry_out else _found
+    chosen: Sequence[str] = ()
+    choices: list[dict[str, Any]] = []
     split, _, key = entry.by.partition(".")
-    rows = []
-    for values in itertools.product(*entry.grid.values()):
-        pairs = list(zip(entry.grid, values, strict=True))
-        changes = [f"{name}={value}" for name, value in pairs]
-        short = ",".join(f"{name.rpartition('.')[2]}={value}" for name, value in pairs)
-        name = f"{entry.name}/choose/{short}"
+    for changes in entry.combinations() if entry.grid else ():
+        name = f"{entry.name}/choose/{entry.folder_of(changes)}"
         settings = [*added, *changes, "run.test=false", f"run.seed={entry.seeds[0]}"]
-        done = _train(entry, path, folder / name, name, settings)
+        done = run_of(recipe_for(entry, path, settings), folder / name, name)
+        if done is None:
+            return None
         figure = done.results.get(split, {}).get(key)
         if figure is None:
-            raise RecipeError(f"{entry.name}: nothing to choose by: {name} has no {entry.by}")
-        rows.append({"overrides": changes, entry.by: figure, "run": str(done.path)})
-    best = (min if key == "loss" else max)(rows, key=lambda row: row[entry.by])
-    for row in rows:
-        row["chosen"] = row is best
-    return best["overrides"], rows
-
-
-def _finals(entry: Entry, path: Path, folder: Path, added: Sequence[str]) -> list[_Done]:
-    """Train the chosen settings, once for each seed."""
-    done = []
+            raise RecipeError(
+                f"{entry.name}: nothing to choose by: {name} has no {entry.by}; set "
+                "data.val_fraction"
+            )
+        choices.append({"overrides": list(changes), entry.by: figure, "run": str(done.path)})
+    if choices:
+        best = (min if key == "loss" else max)(choices, key=lambda row: row[entry.by])
+        for row in choices:
+            row["chosen"] = row is best
+        chosen = best["overrides"]
+    finals = []
     for seed in entry.seeds:
-        name = entry.name if len(entry.seeds) == 1 else f"{entry.name}/seed-{seed}"
-        settings = [*added, *entry.final, f"run.seed={seed}"]
-        done.append(_train(entry, path, folder / name, name, settings))
-    return done
+        name = f"{entry.name}/seed-{seed}"
+        recipe = recipe_for(entry, path, [*added, *chosen, *entry.final, f"run.seed={seed}"])
+        try:
+            final = run_of(recipe, folder / name, name)
+        except RecipeError as error:
+            if not chosen or not (folder / name).exists():
+                raise
+            raise RecipeError(
+                f"{error}; the grid chooses {' '.join(chosen)}: remove {folder / name} to train "
+                "that"
+            ) from None
+        if final is None:
+            return None
+        finals.append(final)
+    return _Outcome(entry, finals, choices)
 
 
-def _train(entry: Entry, path: Path, folder: Path, name: str, overrides: Sequence[str]) -> _Done:
+def _trained(recipe: Recipe, folder: Path, name: str) -> _Done:
     """Train one run of a plan, go on with it, or take it as it is."""
-    recipe = load_recipe(path.parent / entry.recipe, [*entry.overrides, *overrides])
-    if entry.claims is not None:
-        recipe = recipe.model_copy(update={"claims": entry.claims})
-    return _Done(name, folder, train(recipe, folder, resume=True, stay=True))
+    try:
+        return _Done(name, folder, train(recipe, folder, resume=True, stay=True))
+    except Interrupted as error:
+        message = str(error).replace("continue with --resume", "repeat the command to go on")
+        raise Interrupted(message, error.signal_number) from None
 
 
-def _told(
-    plan: Plan,
-    scale: str,
-    folder: Path,
-    found: Mapping[str, Sequence[_Done]],
-    choices: Mapping[str, list[dict[str, Any]]],
-) -> dict[str, Any]:
+def _found(recipe: Recipe, folder: Path, name: str) -> _Done | None:
+    """A run of a plan if it is done, with this recipe."""
+    results = finished(folder, recipe)
+    return None if results is None else _Done(name, folder, results)
+
+
+def _told(plan: Plan, scale: str, folder: Path, outcomes: Sequence[_Outcome]) -> dict[str, Any]:
     """Write the table and the page that compares the runs."""
     from finetune.report.page import compare  # brings matplotlib
 
-    runs = [_summary(name, done) for name, done in found.items()]
-    claims = [
-        {**claim, "run": done.name}
-        for all_done in found.values()
-        for done in all_done
-        for claim in done.results.get("claims") or []
-    ]
-    told: dict[str, Any] = {"title": plan.title, "scale": scale, "runs": runs}
-    told |= {"choices": dict(choices), "claims": claims}
-    text = describe(told)
-    paths = [done.path for all_done in found.values() for done in all_done]
-    page = folder / "comparison.html" if len(paths) > 1 else None
+    every = [done for outcome in outcomes for done in outcome.finals]
+    told: dict[str, Any] = {
+        "title": plan.title,
+        "scale": scale,
+        "runs": [_summary(outcome) for outcome in outcomes],
+        "choices": {one.entry.name: one.choices for one in outcomes if one.choices},
+        "claims": [
+            {**claim, "run": done.name}
+            for done in every
+            for claim in done.results.get("claims") or []
+        ],
+    }
+    page = folder / "comparison.html" if len(every) > 1 else None
     if is_first_rank():
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "table.md", text)
+        write_atomically(folder / "table.md", describe(told))
         if page:
-            compare(paths, page)
+            compare([done.path for done in every], page)
     return {**told, "table": str(folder / "table.md"), "comparison": page and str(page)}
 
 
-def _summary(name: str, done: Sequence[_Done]) -> dict[str, Any]:
+def _summary(outcome: _Outcome) -> dict[str, Any]:
     """Mean and spread over the seeds of one entry."""
+    done = outcome.finals
     tests = [one.results["test"] for one in done if one.results.get("test")]
-    row: dict[str, Any] = {"name": name, "paths": [str(one.path) for one in done]}
-    row["seeds"] = len(done)
+    row: dict[str, Any] = {"name": outcome.entry.name, "paths": [str(one.path) for one in done]}
+    row |= {"seeds": len(done), "reported": outcome.entry.reported}
     if tests:
         row["examples"] = tests[0]["examples"]
         for key in _FIGURES:
@@ -261,21 +222,27 @@ def describe(told: Mapping[str, Any]) -> str:
         told: of `reproduce`.
     """
     lines = [f"# {told['title']}", ""]
-    if told["scale"] == "smoke":
+    smoke = told["scale"] == "smoke"
+    if smoke:
         lines += [f"**{_SMOKE}nothing about it.**", ""]
-    lines += [f"| run | seeds | images | {' | '.join(_FIGURES.values())} |"]
-    lines += ["|---|---|---|" + "---|" * len(_FIGURES)]
+    reported = any(row.get("reported") for row in told["runs"])
+    heads = ["run", "seeds", "images", *_FIGURES.values(), *(["reported"] if reported else [])]
+    lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in told["runs"]:
-        cells = [_spread(key, row[key]) if key in row else "–" for key in _FIGURES]
         images = f"{row['examples']:,}" if "examples" in row else "–"
-        lines.append(f"| {row['name']} | {row['seeds']} | {images} | {' | '.join(cells)} |")
+        cells = [row["name"], str(row["seeds"]), images]
+        cells += [_spread(key, row[key]) if key in row else "–" for key in _FIGURES]
+        cells += [row["reported"] or "–"] if reported else []
+        lines.append(f"| {' | '.join(cells)} |")
     for name, rows in told["choices"].items():
         lines += ["", f"Chosen for {name}, without reading the test split:", ""]
         lines += _choice_table(rows)
     if told["claims"]:
         met = sum(claim["verdict"] == VERDICTS[0] for claim in told["claims"])
-        lines += ["", f"## Claims: {met} of {len(told['claims'])} met", ""]
-        lines += [table(told["claims"])]
+        of_what = (
+            "of another experiment than this" if smoke else f"{met} of {len(told['claims'])} met"
+        )
+        lines += ["", f"## Claims: {of_what}", "", table(told["claims"])]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 

@@ -5,6 +5,7 @@ What comes first survives what goes wrong later: model/ is there before the test
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,16 @@ from finetune.claims import answer
 from finetune.data.feed import Feed
 from finetune.data.sources import Split
 from finetune.errors import FinetuneError
-from finetune.evidence import write_evidence
+from finetune.evidence import refresh, write_evidence
+from finetune.files import write_atomically
 from finetune.live import Live
 from finetune.measure import examine
 from finetune.models.built import save_model
+from finetune.progress import say
+from finetune.recipe import Recipe
+from finetune.rundir import RunDir
 
-__all__ = ["finish"]
+__all__ = ["answer_anew", "finish"]
 
 NUM_MISTAKES = 24  # of the test split, in results.json and the report
 
@@ -61,12 +66,34 @@ def finish(live: Live, val_feed: Feed | None) -> dict[str, Any]:
         history = run.history()
         lines = (line for line in reversed(history) if line["split"] == "train")
         results["train"] = next(lines, {})
-        claims = [claim.model_dump() for claim in live.recipe.claims]
+        claims = [claim.model_dump(mode="json") for claim in live.recipe.claims]
         results["claims"] = answer(claims, history, results, job.steps_per_epoch)
         run.write_json("results.json", results)
         _publish(live, results, weights, final=True)
-        _report(live, test)
+        _report(run.path, test, job.notice)
     accelerator.wait_for_everyone()
+    return results
+
+
+def answer_anew(run: RunDir, recipe: Recipe) -> dict[str, Any]:
+    """The results of a finished run, with answers to the claims that its recipe has by now.
+
+    Where they are others than before, recipe.yaml, results.json, the card and the report follow.
+    """
+    results = run.read_json("results.json") or {}
+    claims = [claim.model_dump(mode="json") for claim in recipe.claims]
+    before = results.get("claims") or []
+    pairs = zip(before, claims, strict=False)
+    same = [{key: row.get(key) for key in claim} for row, claim in pairs]
+    if len(before) == len(claims) and same == claims:
+        return results
+    plan = (run.read_json("run.json") or {}).get("plan", {})
+    steps_per_epoch = plan.get("steps_per_epoch", 1.0)
+    results["claims"] = answer(claims, run.history(), results, steps_per_epoch)
+    write_atomically(run.path / "recipe.yaml", recipe.to_yaml())
+    run.write_json("results.json", results)
+    refresh(run)
+    _report(run.path, None, say)
     return results
 
 
@@ -102,11 +129,11 @@ def _number_by(whole: Split, kept: Split, mistakes: list[dict[str, Any]]) -> Non
         one["index"] = int(np.flatnonzero(rows == kept.rows[one["index"]])[0])
 
 
-def _report(live: Live, test: Split | None) -> None:
+def _report(run: Path, test: Split | None, notice: Callable[[str], None]) -> None:
     """Write report.html; a page that cannot be written is no reason to lose the run."""
     from finetune.report.page import write_report  # brings matplotlib
 
     try:
-        write_report(live.run.path, split=test)
+        write_report(run, split=test)
     except FinetuneError as error:
-        live.job.notice(f"report.html is left out: {error}")
+        notice(f"report.html is left out: {error}")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from finetune.errors import WeightsError
 from finetune.models.attention import attention_maps
 from finetune.models.head import as_names
+from finetune.models.position import position_table
 
 __all__ = ["attention_distances", "even_distance", "patch_filters", "position_similarity"]
 
@@ -64,10 +65,10 @@ def position_similarity(network: Any) -> np.ndarray:
     Raises: WeightsError if there are none.
     Source: ViT paper, figure 7 (middle).
     """
-    table, embed = getattr(network, "pos_embed", None), getattr(network, "patch_embed", None)
+    table, embed = _positions(network), getattr(network, "patch_embed", None)
     grid = getattr(embed, "grid_size", None)
     kind = type(network).__name__
-    if not isinstance(table, Tensor) or table.ndim != 3 or grid is None:
+    if table is None or table.ndim != 3 or grid is None:
         raise WeightsError(f"{kind}: has no table of position embeddings for a grid of patches")
     height, width = int(grid[0]), int(grid[1])
     prefix = table.shape[1] - height * width
@@ -77,6 +78,15 @@ def position_similarity(network: Any) -> np.ndarray:
     norms_N1 = np.linalg.norm(vectors_ND, axis=1, keepdims=True)
     unit_ND = vectors_ND / np.maximum(norms_N1, 1e-12)
     return (unit_ND @ unit_ND.T).reshape(height, width, height, width)
+
+
+def _positions(network: Any) -> Tensor | None:
+    """The table that is added in the stem, or else before the first block."""
+    for holder in (network, *list(getattr(network, "blocks", ()))[:1]):
+        table = position_table(getattr(holder, "pos_embed", None))
+        if table is not None:
+            return table
+    return None
 
 
 def attention_distances(network: Any, images_BCHW: Tensor) -> np.ndarray:

@@ -18,9 +18,9 @@ import torch
 
 from finetune.data.augment import Pipeline
 from finetune.data.feed import Feed, Stream, crosses_epoch
-from finetune.data.sources import Source, Split, open_source
-from finetune.data.splits import split_train, take_train
+from finetune.data.sources import Source, Split
 from finetune.data.store import open_store
+from finetune.data_of import data_of
 from finetune.errors import DataError, RecipeError
 from finetune.models.build import build
 from finetune.models.built import Built, Preprocessing
@@ -249,11 +249,7 @@ def open_job(
 
 def _open_source(recipe: Recipe) -> Source:
     """The data with the splits that the recipe takes from it."""
-    data, seed = recipe.data, recipe.run.seed
-    source = open_source(
-        data.source, image_column=data.image_column, label_column=data.label_column
-    )
-    source = split_train(take_train(source, data.num_train, seed), data.val_fraction, seed)
+    source = data_of(recipe.data, recipe.run.seed)
     if not recipe.run.test:
         splits = {name: split for name, split in source.splits.items() if name != "test"}
         source = dataclasses.replace(source, splits=splits)

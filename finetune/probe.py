@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from finetune.data.sources import Source, open_source
-from finetune.data.splits import split_train, take_train
+from finetune.data.sources import Source
+from finetune.data.splits import split_train
+from finetune.data_of import data_of, whole_data_of
 from finetune.engine import launch
 from finetune.errors import DataError, RecipeError, SetupError, nearest
 from finetune.features import Features, identity_of, places_of, split_features
@@ -130,8 +131,8 @@ def describe(result: Mapping[str, Any]) -> str:
 def shots_of(text: str) -> tuple[int, ...]:
     """Read "1,5,10". Raises: RecipeError if it is no list of numbers."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() for part in parts):
-        raise RecipeError(f"--shots: got '{text}'; expected numbers such as 1,5,10,25")
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+        raise RecipeError(f"--shots: got '{text[:60]}'; expected numbers such as 1,5,10,25")
     return tuple(int(part) for part in parts)
 
 
@@ -182,17 +183,12 @@ def _open(model: str, data: str | None, split: str | None) -> _Task:
         section, seed = recipe.data, recipe.run.seed
     else:
         section, seed = DataSection(source=str(data)), 0
-    source = open_source(
-        section.source, image_column=section.image_column, label_column=section.label_column
-    )
+    source = data_of(section, seed) if split == "val" else whole_data_of(section)
     have = ", ".join(source.splits)
     if "train" not in source.splits:
         raise DataError(
             f"{source.name}: has no train split to take shots from, only {have}; add one"
         )
-    if split == "val":
-        source = take_train(source, section.num_train, seed)
-        source = split_train(source, section.val_fraction, seed)
     if split is None:
         split = next((name for name in ("test", "val") if name in source.splits), None)
     if split is None or split not in source.splits:

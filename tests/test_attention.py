@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 from networks import NETWORKS, TINY, built, images, logits
 from torch import Tensor, nn
 
+from finetune.models import attention
 from finetune.models.attention import attention_maps, attention_rollout
 
 SIZE = 32
@@ -225,3 +227,11 @@ def test_nothing_is_kept_for_gradients() -> None:
     rollout = attention_rollout(network(), images(SIZE))
     assert rollout is not None
     assert not rollout.requires_grad
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_weights_are_those_of_fused_attention(scale: float | None) -> None:
+    query, key, value = torch.randn(3, 2, 4, 7, 8)
+    read = F.scaled_dot_product_attention(query, key, value, scale=scale)
+    weights = attention._weights(query, key, value, scale=scale)
+    torch.testing.assert_close(weights @ value, read)

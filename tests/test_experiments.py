@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from finetune import experiments
-from finetune.errors import FinetuneError, RecipeError
-from finetune.experiments import describe, find_plan, load_plan, reproduce
-from finetune.recipe import Recipe, load_recipe
+from finetune.errors import FinetuneError, Interrupted, RecipeError
+from finetune.experiments import describe, reproduce
+from finetune.recipe import Recipe
 
 RECIPE = """
 model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 16,
@@ -60,6 +60,9 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, Recipe]]:
         assert stay
         assert resume  # a plan is always gone on with
         calls.append((out, recipe))
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "recipe.yaml").write_text(recipe.to_yaml())
+        (out / "run.json").write_text('{"status": "done"}')
         figures = {"top5": 1.0, "loss": 2.0, "ece": 0.1, "examples": 10}
         results: dict[str, Any] = {"claims": []}
         if recipe.data.val_fraction:
@@ -68,6 +71,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, Recipe]]:
             results["test"] = {**figures, "top1": recipe.run.seed / 10}
             claim = recipe.claims[0].model_dump()
             results["claims"] = [{**claim, "measured": results["test"]["top1"], "verdict": "met"}]
+        (out / "results.json").write_text(json.dumps(results))
         return results
 
     monkeypatch.setattr(experiments, "train", train)
@@ -94,6 +98,7 @@ def test_the_grid_chooses_without_the_test_split(plan: str, trained, tmp_path: P
     assert "| chosen | 2 | 10 | 35.00 ± 7.07 | 100.00 ± 0.00 | 2.0000 ± 0.0000 |" in text
     assert "| optim.lr=0.3, optim.weight_decay=0 | 1.0000 | chosen |" in text
     assert "2 of 2 met" in text
+    assert len(told["runs"]) == 1  # the other entry is not done
     assert "40.00 % | met | chosen/seed-4 |" in text
 
 
@@ -109,6 +114,7 @@ def test_smoke_says_everywhere_that_it_is_not_the_experiment(
     plan: str, trained, tmp_path: Path
 ) -> None:
     told = reproduce(plan, scale="smoke", out=tmp_path / "out", overrides=["data.batch_size=32"])
+    assert len(trained) == 4 + 2 + 1  # two values of each key, two seeds
     assert all(recipe.optim.steps == 1 for _, recipe in trained)
     assert all(recipe.data.batch_size == 32 for _, recipe in trained)
     assert all("not the experiment" in str(recipe.run.note) for _, recipe in trained)
@@ -120,36 +126,56 @@ def test_smoke_says_everywhere_that_it_is_not_the_experiment(
     assert trained[-1][1].run.note is None
 
 
-def test_a_plan_is_found_by_the_name_of_its_folder(plan: str, tmp_path: Path) -> None:
-    root = tmp_path / "recipes"
-    assert find_plan("grids", root) == Path(plan)
-    assert find_plan(plan) == Path(plan)
-    with pytest.raises(RecipeError, match="no such plan; did you mean 'grids'"):
-        find_plan("grid", root)
-    with pytest.raises(RecipeError, match="there is none below"):
-        find_plan("grids", tmp_path / "nowhere")
+def test_what_was_done_before_stays_in_the_table(plan: str, trained, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    reproduce(plan, out=out)
+    whole = (out / "table.md").read_text()
+    count = len(trained)
+    told = reproduce(plan, only=["plain"], out=out)
+    assert len(trained) == count + 1, "the others are only looked at"
+    assert Path(told["table"]).read_text() == whole
+    assert [row["name"] for row in told["runs"]] == ["chosen", "plain"]
+    edited = Path(plan).read_text().replace("optim.lr: [0.1", "optim.lr: [0.4")
+    Path(plan).write_text(edited)
+    told = reproduce(plan, only=["plain"], out=out)
+    assert [row["name"] for row in told["runs"]] == ["plain"], "the grid is another one now"
 
 
-@pytest.mark.parametrize(
-    "old,new,said",
-    [
-        ("small.yaml\n", "smal.yaml\n", "smal.yaml"),
-        ("title", "titel", "titel"),
-        ("[0.1, 0.3, 0.2]", "0.1", "grid.optim.lr: expected a list"),
-        ("data.val_fraction=0", "data.val_fracton=0", "did you mean"),
-        ("name: plain", "name: chosen", "two runs are called 'chosen'"),
-        ("seeds: [3, 4]", "seeds: []", "seeds: is empty"),
-    ],
-)
-def test_wrong_plans_are_refused_before_anything_runs(
-    plan: str, trained, old: str, new: str, said: str
+def test_another_choice_says_what_to_remove(
+    plan: str, trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = Path(plan).read_text()
-    assert old in text
-    Path(plan).write_text(text.replace(old, new))
-    with pytest.raises(RecipeError, match=said):
-        load_plan(plan)
-    assert trained == []
+    reproduce(plan, out=tmp_path)
+
+    def refuse(recipe: Recipe, out: Path, **_: Any) -> dict[str, Any]:
+        if out.name == "seed-3":
+            raise RecipeError("cannot continue with another recipe")
+        return json.loads((out / "results.json").read_text())
+
+    monkeypatch.setattr(experiments, "train", refuse)
+    with pytest.raises(RecipeError, match=r"the grid chooses optim.lr=0.3 .*: remove .*seed-3"):
+        reproduce(plan, out=tmp_path)
+
+
+def test_a_signal_says_how_a_plan_goes_on(
+    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: Any, **__: Any) -> dict[str, Any]:
+        raise Interrupted("stopped at step 3 of 9 and saved; continue with --resume", 2)
+
+    monkeypatch.setattr(experiments, "train", stopped)
+    with pytest.raises(Interrupted, match="and saved; repeat the command to go on") as caught:
+        reproduce(plan, out=tmp_path)
+    assert caught.value.exit_code == 130
+
+
+def test_a_reported_figure_stands_beside_the_runs_own(plan: str, trained, tmp_path: Path) -> None:
+    assert "reported |" not in describe(reproduce(plan, out=tmp_path)).splitlines()[2]
+    text = Path(plan).read_text().replace("name: plain", 'reported: "0.61382"\n    name: plain')
+    Path(plan).write_text(text)
+    lines = describe(reproduce(plan, out=tmp_path)).splitlines()
+    assert lines[2].endswith("| reported |")
+    assert lines[4].endswith("| – |")
+    assert lines[5].endswith("| 0.61382 |")
 
 
 def test_wrong_requests_are_refused(plan: str, trained, tmp_path: Path) -> None:
@@ -159,20 +185,12 @@ def test_wrong_requests_are_refused(plan: str, trained, tmp_path: Path) -> None:
         reproduce(plan, scale="smok", out=tmp_path)
     with pytest.raises(RecipeError, match="nothing to choose by"):
         reproduce(plan, overrides=["data.val_fraction=0"], out=tmp_path)
-    assert len(trained) == 1
-
-
-SHIPPED = sorted((Path(__file__).parents[1] / "recipes").rglob("plan.yaml"))
-
-
-@pytest.mark.parametrize("path", SHIPPED, ids=[path.parent.name for path in SHIPPED])
-def test_every_plan_that_ships_can_be_run(path: Path) -> None:
-    shipped = load_plan(path)
-    assert len(SHIPPED) >= 6
-    assert f"finetune reproduce {path.parent.name}" in path.read_text().splitlines()[0]
-    for entry in shipped.runs:
-        for scale in ((), shipped.smoke):
-            load_recipe(path.parent / entry.recipe, [*entry.overrides, *scale])
+    with pytest.raises(RecipeError, match="--out: is empty"):
+        reproduce(plan, out="")
+    count = len(trained)
+    with pytest.raises(RecipeError, match=r"optim\.lrr"):  # before the first run
+        reproduce(plan, overrides=["optim.lrr=1"], out=tmp_path)
+    assert len(trained) == count
 
 
 @pytest.mark.slow

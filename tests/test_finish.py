@@ -81,3 +81,19 @@ def test_a_report_that_cannot_be_written_costs_no_run(tmp_path: Path, monkeypatc
     assert results["test"]["examples"]
     assert "report.html is left out: report.html: the disk is full" in capsys.readouterr().err
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "done"
+
+
+def test_claims_that_changed_after_the_end_are_answered_anew(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train(parse_recipe(RECIPE), out)
+    before = (out / "results.json").read_bytes()
+    claims = 'claims: [{metric: test.top1, value: 0.5, tolerance: 0.5, source: "table §7"}]\n'
+    results = train(parse_recipe(RECIPE + claims), out, resume=True)
+    assert [claim["verdict"] for claim in results["claims"]] == ["met"]
+    assert json.loads((out / "results.json").read_text()) == results
+    for name in ("recipe.yaml", "report.html", "model/README.md"):
+        assert "table §7" in (out / name).read_text(), name
+    again = train(parse_recipe(RECIPE + claims.replace("0.5,", "0.9,", 1)), out, resume=True)
+    assert [claim["value"] for claim in again["claims"]] == [0.9]
+    train(parse_recipe(RECIPE), out, resume=True)
+    assert (out / "results.json").read_bytes() == before

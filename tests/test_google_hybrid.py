@@ -120,3 +120,9 @@ def test_timms_small_hybrid_is_resized_and_gets_a_zero_head(tmp_path: Path) -> N
     assert larger.model.pos_embed.shape == (1, 10, 32)
     assert larger.provenance["posemb"] == "paper"
     assert torch.equal(logits(larger.model, images(96)), torch.zeros(2, 3))
+
+
+def test_group_norms_divide_as_the_papers_code_does(checkpoint: str) -> None:
+    norms = [m for m in build(checkpoint).model.modules() if isinstance(m, torch.nn.GroupNorm)]
+    assert len(norms) > 8
+    assert {(norm.eps, norm.num_groups) for norm in norms} == {(1e-6, 32)}

@@ -17,6 +17,7 @@ from finetune.inside import (
     patch_filters,
     position_similarity,
 )
+from finetune.models.position import position_table
 
 
 def network(**args: Any) -> Any:
@@ -60,6 +61,19 @@ def test_similarity_is_the_cosine_without_the_class_token() -> None:
     expected = one @ other / np.linalg.norm(one) / np.linalg.norm(other)
     assert found[1, 2, 3, 5] == pytest.approx(expected)
     np.testing.assert_allclose(np.einsum("ijij->ij", found), 1.0)
+
+
+@pytest.mark.parametrize("where", ["stem", "every_layer", "every_layer_shared"])
+@pytest.mark.parametrize("kind", ["learned_1d", "learned_2d"])
+def test_similarity_wherever_our_own_networks_have_their_positions(kind: str, where: str) -> None:
+    small = {"embed_dim": 16, "depth": 2, "num_heads": 2, "position": kind, "where": where}
+    model = timm.create_model("vit_scratch_large_patch8_32", **small)
+    found = position_similarity(model)
+    assert found.shape == (4, 4, 4, 4)
+    holder = model.blocks[0] if where == "every_layer" else model
+    table = position_table(holder.pos_embed).detach().double()[0, 1:].numpy()
+    expected = table[5] @ table[11] / np.linalg.norm(table[5]) / np.linalg.norm(table[11])
+    assert found[1, 1, 2, 3] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("key", ["resnet", "swin", "convnext"])

@@ -153,3 +153,11 @@ class TestResize:
     def test_distances_stay_for_the_loader_to_refuse(self) -> None:
         offsets = torch.randn(9, 4)
         assert resize("blocks.0.pos_embed.offsets", offsets, (4, 4)) is offsets
+
+
+@pytest.mark.parametrize("kind", ["learned_1d", "learned_2d", "relative"])
+def test_learned_positions_start_as_the_papers_code_has_them(kind: str) -> None:
+    holder = torch.nn.Module()
+    attach(holder, kind, grid=(16, 16), width=512, head_width=512)
+    for parameter in holder.parameters():
+        assert float(parameter.detach().std()) == pytest.approx(0.02, rel=0.1)

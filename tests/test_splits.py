@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from samples import counts, make_folder, make_parquet
 
 from finetune.data.sources import open_source
-from finetune.data.splits import split_train, take_train
+from finetune.data.splits import merge_val, split_train, take_train
 from finetune.errors import DataError
 
 
@@ -104,3 +105,22 @@ def test_too_few_and_too_many_are_refused(tmp_path: Path) -> None:
     for wrong in (1, 6):
         with pytest.raises(DataError, match="give a number from 2 to 5"):
             take_train(source, wrong, 0)
+
+
+def test_the_sources_own_validation_joins_train(tmp_path: Path) -> None:
+    make_folder(tmp_path / "train", {"a": 4, "b": 3})
+    make_folder(tmp_path / "val", {"a": 2, "b": 1})
+    source = open_source(f"folder:{tmp_path}")
+    train, val = source.splits["train"], source.splits["val"].subset(np.array([2, 0]))
+    smaller = dataclasses.replace(source, splits={**source.splits, "val": val})
+    (merged,) = merge_val(smaller).splits.values()
+    assert merged.name == "train"
+    assert merged.labels.tolist() == [*train.labels.tolist(), 1, 0]
+    for place, (split, index) in enumerate([(train, 0), (train, 6), (val, 0), (val, 1)]):
+        number = [0, 6, 7, 8][place]
+        assert merged.name_of(number) == split.name_of(index)
+        assert np.array_equal(merged.read(number), split.read(index))
+        assert merged.items.content(merged._row(number)) == split.items.content(split._row(index))
+    assert len(merged.fingerprint()) == 64
+    with pytest.raises(DataError, match=r"data\.merge_val: .* brings no validation split"):
+        merge_val(open_source("embedded:digits"))

@@ -7,10 +7,34 @@ import dataclasses
 import numpy as np
 
 from finetune.data.columns import in_order
+from finetune.data.items import JoinedItems
 from finetune.data.sources import Source
 from finetune.errors import DataError
 
-__all__ = ["split_train", "take_train"]
+__all__ = ["merge_val", "split_train", "take_train"]
+
+
+def merge_val(source: Source) -> Source:
+    """Make the source's own validation images training images, behind those that it has.
+
+    Returns: the source without "val".
+    Raises: DataError unless it has both splits.
+    """
+    splits = dict(source.splits)
+    if not {"train", "val"} <= set(splits):
+        raise DataError(
+            f"data.merge_val: {source.name} brings no validation split to add to train, only "
+            f"{', '.join(splits)}; remove the key"
+        )
+    train, val = splits["train"], splits.pop("val")
+    rows = [np.arange(len(one)) if one.rows is None else one.rows for one in (train, val)]
+    splits["train"] = dataclasses.replace(
+        train,
+        labels=np.concatenate([train.labels, val.labels]),
+        items=JoinedItems(train.items, val.items),
+        rows=np.concatenate([rows[0], rows[1] + len(train.items)]),
+    )
+    return dataclasses.replace(source, splits=splits)
 
 
 def take_train(source: Source, num_train: int | None, seed: int) -> Source:

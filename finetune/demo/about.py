@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from finetune.data.sources import open_source
+from finetune.data_of import whole_data_of
 from finetune.errors import FinetuneError, WeightsError
 from finetune.models.hub_files import hub_file
 from finetune.models.weights import locate
@@ -120,9 +120,7 @@ def _from_data(model: str, into: Path) -> list[Path]:
         section = recipe.data
         if not section.source.startswith(_LOCAL):
             return []
-        source = open_source(
-            section.source, image_column=section.image_column, label_column=section.label_column
-        )
+        source = whole_data_of(section)
         split = source.splits.get("test") or source.splits.get("val")
         if split is None:
             return []

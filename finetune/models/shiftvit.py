@@ -29,6 +29,7 @@ default_cfgs = generate_default_cfgs(
     {
         "shiftvit_tiny_patch4_48": {
             "input_size": (3, 48, 48),
+            "num_classes": 10,
             "first_conv": "patch_embed.proj",
             "classifier": "head.fc",
             "mean": (0.0, 0.0, 0.0),  # pixel values go in as they are, from 0 to 1
@@ -158,7 +159,7 @@ class ShiftViT(nn.Module):
         self,
         shift: str = "document",
         *,
-        num_classes: int = 1000,
+        num_classes: int = 10,
         in_chans: int = 3,
         global_pool: str = "avg",
         patch_size: int = 4,

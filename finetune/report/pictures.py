@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from finetune.data.sources import Split, open_source
+from finetune.data.sources import Split
+from finetune.data_of import whole_data_of
 from finetune.errors import FinetuneError
 from finetune.report.data import Run, listed
 
@@ -48,9 +49,7 @@ def mistake_rows(run: Run, split: Split | None) -> tuple[list[dict[str, Any]], s
 def _open_test(run: Run) -> tuple[Split | None, str]:
     data = run.recipe.data
     try:
-        source = open_source(
-            data.source, image_column=data.image_column, label_column=data.label_column
-        )
+        source = whole_data_of(data)
     except (FinetuneError, OSError, ValueError):
         return None, (
             "Their pictures are not shown: the data cannot be opened from here; write the report "

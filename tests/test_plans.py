@@ -1,0 +1,130 @@
+"""The files of plans: found, read, checked before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from finetune.errors import RecipeError
+from finetune.plans import Entry, check_runs, find_plan, load_plan, made_small
+from finetune.recipe import load_recipe
+
+RECIPE = """
+model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 16,
+        args: {patch_size: 4, embed_dim: 16, depth: 1, num_heads: 2}}
+data: {source: "embedded:digits", eval: resize}
+optim: {lr: 1e-3, steps: 2}
+run: {precision: fp32}
+claims:
+  - {metric: test.top1, value: 0.5, tolerance: 0.2, source: a table}
+"""
+PLAN = """
+title: A grid and its choice
+runs:
+  - name: chosen
+    recipe: small.yaml
+    grid: {optim.lr: [0.1, 0.3, 0.2], optim.weight_decay: [0, 0.5]}
+    final: [data.val_fraction=0]
+    seeds: [3, 4]
+  - name: plain
+    recipe: small.yaml
+    overrides: [optim.steps=1]
+    claims: [{metric: test.top1, value: 0.1, source: another table}]
+smoke: [optim.steps=1]
+"""
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> str:
+    folder = tmp_path / "recipes" / "tables" / "grids"
+    folder.mkdir(parents=True)
+    (folder / "small.yaml").write_text(RECIPE)
+    (folder / "plan.yaml").write_text(PLAN)
+    return str(folder / "plan.yaml")
+
+
+def test_a_plan_is_found_by_the_name_of_its_folder(plan: str, tmp_path: Path) -> None:
+    root = tmp_path / "recipes"
+    assert find_plan("grids", root) == Path(plan)
+    assert find_plan(plan) == Path(plan)
+    with pytest.raises(RecipeError, match="no such plan; did you mean 'grids'"):
+        find_plan("grid", root)
+    assert find_plan(str(Path(plan).parent)) == Path(plan)
+    with pytest.raises(RecipeError, match=r"there is none below .* a copy of the repository"):
+        find_plan("grids", tmp_path / "nowhere")
+    other = root / "more" / "grids"
+    other.mkdir(parents=True)
+    (other / "plan.yaml").write_text(PLAN)
+    with pytest.raises(RecipeError, match=r"grids: .*plan.yaml or .*plan.yaml\?"):
+        find_plan("grids", root)
+
+
+@pytest.mark.parametrize(
+    "old,new,said",
+    [
+        ("small.yaml\n", "smal.yaml\n", "smal.yaml"),
+        ("title", "titel", "titel"),
+        ("[0.1, 0.3, 0.2]", "0.1", "grid.optim.lr: expected a list"),
+        ("data.val_fraction=0", "data.val_fracton=0", "did you mean"),
+        ("name: plain", "name: chosen", "two runs are called 'chosen'"),
+        ("seeds: [3, 4]", "seeds: []", "seeds: is empty"),
+        ("seeds: [3, 4]", "seeds: [3, 3]", "seeds: one stands there twice"),
+        ("[0.1, 0.3, 0.2]", "[1e-3, 0.001]", "one value stands there twice"),
+        ("optim.lr:", "optim.lrr:", "did you mean"),
+        ("[0, 0.5]", "[0, much]", r"optim.weight_decay.*much"),
+        (
+            "optim.lr: [0.1, 0.3, 0.2]",
+            "data.train: [resize | flip, resize  flip]",
+            "both be called",
+        ),
+        ("name: plain", "name: ../plain", "a folder's name"),
+        ("name: plain", "name: a/b", "a folder's name"),
+        (PLAN[PLAN.index("runs:") : PLAN.index("smoke")], "runs: []\n", "runs"),
+        (PLAN, "", "a plan needs a title and runs"),
+    ],
+)
+def test_wrong_plans_are_refused_before_anything_runs(
+    plan: str, old: str, new: str, said: str
+) -> None:
+    text = Path(plan).read_text()
+    assert old in text
+    Path(plan).write_text(text.replace(old, new))
+    with pytest.raises(RecipeError, match=said):
+        check_runs(load_plan(plan), Path(plan))
+
+
+def test_values_of_a_grid_are_written_as_a_recipe_reads_them() -> None:
+    values = [None, "null", 0.03, "resize | flip", [1, 2], True]
+    entry = Entry(name="a", recipe="b.yaml", grid={"run.note": values})
+    written = [change for (change,) in entry.combinations()]
+    assert written == [
+        "run.note=null",
+        'run.note="null"',
+        "run.note=0.03",
+        "run.note=resize | flip",
+        "run.note=[1, 2]",
+        "run.note=true",
+    ]
+    assert entry.folder_of(written[3:4]) == "note=resize-flip"
+    two = Entry(name="a", recipe="b.yaml", grid={"a.x": [1], "b.x": [2]})
+    assert two.folder_of(next(two.combinations())) == "a.x=1,b.x=2"
+
+
+def test_a_small_plan_takes_two_of_everything(plan: str) -> None:
+    chosen, plain = made_small(load_plan(plan)).runs
+    assert len(list(chosen.combinations())) == 4
+    assert (chosen.seeds, plain.seeds) == ((3, 4), (0,))
+
+
+SHIPPED = sorted((Path(__file__).parents[1] / "recipes").rglob("plan.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=[path.parent.name for path in SHIPPED])
+def test_every_plan_that_ships_can_be_run(path: Path) -> None:
+    shipped = load_plan(path)
+    assert len(SHIPPED) >= 6
+    assert f"finetune reproduce {path.parent.name}" in path.read_text().splitlines()[0]
+    for entry in shipped.runs:
+        for scale in ((), shipped.smoke):
+            load_recipe(path.parent / entry.recipe, [*entry.overrides, *scale])

@@ -18,6 +18,8 @@ from finetune.recipe import Recipe
 __all__ = ["Facts", "write_card"]
 
 _SHOWN_CLASSES = 30
+_TAME = re.compile(r"[\w. -]+")  # what nobody takes for markup
+_TURNS = re.compile("[\u202a-\u202e\u2066-\u2069]")  # they would turn the text behind a name too
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _COLUMNS = {"top1": "top-1", "top5": "top-5", "loss": "loss", "ece": "calibration error"}
 _PICTURES = {
@@ -56,7 +58,7 @@ class Facts:
     def data_name(self) -> str:
         """The data set's name: owner/name on the hub, else the last part of its path."""
         kind, _, rest = self.recipe.data.source.partition(":")
-        return _hub_name(rest) if kind == "hub" else rest.rstrip("/").rpartition("/")[2]
+        return re.split(r"[@:]", rest)[0] if kind == "hub" else rest.rstrip("/").rpartition("/")[2]
 
     @property
     def data_id(self) -> str:
@@ -142,16 +144,16 @@ def _summary(facts: Facts) -> list[str]:
     recipe, results = facts.recipe, facts.results
     size = "×".join(map(str, facts.config["pretrained_cfg"]["input_size"][1:]))
     start = (
-        f"Fine-tuned from `{recipe.model.name}`"
+        f"Fine-tuned from {_code(recipe.model.name)}"
         if recipe.model.pretrained
-        else f"`{recipe.model.name}` trained from random weights"
+        else f"{_code(recipe.model.name)} trained from random weights"
     )
     names = [_plain(str(name)) for name in facts.config.get("label_names") or []]
     shown = ", ".join(names[:_SHOWN_CLASSES])
     more = f" and {len(names) - _SHOWN_CLASSES} more" if len(names) > _SHOWN_CLASSES else ""
     note = [f"> {_plain(recipe.run.note)}", ""] if recipe.run.note else []
     return [
-        f"# {facts.name}",
+        f"# {facts.name if _TAME.fullmatch(facts.name) else _plain(facts.name)}",
         "",
         *note,
         f"{start} on {_plain(facts.data_name)}: {results['steps']:,} steps of "
@@ -223,7 +225,7 @@ def _results(facts: Facts) -> list[str]:
 
 def _claims(facts: Facts) -> list[str]:
     answers = facts.results.get("claims")
-    return ["## Claims", "", table(answers)] if answers else []
+    return ["## Claims", "", _inert(table(answers))] if answers else []
 
 
 def _training(facts: Facts) -> list[str]:
@@ -231,6 +233,8 @@ def _training(facts: Facts) -> list[str]:
     device, processes = record.get("device", {}), record.get("num_processes", 1)
     seconds = facts.results.get("train", {}).get("seconds")
     time = f", {seconds:,.0f} seconds" if seconds else ""
+    whole = facts.recipe.to_yaml().strip()
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", whole)), default=0))
     return [
         "## Training",
         "",
@@ -242,9 +246,9 @@ def _training(facts: Facts) -> list[str]:
         "",
         "<details><summary>The whole recipe, also in recipe.yaml</summary>",
         "",
-        "```yaml",
-        facts.recipe.to_yaml().strip(),
-        "```",
+        f"{fence}yaml",
+        whole,
+        fence,
         "",
         "</details>",
         "",
@@ -271,7 +275,7 @@ def _data(facts: Facts) -> list[str]:
     return [
         "## Data",
         "",
-        f"Source: `{facts.recipe.data.source}`, fingerprint "
+        f"Source: {_code(facts.recipe.data.source)}, fingerprint "
         f"`{facts.record.get('data_fingerprint')}`.",
         "",
         *told,
@@ -297,8 +301,8 @@ def _limits(facts: Facts) -> list[str]:
 def _provenance(facts: Facts) -> list[str]:
     record = facts.record
     versions = ", ".join(f"{name} {value}" for name, value in record.get("versions", {}).items())
-    keys = ("source", "revision", "file", "sha256")
-    start = ", ".join(f"{key} `{facts.weights[key]}`" for key in keys if facts.weights.get(key))
+    known = {key: facts.weights.get(key) for key in ("source", "revision", "file", "sha256")}
+    start = ", ".join(f"{key} {_code(str(value))}" for key, value in known.items() if value)
     return [
         "## Provenance",
         "",
@@ -310,12 +314,17 @@ def _provenance(facts: Facts) -> list[str]:
     ]
 
 
-def _hub_name(rest: str) -> str:
-    """owner/name of `owner/name[@revision][:config]`."""
-    return re.split(r"[@:]", rest)[0]
-
-
 def _plain(text: str) -> str:
     """Text that neither Markdown nor HTML takes for markup, on one line."""
-    escaped = html.escape(" ".join(text.split()), quote=False)
-    return re.sub(r"([\\`*_{}\[\]()#+!|~])", r"\\\1", escaped)
+    return re.sub(r"([\\`*_{}\[\]()#+!|~])", r"\\\1", _inert(" ".join(text.split())))
+
+
+def _inert(text: str) -> str:
+    """Text without elements; halves of characters, which JSON may hold, become escapes."""
+    whole = _TURNS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return html.escape(whole.encode("utf-8", "backslashreplace").decode(), quote=False)
+
+
+def _code(text: str) -> str:
+    """Text as code, or as plain text where it would end the code itself."""
+    return _plain(text) if re.search(r"[`\s]", text) or _TURNS.search(text) else f"`{text}`"

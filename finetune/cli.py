@@ -60,11 +60,13 @@ def train(
     With --resume, RECIPE may be a run directory.
     """
     from finetune.recipe import load_recipe
+    from finetune.recipe_check import refuse_undone
 
     if out == "":
         raise RecipeError("--out: is empty; name a folder, or leave it out for runs/RECIPE")
     if resume and (Path(recipe) / "recipe.yaml").is_file():
         recipe = str(Path(recipe) / "recipe.yaml")
+    refuse_undone(overrides)
     loaded, path = load_recipe(recipe, overrides), Path(recipe)
     # a run's own copy of its recipe belongs to that run, whatever the name of the file
     own = path.name == "recipe.yaml" and (path.parent / "run.json").is_file()

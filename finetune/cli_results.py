@@ -9,10 +9,14 @@ from finetune.terminal import Answer, answers
 
 __all__ = ["VERBS"]
 
+PIXELS = click.IntRange(1, 8192)  # a side; more would ask for gigabytes an image
+
+PORTS = click.IntRange(0, 65535)
+
 
 @click.command("info")
 @click.argument("model")
-@click.option("--image-size", metavar="N", type=click.IntRange(min=1), help="Look at N pixels.")
+@click.option("--image-size", metavar="N", type=PIXELS, help="Look at N pixels.")
 @answers
 def model_info(model: str, image_size: int | None) -> Answer:
     """Show MODEL's layers, parameters, MACs, tokens and preprocessing; downloads no weights."""
@@ -86,7 +90,9 @@ def reproduce(
     """Carry out the plan NAME, a set of runs, and answer its claims in one table."""
     from finetune.experiments import describe
     from finetune.experiments import reproduce as carry_out
+    from finetune.recipe_check import refuse_undone
 
+    refuse_undone(overrides)
     told = carry_out(name, only=only, scale=scale, overrides=overrides, out=out)
     pages = [str(page) for page in (told["table"], told["comparison"]) if page]
     return Answer(told, "\n".join([describe(told), *pages]))
@@ -137,7 +143,7 @@ def push(
 @click.option("--format", "kind", default="onnx", show_default=True, help="onnx or torch.")
 @click.option("--out", metavar="PATH", help="The file, or the folder for it.")
 @click.option("--images", metavar="PATH", multiple=True, help="What to compare the logits on.")
-@click.option("--image-size", metavar="N", type=click.IntRange(min=1), help="Resize to N pixels.")
+@click.option("--image-size", metavar="N", type=PIXELS, help="Resize to N pixels.")
 @answers
 def export(
     model: str, kind: str, out: str | None, images: tuple[str, ...], image_size: int | None
@@ -152,7 +158,7 @@ def export(
 @click.command("demo")
 @click.argument("model")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=7860, show_default=True, type=int, help="0 takes a free one.")
+@click.option("--port", default=7860, show_default=True, type=PORTS, help="0 takes a free one.")
 @click.option("--share", is_flag=True, help="Also make a public link, through Gradio's servers.")
 @click.option("--export-space", metavar="DIR", help="Write a folder that runs as a hub Space.")
 @answers

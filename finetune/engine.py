@@ -8,6 +8,10 @@ another; at the end the best weights become `model/` and the test split is read,
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import functools
+import itertools
 import os
 import warnings
 from collections.abc import Callable
@@ -26,7 +30,7 @@ from accelerate.utils import (
 
 from finetune.data.feed import Feed
 from finetune.errors import FinetuneError, Interrupted, RecipeError, SetupError, nearest
-from finetune.finish import finish
+from finetune.finish import answer_anew, finish
 from finetune.job import open_job
 from finetune.live import Live
 from finetune.measure import evaluate
@@ -36,11 +40,14 @@ from finetune.provenance import pick_precision, requested_processes
 from finetune.recipe import Recipe, RunSection
 from finetune.record import begin, note_plan, status_kept
 from finetune.rundir import RunDir
+from finetune.watch import Launcher, Ranks
 
 __all__ = ["evaluate", "launch", "leave", "train"]
 
 _Result = TypeVar("_Result")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_runs = itertools.count()  # of this process; all ranks count alike
+_launcher = functools.cache(Launcher.of_this_process)
 
 
 def launch(run: RunSection, *, out: Path | None = None) -> Accelerator:
@@ -55,7 +62,12 @@ def launch(run: RunSection, *, out: Path | None = None) -> Accelerator:
     if run.threads is not None:
         torch.set_num_threads(run.threads)
     without_gpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
-    processes = PartialState(cpu=without_gpu)
+    launcher = _launcher()
+    processes = PartialState(
+        cpu=without_gpu, timeout=datetime.timedelta(seconds=run.timeout_seconds)
+    )
+    if launcher is not None:
+        launcher.joined = True
     for asked in (run.num_processes, requested_processes()):
         if asked is not None and asked != processes.num_processes:
             device = "" if processes.device.type == "cuda" else "ACCELERATE_USE_CPU=true "
@@ -116,40 +128,47 @@ def train(
     run = RunDir(out)
     accelerator = launch(recipe.run, out=run.path)
     main, world = accelerator.is_main_process, accelerator.num_processes
-    job = open_job(
-        recipe,
-        device=accelerator.device,
-        local_processes=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
-        notice=say if main else _silent,
-        progress=main,
+    ranks = Ranks(
+        accelerator.process_index,
+        world,
+        number=next(_runs),
+        timeout_seconds=recipe.run.timeout_seconds,
+        launcher=_launcher(),
     )
-    # Before the data is decoded: whatever of the recipe does not fit together shows here.
-    job.try_pipelines()
-    live = Live(job, accelerator, run)
-    job.stream.micro_batches(0, rank=accelerator.process_index, world=world)
-    precision = accelerator.mixed_precision.replace("no", "fp32")
-    _on_main(accelerator, lambda: _check_destination(recipe))
-    if dry_run:
-        return {**job.plan(), "precision": precision, "num_processes": world}
-    try:
-        _on_main(accelerator, run.open)
-        facts = {"precision": precision, "num_processes": world, "resume": resume, "notice": say}
-        start = _on_main(accelerator, lambda: begin(run, job, **facts))
+    with contextlib.closing(run), StopSignals(_launcher()) as stop, ranks.in_order():
+        with stop.at_once(_stopped(run)):
+            job = open_job(
+                recipe,
+                device=accelerator.device,
+                local_processes=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+                notice=say if main else _silent,
+                progress=main,
+            )
+            # Before the data is decoded: whatever of the recipe does not fit together shows here.
+            job.try_pipelines()
+            live = Live(job, accelerator, run)
+            job.stream.micro_batches(0, rank=accelerator.process_index, world=world)
+            precision = accelerator.mixed_precision.replace("no", "fp32")
+            _on_main(accelerator, lambda: _check_destination(recipe))
+            if dry_run:
+                return {**job.plan(), "precision": precision, "num_processes": world}
+            _on_main(accelerator, run.open)
+            facts = {"precision": precision, "num_processes": world, "resume": resume}
+            start = _on_main(accelerator, lambda: begin(run, job, **facts, notice=say))
         if start is None:
-            results = run.read_json("results.json") or {}
+            results = _on_main(accelerator, lambda: answer_anew(run, recipe))
         else:
-            results = _to_the_end(live, start, precision)
-        for tracker in accelerator.trackers:
-            tracker.finish()
-        # The run is done: whatever the hub says, nothing of it is lost. Nobody waits for rank 0, as
-        # a collective would be given up while a large model or a busy hub takes its time.
-        if not stay:
-            leave()
-        if main:
-            _publish(run, recipe)
-        return results
-    finally:
-        run.close()
+            results = _to_the_end(live, start, precision, stop, ranks)
+        with stop.at_once(_stopped(run)):
+            for tracker in accelerator.trackers:
+                tracker.finish()
+            # The run is done: whatever the hub says, nothing of it is lost. Nobody waits for rank
+            # 0, as a collective would be given up while a large model or a busy hub takes its time.
+            if not stay:
+                leave()
+            if main:
+                _publish(run, recipe)
+            return results
 
 
 def leave() -> None:
@@ -158,29 +177,32 @@ def leave() -> None:
         torch.distributed.destroy_process_group()
 
 
-def _to_the_end(live: Live, start: int, precision: str) -> dict[str, Any]:
+def _to_the_end(
+    live: Live, start: int, precision: str, stop: StopSignals, ranks: Ranks
+) -> dict[str, Any]:
     """Decode the data, train from `start` on, and finish. Returns: the content of results.json."""
     job, accelerator, run = live.job, live.accelerator, live.run
-    with StopSignals() as stop, status_kept(run, main=live.main):
-        dtype = _DTYPES.get(precision, torch.float32)
-        train_feed = job.feed(job.source.splits["train"], train=True, dtype=dtype)
-        _on_main(accelerator, lambda: note_plan(run, job, start=start))
-        val = job.source.splits.get("val")
-        val_feed = None if val is None else job.feed(val, train=False)
-        _heed(stop, run)
-        if start:
-            live.restore(start)
-        if live.recipe.run.trackers:
-            accelerator.init_trackers("finetune")
+    with status_kept(run, main=live.main), ranks.explained():
+        with stop.at_once(_stopped(run)):
+            dtype = _DTYPES.get(precision, torch.float32)
+            train_feed = job.feed(job.source.splits["train"], train=True, dtype=dtype)
+            _on_main(accelerator, lambda: note_plan(run, job, start=start))
+            val = job.source.splits.get("val")
+            val_feed = None if val is None else job.feed(val, train=False)
+            if start:
+                live.restore(start)
+            if live.recipe.run.trackers:
+                accelerator.init_trackers("finetune")
         _fit(live, train_feed, val_feed, stop)
-        return finish(live, val_feed)
+        with stop.at_once(_stopped(run)):  # all steps are saved
+            return finish(live, val_feed)
 
 
 def _fit(live: Live, train_feed: Feed, val_feed: Feed | None, stop: StopSignals) -> None:
     """Take the steps that are left, with logs, evaluations and checkpoints when they are due."""
     job, accelerator, counters = live.job, live.accelerator, live.counters
     run_keys = live.recipe.run
-    steps = train_feed.train(
+    batches = train_feed.train(
         job.stream,
         range(counters.step, job.steps),
         rank=accelerator.process_index,
@@ -189,7 +211,10 @@ def _fit(live: Live, train_feed: Feed, val_feed: Feed | None, stop: StopSignals)
     )
     meter = Meter(accelerator.device, counters.seconds)
     live.go_on(meter)
-    with bar(total=job.steps, start=counters.step, shown=live.main) as shown:
+    with (
+        contextlib.closing(batches) as steps,
+        bar(total=job.steps, start=counters.step, shown=live.main) as shown,
+    ):
         while counters.step < job.steps and not live.stops_early:
             live.step(*next(steps), meter)
             shown.update()
@@ -221,20 +246,21 @@ def _fit(live: Live, train_feed: Feed, val_feed: Feed | None, stop: StopSignals)
 def _on_main(accelerator: Accelerator, work: Callable[[], _Result]) -> _Result:
     """Do something on rank 0; every rank gets its answer, or its error."""
     outcome: list[Any] = [None, None]
-    unexpected: Exception | None = None
+    problem: Exception | None = None
     if accelerator.is_main_process:
         try:
             outcome[0] = work()
-        except FinetuneError as error:
-            outcome[1] = error
         except Exception as error:  # the other ranks must not wait for an answer
-            unexpected = error
-            outcome[1] = FinetuneError("rank 0 has ended with an internal error")
+            problem = error
+            outcome[1] = (str(error), getattr(error, "exit_code", 1))
     broadcast_object_list(outcome)
-    if unexpected is not None:
-        raise unexpected
+    if problem is not None:
+        raise problem
     if outcome[1] is not None:
-        raise outcome[1]
+        message, code = outcome[1]
+        elsewhere = FinetuneError(f"rank 0: {message}")
+        elsewhere.exit_code, elsewhere.said = code, True
+        raise elsewhere
     answer: _Result = outcome[0]
     return answer
 
@@ -259,12 +285,9 @@ def _publish(run: RunDir, recipe: Recipe) -> None:
         say(f"pushed to {pushed['url']}, commit {pushed['commit']}")
 
 
-def _heed(stop: StopSignals, run: RunDir) -> None:
-    """End before the first step if a signal has come."""
-    if stop.received:
-        raise Interrupted(
-            f"{run.path}: stopped before training went on; continue with --resume", stop.received
-        )
+def _stopped(run: RunDir) -> str:
+    """What a signal leads to where there is nothing to save."""
+    return f"{run.path}: stopped; continue with --resume"
 
 
 def _postfix(line: dict[str, Any]) -> dict[str, str]:

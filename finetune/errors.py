@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import os
+import re
 from collections.abc import Iterable
+from pathlib import Path
 
 __all__ = [
     "CheckpointError",
@@ -15,14 +18,20 @@ __all__ = [
     "RecipeError",
     "SetupError",
     "WeightsError",
+    "masked",
     "nearest",
 ]
+
+_SECRET_NAME = re.compile(r"(?i)(TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY)(?!.*(PATH|FILE|DIR)$)")
+_SECRET = re.compile(r"\bhf_[A-Za-z0-9]{20,}|(?<=://)[^/\s@'\"]+(?=@)")
+_LEAST_CHARACTERS = 8  # what is shorter is a switch, such as TOKENIZERS_PARALLELISM=false
 
 
 class FinetuneError(Exception):
     """Something the user can mend; the message names the thing, the cause and the next step."""
 
     exit_code = 1
+    said = False  # whether another process of the launch prints it
 
 
 class RecipeError(FinetuneError):
@@ -72,6 +81,7 @@ class Interrupted(FinetuneError):
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)
+        self.signal_number = signal_number
         self.exit_code = 128 + signal_number
 
 
@@ -85,3 +95,30 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
     return f"; did you mean '{close[0]}'?" if close else ""
+
+
+def masked(text: str) -> str:
+    """Text as it may be shown and kept: tokens and passwords become ***.
+
+    Known are the values of environment variables that are called a token, key or password, the
+    token of the login to the hub, what looks like one, and whatever stands before the @ of an
+    address.
+
+    Args:
+        text: such as a message, a traceback or a word of the command line.
+    """
+    for secret in sorted(_secrets(), key=len, reverse=True):
+        text = text.replace(secret, "***")
+    return _SECRET.sub("***", text)
+
+
+def _secrets() -> set[str]:
+    found = {value.strip() for name, value in os.environ.items() if _SECRET_NAME.search(name)}
+    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    login = Path(os.environ.get("HF_TOKEN_PATH") or Path(home) / "token").expanduser()
+    try:
+        with login.open(encoding="utf-8") as file:
+            found.add(file.read(1000).strip())
+    except (OSError, ValueError):  # nobody is logged in
+        pass
+    return {secret for secret in found if len(secret) >= _LEAST_CHARACTERS}

@@ -56,8 +56,7 @@ def evaluate_model(
     Raises: RecipeError if the data is not known, DataError if its classes are not the model's,
         SetupError if the temperature cannot be written.
     """
-    default = "val" if fit_temperature else "test"
-    split = _known(default if split is None else split)
+    split = _known(("val" if fit_temperature else "test") if split is None else split)
     config = _config_of(model) if fit_temperature else None
     if out is not None:
         make_folder(Path(out), option="--out")

@@ -125,7 +125,7 @@ def _outcome(
     choices: list[dict[str, Any]] = []
     split, _, key = entry.by.partition(".")
     for changes in entry.combinations() if entry.grid else ():
-        name = f"{entry.name}/choose/{entry.folder_of(changes)}"
+        name = f"{entry.name}-choose/{entry.folder_of(changes)}"
         settings = [*added, *changes, "run.test=false", f"run.seed={entry.seeds[0]}"]
         done = run_of(recipe_for(entry, path, settings), folder / name, name)
         if done is None:
@@ -144,7 +144,7 @@ def _outcome(
         chosen = best["overrides"]
     finals = []
     for seed in entry.seeds:
-        name = f"{entry.name}/seed-{seed}"
+        name = f"{entry.name}-s{seed}"
         recipe = recipe_for(entry, path, [*added, *chosen, *entry.final, f"run.seed={seed}"])
         try:
             final = run_of(recipe, folder / name, name)

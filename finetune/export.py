@@ -159,8 +159,11 @@ def _pictures(model: str, pipeline: Pipeline, paths: Sequence[str]) -> tuple[Ten
 def _decoded(found: tuple[str, str | None]) -> np.ndarray:
     path, error = found
     if error is not None:
-        raise DataError(f"--images: {path}: {error}")
-    return decode(path)
+        raise DataError(f"--images: {path}: {error}; name another")
+    try:
+        return decode(path)
+    except DataError as cause:
+        raise DataError(f"--images: {cause}; name another") from None
 
 
 def _some_of(source: str, columns: dict[str, str | None], pipeline: Pipeline) -> Tensor:

@@ -55,7 +55,8 @@ def read_cached(folder: Path, key: str, *, num_images: int) -> NDArray[np.float3
     for path in sorted(folder.glob(f"{key}-*.npy")):
         try:
             if sha256_of(path) == path.stem.partition("-")[2]:
-                values: NDArray[np.float32] = np.load(path, mmap_mode="r", allow_pickle=False)
+                # unlike np.load this reads nothing but arrays, whatever the file begins with
+                values: NDArray[np.float32] = npy.open_memmap(path, mode="r")
                 if values.dtype == np.float32 and values.shape[0] == num_images:
                     os.utime(path)  # the least recently used go first
                     return values
@@ -109,7 +110,7 @@ def write_cached(
         finally:
             temporary.unlink(missing_ok=True)
         _make_room(folder, max_bytes, keep=path.name)
-        mapped: NDArray[np.float32] = np.load(path, mmap_mode="r", allow_pickle=False)
+        mapped: NDArray[np.float32] = npy.open_memmap(path, mode="r")
         return mapped
     except OSError as error:
         needed = math.ceil(values_ND.nbytes / 2**20)

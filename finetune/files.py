@@ -6,9 +6,12 @@ import contextlib
 import errno
 import hashlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
+
+from safetensors import SafetensorError
 
 from finetune.errors import SetupError
 
@@ -77,17 +80,27 @@ def disk_errors(path: Path, *, needed: int) -> Iterator[None]:
     """
     try:
         yield
-    except OSError as error:
-        if error.errno in _NO_SPACE:
+    except (OSError, SafetensorError) as error:
+        number = _number_of(error)
+        if number in _NO_SPACE:
             raise SetupError(
                 f"{path}: the disk is full ({needed:,} bytes are needed); what was saved before is "
                 "kept: free space, then run it again (training with --resume)"
             ) from error
-        if error.errno in _NOT_WRITABLE:
+        if number in _NOT_WRITABLE:
             raise SetupError(
-                f"{path}: cannot be written ({error.strerror}); choose another folder with --out"
+                f"{path}: cannot be written ({os.strerror(number)}); choose another folder with "
+                "--out"
             ) from error
         raise
+
+
+def _number_of(error: Exception) -> int:
+    """The system's number of a refusal; safetensors has it in its text only. Returns: 0 if none."""
+    if isinstance(error, OSError):
+        return error.errno or 0
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found.group(1)) if found else 0
 
 
 def sync(file: IO[Any]) -> None:

@@ -115,7 +115,7 @@ class Live:
                 loss_sum = _loss_sum(logits_BK, batch, optim.label_smoothing)
                 # Gradients are averaged over ranks, and the loss is a mean over the global batch.
                 share = accelerator.num_processes / self.recipe.data.batch_size
-                accelerator.backward(loss_sum * share)
+                accelerator.backward(loss_sum * _unless_infinite(loss_sum.detach(), share))
             losses.append((loss_sum.detach(), logits_BK.detach(), batch.labels_B))
         limit = optim.clip_norm if optim.clip_norm is not None else float("inf")
         norm = accelerator.clip_grad_norm_(self.model.parameters(), limit)
@@ -286,8 +286,11 @@ class Live:
 
 def _best_step(run: RunDir, step: int) -> int | None:
     """The step whose checkpoint holds the best weights, as the one of `step` knows it."""
-    text = (run.folder(step) / "state.json").read_text(encoding="utf-8")
-    best: int | None = json.loads(text)["best_step"]
+    try:
+        counters = json.loads((run.folder(step) / "state.json").read_text(encoding="utf-8"))
+        best: int | None = counters["best_step"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None  # an older checkpoint was damaged; a resume would pass it over, and its best
     return best
 
 
@@ -297,6 +300,14 @@ def _loss_sum(logits_BK: Tensor, batch: Batch, label_smoothing: float) -> Tensor
     return nn.functional.cross_entropy(
         logits_BK, targets, reduction="sum", label_smoothing=label_smoothing
     )
+
+
+def _unless_infinite(loss: Tensor, share: float) -> Tensor:
+    """The share, or NaN for a loss that is not finite, whose gradient might be all the same.
+
+    The gradient carries it to all ranks, so that they leave the step out together.
+    """
+    return torch.where(loss.isfinite(), share, float("nan"))
 
 
 def _prefer_plain_attention(network: nn.Module) -> None:

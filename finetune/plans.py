@@ -49,7 +49,7 @@ FolderName = Annotated[Text, AfterValidator(_folder_name)]
 class Entry(Section):
     """One run of a plan, or a grid of runs and the one that it chooses."""
 
-    name: FolderName = Field(description="the run's folder in the plan's")
+    name: FolderName = Field(description="the run's folder in the plan's, with its seed behind it")
     recipe: Text = Field(description="a recipe, from the plan's folder")
     overrides: tuple[Text, ...] = Field((), description="key=value, as on the command line")
     grid: Arguments = Field({}, description="keys and the values to choose among")

@@ -22,7 +22,7 @@ from finetune.data.decode import decode, printable
 from finetune.errors import DataError, FinetuneError, RecipeError, SetupError, WeightsError
 from finetune.listing import Found, find_files, list_files
 from finetune.models.build import Built, build
-from finetune.predictions import Row, Rows, check_target, writing
+from finetune.predictions import Row, Rows, check_target, refuse_inputs, writing
 from finetune.preprocess import make_pipeline
 from finetune.provenance import pick_precision
 from finetune.record import recipe_of
@@ -280,12 +280,13 @@ def predict(
         batch_size: images through the network at once.
         device: None takes a GPU if there is one.
     Returns: the rows of `Classifier.predict`; `unreadable` finds the errors among them.
-    Raises: RecipeError for another suffix of `out` or `sheet`, SetupError if they cannot be
-        written, DataError for an empty list on standard input.
+    Raises: RecipeError for another suffix of `out` or `sheet` or the name of an input, SetupError
+        if they cannot be written, DataError for an empty list on standard input.
     """
     target = None if out is None else check_target(out, option="--out")
     picture = None if sheet is None else check_target(sheet, option="--sheet", suffixes=[".png"])
     found = list_files(paths)
+    refuse_inputs((path for path, _ in found), {"--out": target, "--sheet": picture})
     classifier = Classifier.load(model, device=device, calibrated=calibrated)
     rows = Rows(classifier.class_names)
     drawing = ContactSheet() if picture is not None else None

@@ -8,7 +8,7 @@ import csv
 import io
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -22,6 +22,7 @@ __all__ = [
     "marked",
     "one_line",
     "refusals",
+    "refuse_inputs",
     "replacing",
     "unreadable",
     "writing",
@@ -120,6 +121,21 @@ def check_target(path: str | Path, *, option: str, suffixes: Sequence[str] = SUF
     if path.is_dir():
         raise SetupError(f"{option}: '{path}' cannot be written (a folder); choose another name")
     return path
+
+
+def refuse_inputs(read: Iterable[str], targets: Mapping[str, Path | None]) -> None:
+    """Refuse to write over a file that is read.
+
+    Args:
+        read: paths of the images.
+        targets: option to the file that is to be written behind it.
+    Raises: RecipeError naming both.
+    """
+    written = {os.path.realpath(path): option for option, path in targets.items() if path}
+    for path in read if written else ():
+        option = written.get(os.path.realpath(path))
+        if option is not None:
+            raise RecipeError(f"{option}: would replace the image {one_line(path)}; name another")
 
 
 @contextlib.contextmanager

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
+
+from finetune.errors import Interrupted
+from finetune.watch import Launcher
 
 __all__ = ["Meter", "StopSignals", "bar", "say"]
 
@@ -101,10 +106,16 @@ class Meter:
 
 
 class StopSignals:
-    """Turns the first SIGTERM or SIGINT into a request; the second one ends the process at once."""
+    """Turns the first SIGTERM or SIGINT into a request; the second one ends the process at once.
 
-    def __init__(self) -> None:
+    Args:
+        launcher: its end is a request like SIGTERM, and never the second one.
+    """
+
+    def __init__(self, launcher: Launcher | None = None) -> None:
         self.received: int = 0
+        self._launcher = launcher
+        self._message: str | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -112,10 +123,26 @@ class StopSignals:
             self._before[number] = signal.signal(number, self._handle)
         return self
 
+    @contextlib.contextmanager
+    def at_once(self, message: str) -> Iterator[None]:
+        """Raise `Interrupted` with a message as soon as a signal comes: nothing is to be saved."""
+        self._message = message
+        try:
+            if self.received:
+                raise Interrupted(message, self.received)
+            yield
+        finally:
+            self._message = None
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        launcher_gone = self._launcher is not None and self._launcher.heard()
         if self.received:
+            if launcher_gone:
+                return
             os._exit(128 + number)
         self.received = number
+        if self._message is not None:
+            raise Interrupted(self._message, number)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():

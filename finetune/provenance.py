@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import yaml
 
-from finetune.errors import SetupError
+from finetune.errors import SetupError, masked
 
 __all__ = ["describe_machine", "pick_precision", "requested_processes"]
 
@@ -39,7 +39,7 @@ def describe_machine(device: torch.device, num_processes: int) -> dict[str, Any]
         "device": {"type": device.type, "name": name, "threads": torch.get_num_threads()},
         "num_processes": num_processes,
         "commit": _commit(),
-        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "argv": [masked(word) for word in (Path(sys.argv[0]).name, *sys.argv[1:])],
     }
 
 

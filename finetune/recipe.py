@@ -12,6 +12,7 @@ from pathlib import Path
 from pydantic import Field
 
 from finetune import recipe_check, recipe_yaml
+from finetune.errors import RecipeError, masked
 from finetune.recipe_sections import (
     Claim,
     DataSection,
@@ -76,4 +77,12 @@ def parse_recipe(text: str, *, name: str = "recipe", overrides: Iterable[str] = 
     document = recipe_yaml.read_document(text, name=name)
     for override in overrides:
         recipe_check.apply_override(document, override, Recipe)
-    return recipe_check.validate(document, Recipe)
+    recipe = recipe_check.validate(document, Recipe)
+    written = recipe.to_yaml()
+    if masked(written) != written:
+        raise RecipeError(
+            f"{name}: holds a token or password, which the run directory would keep and a push "
+            "publish; take it out, and make a new one (the hub's is read from HF_TOKEN or from the "
+            "login)"
+        )
+    return recipe

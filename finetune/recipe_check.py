@@ -6,6 +6,7 @@ Nothing here knows the keys of a recipe; the sections are given by the model tha
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -13,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from finetune.errors import RecipeError, nearest
 from finetune.recipe_yaml import Document, Key, Place, parse_value
 
-__all__ = ["apply_override", "sections_of", "validate"]
+__all__ = ["apply_override", "refuse_undone", "sections_of", "validate"]
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -54,12 +55,15 @@ def apply_override(document: Document, override: str, recipe: type[BaseModel]) -
     """
     written, equals, text = override.partition("=")
     parts = tuple(part.strip() for part in written.split("."))
-    where = f"override '{override}'"
+    shown = override.encode("utf-8", "backslashreplace").decode()
+    where = f"override '{shown}'"
     sections = sections_of(recipe)
 
     def report(problem: str) -> None:
         document.problems.append((float("inf"), f"{where}: {problem}"))
 
+    if shown != override:
+        return report("not UTF-8 text; write it as UTF-8")
     if not equals or not all(parts):
         return report("expected section.key=value, for example optim.lr=1e-3")
     if len(parts) == 1:
@@ -77,12 +81,30 @@ def apply_override(document: Document, override: str, recipe: type[BaseModel]) -
             holder[part] = {}
         holder = holder[part]
         if not isinstance(holder, dict):
-            return report(f"{'.'.join(parts[:depth])} holds one value; it has no keys below it")
+            return report(
+                f"{'.'.join(parts[:depth])} holds one value; it has no keys below it, set it whole"
+            )
     for key in [key for key in document.places if key[: len(parts)] == parts]:
         del document.places[key]  # what stood there before is gone, and its places with it
     document.broken = {key for key in document.broken if key[: len(parts)] != parts}
     document.places[parts] = Place(where, float("inf"), text.strip())
     holder[parts[-1]] = value
+
+
+def refuse_undone(overrides: Iterable[str]) -> None:
+    """Refuse overrides of one command line of which a later one undoes an earlier one.
+
+    Raises: RecipeError naming both.
+    """
+    given: dict[tuple[str, ...], str] = {}
+    for override in overrides:
+        parts = tuple(part.strip() for part in override.partition("=")[0].split("."))
+        for earlier, written in given.items():
+            if earlier[: len(parts)] == parts:
+                raise RecipeError(
+                    f"override '{override}': undoes '{written}', given before it; keep one"
+                )
+        given[parts] = override
 
 
 def validate(document: Document, recipe: type[T]) -> T:

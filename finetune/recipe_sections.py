@@ -104,14 +104,20 @@ class DataSection(Section):
         0.1,
         ge=0,
         lt=1,
-        description="share of train held out for validation, stratified, keyed by run.seed; 0: "
-        "none; ignored when the source has a validation split",
+        description="share of train held out for validation, stratified, keyed by the split's "
+        "seed; 0: none; ignored when the source has a validation split",
+    )
+    merge_val: bool = Field(
+        False, description="add the source's own validation split to train, then take from it"
+    )
+    split_seed: Whole | None = Field(
+        None, ge=0, description="what num_train and val_fraction draw by; null: run.seed"
     )
     num_train: Whole | None = Field(
         None,
         ge=1,
-        description="training images to use, of every class its share, drawn by run.seed; null: "
-        "all; validation is taken from them",
+        description="training images to use, of every class its share, drawn by the split's seed; "
+        "null: all; validation is taken from them",
     )
     image_column: Text | None = Field(None, description="null: found by its usual names")
     label_column: Text | None = Field(None, description="null: found by its usual names")
@@ -205,12 +211,14 @@ class OptimSection(Section):
             problem = f"a warm-up of {warmup_epochs:g} epochs is longer than the run of {epochs:g}"
             found.append(("warmup_epochs", {"warmup_epochs", "epochs"}, problem))
         if lr is not None and min_lr is not None and min_lr > lr:
-            found.append(("min_lr", {"min_lr", "lr"}, f"{min_lr:g} is above lr, {lr:g}"))
+            found.append(
+                ("min_lr", {"min_lr", "lr"}, f"{min_lr:g} is above lr, {lr:g}; make it less")
+            )
         step_keys = {"schedule", "step_every"}
         if schedule == "step" and values.get("step_every") is None:
             found.append(("step_every", step_keys, "missing; schedule step needs it"))
         elif schedule != "step" and values.get("step_every") is not None:
-            found.append(("step_every", step_keys, "only schedule step reads it"))
+            found.append(("step_every", step_keys, "only schedule step reads it; remove it"))
         return found
 
 
@@ -235,6 +243,9 @@ class RunSection(Section):
         None, ge=1, description="refuse to run on any other number; null: any"
     )
     threads: Whole | None = Field(None, ge=1, le=1024, description="CPU threads of each process")
+    timeout_seconds: Real = Field(
+        1800.0, gt=0, description="for which a process waits for the others before it gives up"
+    )
     max_skipped: Whole = Field(
         10, ge=0, description="steps in a row with a loss that is not finite before giving up"
     )
@@ -282,7 +293,7 @@ class Claim(Section):
         figures += values["between"] if "between" in given else []
         accuracy = str(values.get("metric")).endswith(("top1", "top5"))
         if accuracy and any(not 0 <= number(figure) <= 1 for figure in figures):
-            problem = "accuracies are fractions: 94.5 % is 0.945"
+            problem = "accuracies are fractions, write it so: 94.5 % is 0.945"
             found.append((given[0], {"metric", "value", "between"}, problem))
         when = str(values.get("when", "end"))
         if str(values.get("metric")).startswith("test.") and when != "end":

@@ -35,6 +35,7 @@ __all__ = [
 
 # no leading zeros: 010 is 8 to YAML 1.1 and 10 to YAML 1.2
 _NUMBER = re.compile(r"[-+]?(?:(?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
+_LARGEST_SIDE = 8192  # pixels, as of the operations: more would ask for gigabytes an image
 _LARGEST_WHOLE = 2**53  # beyond it a float cannot count
 _METRIC = re.compile(r"(train|val|test)\.(top1|top5|loss|ece)|run\.epochs")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
@@ -94,6 +95,8 @@ def _image_size(value: Any) -> Any:
         sizes = (0, 0)
     if min(sizes) < 1:
         raise _expected("pixels: a whole number above 0, or a list [height, width]")
+    if max(sizes) > _LARGEST_SIDE:
+        raise _expected(f"at most {_LARGEST_SIDE} pixels a side")
     return sizes if isinstance(value, (list, tuple)) else sizes[0]
 
 

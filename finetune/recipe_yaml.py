@@ -8,6 +8,7 @@ refused. The dumper quotes whatever either reading would not give back as the sa
 from __future__ import annotations
 
 import re
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ class _Loader(yaml.SafeLoader):
             problem = "anchors and aliases (& and *) are refused; write the value out, or quote it"
             raise _Refused(problem=problem, problem_mark=event.start_mark)
         if self.depth > MAX_DEPTH:
-            problem = f"more than {MAX_DEPTH} levels deep"
+            problem = f"more than {MAX_DEPTH} levels deep; write it with fewer"
             raise _Refused(problem=problem, problem_mark=event.start_mark)
         self.depth += 1
         node = super().compose_node(parent, index)
@@ -123,31 +124,34 @@ def read_text(path: str | Path) -> str:
     Returns: its text.
     Raises: RecipeError if it is not a file that can be read as UTF-8 text.
     """
-    name = str(path)
+    name = str(path) if len(str(path)) <= 200 else f"{str(path)[:200]}…"
     if re.match(r"^[A-Za-z][A-Za-z0-9+.-]*://", name):
         raise RecipeError(f"{name}: a recipe is a local file, not a URL; download it first")
+    if not name.strip():
+        raise RecipeError(f"{name!r}: an empty name; give the file of a recipe")
     try:
+        mode = Path(path).stat().st_mode
+        if stat.S_ISDIR(mode):
+            inside = sorted(Path(path).glob("*.yaml"))
+            hint = f", for example {inside[0]}" if inside else ""
+            raise RecipeError(f"{name}: a folder, not a recipe; give one file{hint}")
+        if not stat.S_ISREG(mode):  # opening a pipe may wait for ever
+            raise RecipeError(f"{name}: a pipe or a device; give the file of a recipe")
         with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         raise RecipeError(f"{name}: no such file{_nearest_file(Path(path))}") from None
-    except IsADirectoryError:
-        inside = sorted(item.name for item in Path(path).glob("*.yaml"))
-        hint = f", for example {Path(path) / inside[0]}" if inside else ""
-        raise RecipeError(f"{name}: a folder, not a recipe; give one file{hint}") from None
     except (OSError, ValueError) as error:
-        cause = getattr(error, "strerror", None) or str(error)
-        raise RecipeError(f"{name!r}: cannot be read: {cause}") from None
+        cause = getattr(error, "strerror", None) or error
+        raise RecipeError(f"{name!r}: cannot be read: {cause}; check the path") from None
     if len(data) > MAX_BYTES:
-        raise RecipeError(f"{name}: larger than {MAX_BYTES:,} bytes; this is not a recipe")
+        raise RecipeError(f"{name}: over {MAX_BYTES:,} bytes; this is not a recipe, give one")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise RecipeError(
-            f"{name}:{line}: not UTF-8 text (byte 0x{data[error.start]:02x}); "
-            "save the file as UTF-8"
-        ) from None
+        cause = f"not UTF-8 text (byte 0x{data[error.start]:02x})"
+        raise RecipeError(f"{name}:{line}: {cause}; save the file as UTF-8") from None
 
 
 def read_document(text: str, *, name: str) -> Document:
@@ -162,10 +166,8 @@ def read_document(text: str, *, name: str) -> Document:
     document = Document(name)
     node = _compose(text, name)
     if node is None or (isinstance(node, yaml.ScalarNode) and node.tag == _TAG + "null"):
-        raise RecipeError(
-            f"{name}: empty; a recipe needs the sections model, data and optim; "
-            "see: finetune recipes help"
-        )
+        sections = "a recipe needs the sections model, data and optim"
+        raise RecipeError(f"{name}: empty; {sections}; see: finetune recipes help")
     if not isinstance(node, yaml.MappingNode):
         raise RecipeError(
             f"{name}:{node.start_mark.line + 1}: expected a mapping with the sections model, data "
@@ -221,15 +223,16 @@ def _compose(text: str, name: str) -> yaml.Node | None:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{name}:{mark.line + 1}" if mark else name
-        tab = "; indent with spaces, not tabs" if "\\t" in str(error.problem) else ""
+        if isinstance(error, _Refused):
+            raise RecipeError(f"{place}: {error.problem}") from None
+        tab = "\\t" in str(error.problem)
         context = f" ({error.context})" if error.context else ""
-        fault = "" if isinstance(error, _Refused) else "not valid YAML: "
-        raise RecipeError(f"{place}: {fault}{error.problem}{context}{tab}") from None
+        hint = "indent with spaces, not tabs" if tab else "correct this line"
+        raise RecipeError(f"{place}: not valid YAML: {error.problem}{context}; {hint}") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise RecipeError(
-            f"{name}:{line}: not valid YAML: character 0x{int(error.character):02x} is not text"
-        ) from None
+        cause = f"character 0x{int(error.character):02x} is not text"
+        raise RecipeError(f"{name}:{line}: {cause}; save it as UTF-8") from None
     finally:
         if loader is not None:
             loader.dispose()
@@ -259,7 +262,7 @@ def _plain(node: yaml.Node, key: Key, document: Document) -> Any:
     try:
         return _scalar(node.tag, node.value)
     except ValueError:
-        document.report(key, f"{node.value!r} is not what its tag says")
+        document.report(key, f"{node.value!r} is not what its tag says; remove the tag")
         document.broken.add(key)
         return None
 
@@ -317,10 +320,8 @@ def _lists(value: Any) -> Any:  # YAML has no tuples
 
 
 def _dotted(key: Key) -> str:
-    text = ""
-    for part in key:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}"
-    return text.removeprefix(".")
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in key)
+    return "".join(parts).removeprefix(".")
 
 
 def _nearest_file(path: Path) -> str:

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import DataError, Interrupted, RecipeError, SetupError
+from finetune.errors import CheckpointError, DataError, Interrupted, RecipeError, SetupError
 from finetune.files import write_atomically
 from finetune.job import Job
 from finetune.provenance import describe_machine
 from finetune.recipe import Recipe, load_recipe
 from finetune.rundir import RunDir
 
-__all__ = ["begin", "but_the_seed", "learned", "note_plan", "recipe_of", "status_kept"]
+__all__ = ["begin", "but_the_seed", "finished", "learned", "note_plan", "recipe_of", "status_kept"]
 
 # A resumed run may differ in these: they change where and how fast, not what is learned.
 _FREE_KEYS = {
@@ -67,8 +68,8 @@ def begin(
     """
     record = run.read_json("run.json") or {}
     fingerprints = job.fingerprints()
-    finished = record.get("status") == "done" and run.read_json("results.json") is not None
-    if not run.steps() and not finished:
+    is_done = record.get("status") == "done" and run.read_json("results.json") is not None
+    if not run.steps() and not is_done:
         start = 0  # nothing was learned yet: whatever stands here may be begun anew
         record = {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     elif not resume:
@@ -76,9 +77,14 @@ def begin(
             f"{run.path}: holds a run already ({record.get('status', 'unknown')}); continue it "
             "with --resume, or choose another --out"
         )
+    elif not record:
+        raise CheckpointError(
+            f"{run.path / 'run.json'}: is missing, so nothing tells what data the run began with; "
+            "restore it from a copy, or train in another --out"
+        )
     else:
         _check_same(run, job, record, precision=precision, fingerprints=fingerprints)
-        if finished and job.steps == _steps_before(record, job):
+        if is_done and run.has_model() and job.steps == _steps_before(record, job):
             return None
         start = run.newest(notice) or 0
         if (before := _steps_before(record, job)) != job.steps:
@@ -87,26 +93,30 @@ def begin(
     run.prune({step for step in run.steps() if step <= start})
     run.forget_after(start)
     write_atomically(run.path / "recipe.yaml", job.recipe.to_yaml())
-    run.write_json(
-        "run.json",
-        {
-            **record,
-            "status": "running",
-            **describe_machine(job.device, num_processes),
-            "precision": precision,
-            "data_fingerprint": _joined(fingerprints),
-            "split_fingerprints": fingerprints,
-            "weights_sha256": job.built.provenance.get("sha256"),
-        },
-    )
+    facts = {
+        **describe_machine(job.device, num_processes),
+        "precision": precision,
+        "data_fingerprint": _joined(fingerprints),
+        "split_fingerprints": fingerprints,
+        "weights_sha256": job.built.provenance.get("sha256"),
+    }
+    run.write_json("run.json", {**record, "status": "running", **facts})
     return start
 
 
 def recipe_of(model: str | Path) -> Recipe | None:
     """The recipe of a run directory; None for a model folder or a name on the hub."""
-    folder = Path(model)
-    is_run = (folder / "run.json").is_file() and (folder / "recipe.yaml").is_file()
-    return load_recipe(folder / "recipe.yaml") if is_run else None
+    is_run = all(os.path.isfile(os.path.join(model, name)) for name in ("run.json", "recipe.yaml"))
+    return load_recipe(Path(model) / "recipe.yaml") if is_run else None
+
+
+def finished(folder: Path, recipe: Recipe) -> dict[str, Any] | None:
+    """The content of results.json if a run of this recipe is done there; else None."""
+    old, run = recipe_of(folder), RunDir(folder)
+    if old is None or learned(old) != learned(recipe):
+        return None
+    done = (run.read_json("run.json") or {}).get("status") == "done"
+    return run.read_json("results.json") if done else None
 
 
 def learned(recipe: Recipe) -> dict[str, dict[str, Any]]:
@@ -189,7 +199,7 @@ def note_plan(run: RunDir, job: Job, *, start: int) -> None:
     """
     record = run.read_json("run.json") or {}
     plan = job.plan()
-    before = record.get("plan", plan)["images_read"]
+    before = record.get("plan", plan).get("images_read", plan["images_read"])
     if start and before != plan["images_read"]:
         raise DataError(
             f"{job.recipe.data.source}: {before} training images could be read when the run began, "
@@ -201,13 +211,17 @@ def note_plan(run: RunDir, job: Job, *, start: int) -> None:
 @contextlib.contextmanager
 def status_kept(run: RunDir, *, main: bool) -> Iterator[None]:
     """Keep `status` in run.json true, whatever ends the run."""
-    status = "done"
+
+    def write(status: str) -> None:
+        if main and (record := run.read_json("run.json")) is not None:
+            run.write_json("run.json", {**record, "status": status})
+
     try:
         yield
     except BaseException as error:
         code = getattr(error, "exit_code", 1)
-        status = f"stopped ({code})" if isinstance(error, Interrupted) else f"failed ({code})"
+        kind = "stopped" if isinstance(error, Interrupted) else "failed"
+        with contextlib.suppress(SetupError):  # a full disk: what ended the run is to be told
+            write(f"{kind} ({code})")
         raise
-    finally:
-        if main and (record := run.read_json("run.json")) is not None:
-            run.write_json("run.json", {**record, "status": status})
+    write("done")

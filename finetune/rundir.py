@@ -17,6 +17,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
+from weakref import WeakValueDictionary
 
 from finetune.errors import CheckpointError, SetupError
 from finetune.files import disk_errors, sha256_of, sync, sync_folder, write_atomically
@@ -25,6 +26,8 @@ __all__ = ["RunDir"]
 
 MANIFEST = "manifest.json"
 _CHECKPOINT = re.compile(r"step-(\d{8})")
+# Who holds which lock file (device and inode): to the kernel all threads of a process are one.
+_HELD: WeakValueDictionary[tuple[int, int], RunDir] = WeakValueDictionary()
 
 
 class RunDir:
@@ -34,8 +37,10 @@ class RunDir:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
-        self._lock: IO[str] | None = None
-        self._metrics: IO[str] | None = None
+        # Neither is buffered: on a full disk, what is left in a buffer fails again at `close`.
+        self._lock: IO[bytes] | None = None
+        self._metrics: IO[bytes] | None = None
+        self._process: int | None = None  # that took the lock; a fork has not
 
     def open(self) -> None:
         """Create the folder, take its lock, and clear what an interrupted write left behind.
@@ -54,16 +59,25 @@ class RunDir:
                 raise SetupError(
                     f"{self.path}: cannot be created ({error.strerror}); choose another --out"
                 ) from error
-            self._lock = (self.path / ".lock").open("a+")
+            place = self.path / ".lock"
+            # Before it is opened: a process that closes a file gives back all its locks on it.
+            holder = _HELD.get(_identity(place)) if place.exists() else None
+            if holder is not None and holder._process == os.getpid():
+                raise SetupError(
+                    f"{self.path}: in use by process {os.getpid()}, this one; wait until its run "
+                    "there has ended, or choose another --out"
+                )
+            self._lock = place.open("a+b", buffering=0)
         try:
             # The kernel drops this kind of lock with its process, and no forked worker inherits it.
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _HELD[_identity(place)], self._process = self, os.getpid()
         except (BlockingIOError, PermissionError):
             self._lock.seek(0)
-            holder = self._lock.read().strip() or "unknown"
+            told = self._lock.read().decode(errors="replace").strip() or "unknown"
             self._lock.close()
             raise SetupError(
-                f"{self.path}: in use by process {holder}; wait for it, stop it, or choose another "
+                f"{self.path}: in use by process {told}; wait for it, stop it, or choose another "
                 "--out"
             ) from None
         except OSError as error:
@@ -71,9 +85,13 @@ class RunDir:
                 f"{self.path}: cannot be locked ({error.strerror}); choose an --out on a file "
                 "system with locks"
             ) from error
-        self._lock.truncate(0)
-        self._lock.write(f"{os.getpid()} on {socket.gethostname()}\n")
-        self._lock.flush()
+        with disk_errors(self.path, needed=4096):
+            self._clear()  # first: it may be what fills the disk
+            self._lock.truncate(0)
+            self._lock.write(f"{os.getpid()} on {socket.gethostname()}\n".encode())
+
+    def _clear(self) -> None:
+        """Remove what an interrupted write left, and give back what it had taken away."""
         for taken_away in self.path.glob(".model.old.*.tmp"):
             if not self.model.exists():  # a kill between the two renames of `publish_model`
                 os.replace(taken_away, self.model)
@@ -85,7 +103,7 @@ class RunDir:
         for file in (self._metrics, self._lock):
             if file is not None:
                 file.close()
-        self._metrics = self._lock = None
+        self._metrics = self._lock = self._process = None
 
     # Files of the run -----------------------------------------------------------------------
 
@@ -99,32 +117,44 @@ class RunDir:
         if not path.exists():
             return None
         try:
-            return dict(json.loads(path.read_text(encoding="utf-8")))
-        except ValueError as error:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(
-                f"{path}: is not valid JSON ({error}); restore or remove it"
+                f"{path}: cannot be read, or is not valid JSON ({error}); restore it from a copy, "
+                "or train in another --out"
             ) from error
+        if not isinstance(content, dict):
+            raise CheckpointError(
+                f"{path}: holds no JSON object; restore it from a copy, or train in another --out"
+            )
+        return content
 
     def log(self, line: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl."""
         path = self.path / "metrics.jsonl"
-        text = json.dumps(line, allow_nan=False) + "\n"
-        with disk_errors(path, needed=len(text)):
+        rest = (json.dumps(line, allow_nan=False) + "\n").encode()
+        with disk_errors(path, needed=len(rest)):
             if self._metrics is None:
-                self._metrics = path.open("a", encoding="utf-8")
-            self._metrics.write(text)
-            self._metrics.flush()
+                self._metrics = path.open("ab", buffering=0)
+            end = self._metrics.tell()
+            try:
+                while rest:  # a disk that is almost full takes a part
+                    rest = rest[self._metrics.write(rest) :]
+            except OSError:
+                self._metrics.truncate(end)
+                raise
 
     def history(self) -> list[dict[str, Any]]:
-        """Read metrics.jsonl; a last line that a kill cut short is left out."""
+        """Read metrics.jsonl; lines that are damaged, or that a kill cut short, are left out."""
         path = self.path / "metrics.jsonl"
         lines: list[dict[str, Any]] = []
-        if path.exists():
-            for text in path.read_text(encoding="utf-8").splitlines():
-                try:
-                    lines.append(json.loads(text))
-                except ValueError:
-                    break
+        for text in path.read_bytes().split(b"\n") if path.exists() else ():
+            try:
+                line = json.loads(text)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(line, dict) and isinstance(line.get("step"), int):
+                lines.append(line)
         return lines
 
     def forget_after(self, step: int) -> None:
@@ -184,6 +214,10 @@ class RunDir:
             shutil.rmtree(temporary, ignore_errors=True)
             shutil.rmtree(old, ignore_errors=True)
 
+    def has_model(self) -> bool:
+        """Whether `model/` is there, with all that a loader needs."""
+        return all((self.model / name).is_file() for name in ("config.json", "model.safetensors"))
+
     def verify(self, step: int) -> str | None:
         """Compare a checkpoint with its manifest. Returns: what is wrong, or None."""
         folder = self.folder(step)
@@ -231,6 +265,12 @@ class RunDir:
                 doomed = self.checkpoints / f".doomed-{step}"
                 os.replace(self.folder(step), doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """What makes a file the same one under all its names."""
+    found = path.stat()
+    return found.st_dev, found.st_ino
 
 
 def _settle(folder: Path) -> None:

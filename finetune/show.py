@@ -119,8 +119,11 @@ def read_images(images: Sequence[str | Path], pipeline: Pipeline) -> tuple[list[
     prepared = []
     for path, error in found:
         if error is not None:
-            raise DataError(f"{path}: {error}")
-        pixels_CHW = torch.from_numpy(decode(path)).permute(2, 0, 1)
+            raise DataError(f"{path}: {error}; name another")
+        try:
+            pixels_CHW = torch.from_numpy(decode(path)).permute(2, 0, 1)
+        except DataError as cause:
+            raise DataError(f"{cause}; name another") from None
         prepared.append(pipeline(pixels_CHW[None], device=torch.device("cpu"))[0])
     batch_BCHW = torch.stack(prepared) if prepared else torch.empty(0, 3, 1, 1)
     return [Path(path) for path, _ in found], batch_BCHW

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -21,6 +22,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+
+from finetune.errors import CheckpointError
 
 __all__ = ["Snapshot", "capture", "read_weights", "restore", "set_weights"]
 
@@ -126,10 +129,14 @@ def restore(
 
     Args: as for `capture`; `folder` is the checkpoint's.
     Returns: the counters.
+    Raises: CheckpointError, before anything live is changed, for a file of another format, which
+        a manifest that was written for it does not tell.
     """
     state: dict[str, dict[str, Any]] = {}
-    saved = json.loads((folder / "optimizer.json").read_text(encoding="utf-8"))
-    tensors = load_file(folder / "optimizer.safetensors")
+    saved = _read(folder / "optimizer.json")
+    counters = _read(folder / "state.json")
+    tensors, weights = (_read(folder / f"{name}.safetensors") for name in ("optimizer", "model"))
+    average = None if ema is None else _read(folder / "ema.safetensors")
     for key, value in {**tensors, **saved["moments"]}.items():
         name, _, moment = key.rpartition("/")
         state.setdefault(name, {})[moment] = value
@@ -141,10 +148,22 @@ def restore(
             model, optimizer, {"state": cast(Any, state), "param_groups": groups}, options=_WHOLE
         )
     # Last: asking a fresh optimiser for its state makes it take a step, which moves some weights.
-    set_weights(model, load_file(folder / "model.safetensors"))
-    if ema is not None:
-        ema.load_state_dict(load_file(folder / "ema.safetensors"))
-    return dict(json.loads((folder / "state.json").read_text(encoding="utf-8")))
+    set_weights(model, weights)
+    if ema is not None and average is not None:
+        ema.load_state_dict(average)
+    return counters
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The content of one file, tensors or JSON."""
+    try:
+        if path.suffix == ".json":
+            return dict(json.loads(path.read_text(encoding="utf-8")))
+        return load_file(path)
+    except (SafetensorError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}: is not what its name says ({error}); remove this checkpoint"
+        ) from None
 
 
 def _tuple(value: Any) -> Any:
@@ -160,4 +179,4 @@ def set_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """Read what evaluation sees from a checkpoint: its EMA where there is one, else its weights."""
     ema = folder / "ema.safetensors"
-    return load_file(ema if ema.exists() else folder / "model.safetensors")
+    return _read(ema if ema.exists() else folder / "model.safetensors")

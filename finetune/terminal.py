@@ -22,7 +22,15 @@ from typing import Any
 
 import click
 
-from finetune.errors import FinetuneError, RecipeError, SetupError, nearest
+from finetune.errors import (
+    DivergedError,
+    FinetuneError,
+    Interrupted,
+    RecipeError,
+    SetupError,
+    masked,
+    nearest,
+)
 
 __all__ = [
     "Answer",
@@ -34,12 +42,15 @@ __all__ = [
     "is_first_rank",
     "run",
     "to_json",
+    "visible",
 ]
 
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 EXIT_TERMINATED = 143
 
+# Every rank ends with these, and one report is enough.
+_ALIKE = (RecipeError, DivergedError, Interrupted)
 _OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")  # torch's by name: it is not imported here
 _OUT_OF_MEMORY_HELP = (
     "out of memory; the training stays the same with a smaller data.micro_batch or with "
@@ -92,7 +103,7 @@ def answers(function: Callable[..., Answer]) -> Callable[..., None]:
         with contextlib.redirect_stdout(sys.stderr):
             answer = function(**arguments)
         if is_first_rank():
-            shown = to_json(answer.data) if as_json else answer.text
+            shown = to_json(answer.data) if as_json else visible(answer.text)
             state["answered"] = bool(shown)
             click.echo(shown, nl=bool(shown))
         if answer.problem:
@@ -117,7 +128,7 @@ def run(group: click.Group, arguments: Sequence[str]) -> int:
     if "_FINETUNE_COMPLETE" in os.environ:  # the shell asks for completions
         group.main(prog_name="finetune")
     _open_closed_streams()
-    signal.signal(signal.SIGTERM, _end)
+    before = signal.signal(signal.SIGTERM, _end)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # file names need not be valid text
     try:
@@ -125,27 +136,34 @@ def run(group: click.Group, arguments: Sequence[str]) -> int:
         _flush()
         return code
     except click.ClickException as error:
-        error.show()
+        shown = io.StringIO()
+        error.show(file=shown)
+        click.echo(visible(masked(shown.getvalue())), err=True, nl=False)
         if state["json"]:
-            click.echo(to_json({"error": error.format_message(), "exit_code": error.exit_code}))
+            message = masked(error.format_message())
+            click.echo(to_json({"error": message, "exit_code": error.exit_code}))
         return error.exit_code
     except BrokenPipeError:
         _silence_stdout()
         return EXIT_BROKEN_PIPE
     except _Terminated:
-        click.echo("terminated", err=True)
+        _say("terminated")
         return EXIT_TERMINATED
     except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted", err=True)
+        _say("interrupted")
         return EXIT_INTERRUPTED
     except FinetuneError as error:
-        return _fail(str(error), error.exit_code, state, expected=isinstance(error, RecipeError))
+        expected = isinstance(error, _ALIKE)
+        return _fail(str(error), error.exit_code, state, expected=expected, said=error.said)
     except Exception as error:
         kind = type(error).__name__
         if kind in _OUT_OF_MEMORY:
             return _fail(_OUT_OF_MEMORY_HELP, SetupError.exit_code, state, expected=False)
         message = f"internal error: {kind}: {error}".strip().splitlines()[0]
-        return _fail(f"{message}; run again with --debug", 1, state, expected=False)
+        said = getattr(error, "said", False)
+        return _fail(f"{message}; run again with --debug", 1, state, expected=False, said=said)
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 class _Terminated(BaseException):
@@ -189,23 +207,48 @@ def _invoke(group: click.Group, arguments: Sequence[str], state: dict[str, bool]
     return 0
 
 
-def _fail(message: str, code: int, state: dict[str, bool], *, expected: bool) -> int:
-    """Report an error on standard error and, where JSON was asked for, on standard output."""
+def _fail(
+    message: str, code: int, state: dict[str, bool], *, expected: bool, said: bool = False
+) -> int:
+    """Report an error on standard error and, where JSON was asked for, on standard output.
+
+    Args:
+        expected: every rank has it, and rank 0 reports it.
+        said: another rank reports it.
+    """
+    # A launcher ends the ranks that are left when one has ended: the message comes out whole.
+    ended_by = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    message = visible(masked(message))
     if state.get("debug"):
-        traceback.print_exc()
-    # all ranks find the same mistakes in a recipe; one report is enough
+        click.echo(masked(traceback.format_exc()), err=True, nl=False)
     if is_first_rank():
-        click.echo(message, err=True)
+        if not said:
+            click.echo(message, err=True)
         if state.get("json") and not state.get("answered"):
             click.echo(to_json({"error": message, "exit_code": code}))
-    elif not expected:
+    elif not expected and not said:
         click.echo(f"rank {os.environ['RANK']}: {message}", err=True)
+    signal.signal(signal.SIGTERM, ended_by)
     return code
+
+
+def _say(message: str) -> None:
+    """Tell the user once, however many processes there are."""
+    if is_first_rank():
+        click.echo(message, err=True)
 
 
 def is_first_rank() -> bool:
     """Tell whether this process is the one of a launch that speaks and writes files."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def visible(text: str) -> str:
+    """Text without what a terminal would obey: names may hold escapes, or turn the line around."""
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode()
+        for char in text
+    )
 
 
 def to_json(data: Any) -> str:

@@ -24,7 +24,7 @@ NETWORKS: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "vit": ("vit_tiny_patch16_224", TINY, 32, 48),
     "vit_average": ("vit_base_patch16_224", {**TINY, "global_pool": "avg"}, 32, 48),
     "distilled": ("deit_tiny_distilled_patch16_224", TINY, 32, 48),
-    "registers": ("vit_small_patch14_reg4_dinov2", {**TINY, "num_classes": 0}, 32, 48),
+    "registers": ("vit_small_patch14_reg4_dinov2", TINY, 32, 48),
     "beit": ("beit_base_patch16_224", TINY, 32, 48),
     "cait": ("cait_xxs24_224", {**TINY, "depth_token_only": 1}, 32, 48),
     "swin": (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -17,14 +16,14 @@ from typing import Any
 import pytest
 import timm
 import torch
+from faults_runs import FULL, TINY, killed_before, losses, run_in_child, tiny, weights
 from safetensors.torch import load_file
 
-from finetune import engine, rundir
+from finetune import engine
 from finetune.engine import train
 from finetune.errors import (
     DataError,
     DivergedError,
-    FinetuneError,
     Interrupted,
     RecipeError,
     SetupError,
@@ -32,48 +31,10 @@ from finetune.errors import (
 from finetune.evidence import PUBLISHED
 from finetune.job import Job, open_job
 from finetune.live import Live
-from finetune.recipe import Recipe, parse_recipe
+from finetune.recipe import parse_recipe
 from finetune.rundir import RunDir
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-
-TINY = """
-model:
-  name: vit_tiny_patch16_224
-  args: {patch_size: 4, embed_dim: 32, depth: 2, num_heads: 2}
-  pretrained: false
-  image_size: 16
-data:
-  source: embedded:digits
-  train: resize | rotate(15) | color_jitter(0.2, 0.2, 0.2, 0.05) | random_crop(padding=2)
-  eval: resize
-  batch_size: 64
-optim: {name: adamw, lr: 3e-3, steps: 12, warmup_steps: 2, weight_decay: 0.05, clip_norm: 1.0}
-run: {precision: fp32, threads: 1, log_every: 1, eval_every: 4}
-"""
-
-# Everything that draws random numbers or keeps a state of its own.
-FULL = [
-    "model.dropout=0.1",
-    "model.attention_dropout=0.1",
-    "model.drop_path=0.1",
-    "optim.ema_decay=0.9",
-    "data.micro_batch=16",
-    "run.save_every=3",
-]
-
-
-def tiny(*overrides: str) -> Recipe:
-    return parse_recipe(TINY, overrides=overrides)
-
-
-def losses(run: Path) -> list[float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if line["split"] == "train"]
-
-
-def weights(run: Path) -> bytes:
-    return (run / "model" / "model.safetensors").read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -177,127 +138,6 @@ def test_a_tracker_that_is_not_there_is_not_left_out_silently(tmp_path: Path) ->
         train(tiny("run.trackers=[nosuch]"), tmp_path / "run")
 
 
-def run_in_child(work: Callable[[], object]) -> int:
-    """Run in a forked process. Returns: its exit code, or minus the signal that ended it."""
-    child = os.fork()
-    if child == 0:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 2)
-        code = 99
-        try:
-            work()
-            code = 0
-        except FinetuneError as error:
-            code = error.exit_code
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status)
-
-
-def killed_at(event: int, recipe: Recipe, out: Path) -> None:
-    """Train, and die by SIGKILL before the `event`-th step or file operation from now on."""
-    count = 0
-
-    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count == event:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **kwargs)
-
-        return call
-
-    for place, name in ((os, "replace"), (os, "fsync"), (shutil, "rmtree"), (Live, "step")):
-        setattr(place, name, counted(getattr(place, name)))
-    train(recipe, out, resume=True)
-
-
-def survive(events: list[int], recipe: Recipe, out: Path) -> int:
-    """Kill a run at each of the events, one life after another, then let it finish.
-
-    Returns: how many lives ended by SIGKILL.
-    """
-    kills = 0
-    for event in events:
-        code = run_in_child(lambda event=event: killed_at(event, recipe, out))
-        kills += code == -signal.SIGKILL
-        assert code in (0, -signal.SIGKILL)
-    assert run_in_child(lambda: train(recipe, out, resume=True)) == 0
-    return kills
-
-
-def test_sigkill_between_file_operations_loses_nothing(plain, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    assert survive([17, 26, 19], tiny(*FULL), out) == 3
-    assert weights(out) == weights(plain[0])
-    assert losses(out) == losses(plain[0])
-
-
-@pytest.mark.faults
-def test_sigkill_at_twenty_random_moments(plain, tmp_path: Path) -> None:
-    moments = random.Random(7)
-    kills = 0
-    for life in range(20):
-        out = tmp_path / f"run-{life}"
-        kills += survive([moments.randrange(1, 84)], tiny(*FULL), out)
-        assert weights(out) == weights(plain[0]), f"run {life}"
-    assert kills >= 15, "most of the moments must lie inside the run"
-
-
-def test_without_keyed_augmentation_the_same_test_fails(
-    plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import numpy as np
-
-    def unkeyed(seed: int, epoch: int, indices: Any) -> Any:
-        return np.random.default_rng(os.getpid()).integers(2**63, size=len(indices)).astype("u8")
-
-    monkeypatch.setattr("finetune.data.feed.sample_keys", unkeyed)
-    out = tmp_path / "run"
-    survive([40], tiny(*FULL), out)
-    assert weights(out) != weights(plain[0])
-
-
-def test_a_damaged_checkpoint_is_passed_over(plain, tmp_path: Path, capsys) -> None:
-    out = tmp_path / "run"
-    assert run_in_child(lambda: killed_at(55, tiny(*FULL), out)) == -signal.SIGKILL
-    run = RunDir(out)
-    assert len(run.steps()) >= 2
-    newest = run.folder(run.steps()[-1]) / "optimizer.safetensors"
-    newest.write_bytes(newest.read_bytes()[:-5])
-    train(tiny(*FULL), out, resume=True)
-    assert "is damaged and is passed over" in capsys.readouterr().err
-    assert weights(out) == weights(plain[0])
-
-
-@pytest.mark.parametrize("name", ["state.json", "manifest.json", "model.safetensors"])
-def test_a_checkpoint_that_lacks_a_file_does_not_come_back(
-    plain, tmp_path: Path, name: str
-) -> None:
-    out = tmp_path / "run"
-    assert run_in_child(lambda: killed_at(55, tiny(*FULL), out)) == -signal.SIGKILL
-    damaged = RunDir(out).steps()[-1]
-    (RunDir(out).folder(damaged) / name).unlink()
-    train(tiny(*FULL), out, resume=True)
-    assert all(RunDir(out).verify(step) is None for step in RunDir(out).steps())
-    assert weights(out) == weights(plain[0])
-
-
-def test_a_damaged_best_checkpoint_is_said_and_another_is_found(tmp_path: Path, capsys) -> None:
-    out = tmp_path / "run"
-    # The first evaluation stays the best, so its checkpoint is an old one.
-    still = ["optim.lr=1e-30", "run.best=val.loss", "run.eval_every=2", "run.save_every=1"]
-    assert run_in_child(lambda: killed_at(110, tiny(*still), out)) == -signal.SIGKILL
-    run = RunDir(out)
-    assert run.steps()[0] == 2 < run.steps()[-1] - 2
-    (run.folder(2) / "model.safetensors").write_bytes(b"")
-    results = train(tiny(*still), out, resume=True)
-    assert "a new best is looked for" in capsys.readouterr().err
-    assert results["best_step"] > 2
-
-
 def test_a_run_that_failed_before_its_first_step_can_be_begun_anew(
     image_folder: Path, tmp_path: Path
 ) -> None:
@@ -330,7 +170,7 @@ def test_log_lines_after_a_resume_cover_the_same_images(tmp_path: Path) -> None:
     recipe = tiny("run.log_every=5", "run.save_every=3", "run.eval_every=6")
     train(recipe, tmp_path / "whole")
     out = tmp_path / "run"
-    assert run_in_child(lambda: killed_at(30, recipe, out)) == -signal.SIGKILL
+    killed_before(8, recipe, out)
     train(recipe, out, resume=True)
     assert losses(out) == losses(tmp_path / "whole")
 
@@ -389,9 +229,10 @@ def test_resuming_a_finished_run_only_answers(plain) -> None:
 
 
 def test_another_image_is_noticed(image_folder: Path, tmp_path: Path) -> None:
-    recipe = tiny(f"data.source=folder:{image_folder}", "data.batch_size=6", "optim.steps=4")
+    keys = [f"data.source=folder:{image_folder}", "data.batch_size=6", "run.save_every=2"]
+    recipe = tiny(*keys, "optim.steps=4")
     out = tmp_path / "run"
-    assert run_in_child(lambda: killed_at(30, recipe, out)) == -signal.SIGKILL
+    killed_before(4, recipe, out)
     next((image_folder / "train" / "red").iterdir()).unlink()
     with pytest.raises(DataError, match="is not what the run"):
         train(recipe, out, resume=True)
@@ -530,10 +371,7 @@ def test_a_run_stopped_on_one_process_goes_on_with_two(tmp_path: Path) -> None:
     recipe.write_text(TINY)
     train(tiny(), tmp_path / "one")
     out = tmp_path / "run"
-    assert run_in_child(lambda: killed_at(34, tiny(), out)) == -signal.SIGKILL
+    killed_before(7, tiny(), out)
     assert RunDir(out).steps(), "it must have got to a checkpoint"
     launch_two(str(recipe), out, resume=True)
     assert losses(out) == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
-
-
-assert rundir.os is os  # what killed_at counts are the run directory's own calls

@@ -99,7 +99,7 @@ def test_the_grid_chooses_without_the_test_split(plan: str, trained, tmp_path: P
     assert "| optim.lr=0.3, optim.weight_decay=0 | 1.0000 | chosen |" in text
     assert "2 of 2 met" in text
     assert len(told["runs"]) == 1  # the other entry is not done
-    assert "40.00 % | met | chosen/seed-4 |" in text
+    assert "40.00 % | met | chosen-s4 |" in text
 
 
 def test_the_smallest_loss_is_the_best(plan: str, trained, tmp_path: Path) -> None:
@@ -147,12 +147,12 @@ def test_another_choice_says_what_to_remove(
     reproduce(plan, out=tmp_path)
 
     def refuse(recipe: Recipe, out: Path, **_: Any) -> dict[str, Any]:
-        if out.name == "seed-3":
+        if out.name == "chosen-s3":
             raise RecipeError("cannot continue with another recipe")
         return json.loads((out / "results.json").read_text())
 
     monkeypatch.setattr(experiments, "train", refuse)
-    with pytest.raises(RecipeError, match=r"the grid chooses optim.lr=0.3 .*: remove .*seed-3"):
+    with pytest.raises(RecipeError, match=r"the grid chooses optim.lr=0.3 .*: remove .*chosen-s3"):
         reproduce(plan, out=tmp_path)
 
 
@@ -212,9 +212,9 @@ def test_a_real_plan_is_gone_on_with_where_it_stopped(
     Path(plan).write_text(text.replace(", optim.weight_decay: [0, 0.5]", ""))
     with pytest.raises(FinetuneError, match="power"):
         reproduce(plan)
-    before = (tmp_path / "runs" / "grids" / "chosen" / "choose" / "lr=0.01" / "run.json").stat()
+    before = (tmp_path / "runs" / "grids" / "chosen-choose" / "lr=0.01" / "run.json").stat()
     told = reproduce(plan)
-    assert (tmp_path / "runs" / "grids" / "chosen" / "choose" / "lr=0.01" / "run.json").stat() == (
+    assert (tmp_path / "runs" / "grids" / "chosen-choose" / "lr=0.01" / "run.json").stat() == (
         before
     )
     for one in told["choices"]["chosen"]:
@@ -240,6 +240,6 @@ def test_two_processes_carry_out_a_plan_together(plan: str, tmp_path: Path) -> N
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("# A grid and its choice")
-    for name in ("choose/lr=0.001", "seed-3", "seed-4"):
-        record = json.loads((tmp_path / "out" / "chosen" / name / "run.json").read_text())
+    for name in ("chosen-choose/lr=0.001", "chosen-s3", "chosen-s4"):
+        record = json.loads((tmp_path / "out" / name / "run.json").read_text())
         assert (record["status"], record["num_processes"]) == ("done", 2)

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from finetune.errors import SetupError
 from finetune.files import disk_errors, make_folder, sha256_of, write_atomically
@@ -40,6 +41,14 @@ def test_refusals_are_one_message_even_where_nothing_can_be_removed(
 def test_other_errors_stay_what_they_are(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="odd"), disk_errors(tmp_path, needed=1):
         raise OSError(errno.EIO, "odd")
+
+
+def test_a_full_disk_that_safetensors_met_is_one_too(tmp_path: Path) -> None:
+    refused = SafetensorError("I/O error: No space left on device (os error 28)")
+    with pytest.raises(SetupError, match="the disk is full"), disk_errors(tmp_path, needed=1):
+        raise refused
+    with pytest.raises(SafetensorError, match="odd"), disk_errors(tmp_path, needed=1):
+        raise SafetensorError("odd")
 
 
 def test_bytes_and_their_hash(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 
+from finetune.errors import Interrupted
 from finetune.progress import Meter, StopSignals
 
 
@@ -43,6 +44,20 @@ def test_the_first_signal_is_a_request_and_handlers_come_back() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.received == signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_where_nothing_is_to_be_saved_a_signal_ends_at_once() -> None:
+    def hear(stop: StopSignals) -> None:
+        with stop.at_once("run: continue"):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(30)
+
+    with StopSignals() as stop:
+        with pytest.raises(Interrupted, match="continue") as caught:
+            hear(stop)
+        assert caught.value.exit_code == 143
+        with pytest.raises(Interrupted):
+            hear(stop)  # it came before; a second one would have ended the process
 
 
 def test_the_second_signal_ends_the_process_at_once() -> None:

@@ -84,7 +84,20 @@ def test_a_finished_run_is_done_only_with_its_results(run: RunDir) -> None:
     assert start(run, job_of(), resume=True) == 4, "killed before its results were written"
     run.write_json("run.json", {**record, "status": "done"})
     run.write_json("results.json", {})
+    assert start(run, job_of(), resume=True) == 4, "its model/ was removed"
+    run.write_json("run.json", {**record, "status": "done"})
+    for name in ("config.json", "model.safetensors"):
+        run.model.mkdir(exist_ok=True)
+        (run.model / name).touch()
     assert start(run, job_of(), resume=True) is None
+
+
+def test_without_its_record_a_run_is_not_continued(run: RunDir) -> None:
+    start(run, job_of())
+    save(run, 4)
+    (run.path / "run.json").unlink()
+    with pytest.raises(CheckpointError, match=r"run\.json: is missing"):
+        start(run, job_of(), resume=True)
 
 
 def test_the_number_of_readable_images_is_part_of_the_run(run: RunDir) -> None:

@@ -221,6 +221,29 @@ def test_metrics_survive_a_line_cut_short_and_forget_what_comes_again(run: RunDi
     ]
 
 
+def test_a_damaged_line_of_the_log_takes_no_other_with_it(run: RunDir) -> None:
+    for step in (1, 2):
+        run.log({"step": step})
+    path = run.path / "metrics.jsonl"
+    path.write_bytes(b"\xff\n[1]\n" + path.read_bytes().replace(b"\n", b"\n\0\n", 1))
+    assert [line["step"] for line in run.history()] == [1, 2]
+
+
+def test_a_log_line_that_finds_no_room_leaves_no_half(run: RunDir) -> None:
+    run.log({"step": 1})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))
+    try:
+        with pytest.raises(SetupError, match="disk is full"):
+            run.log({"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    run.log({"step": 3})
+    assert (run.path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 3}\n'
+
+
 def test_json_is_replaced_whole_and_refuses_what_json_has_not(run: RunDir) -> None:
     run.write_json("run.json", {"status": "running"})
     with pytest.raises(ValueError, match="not JSON compliant"):
@@ -230,6 +253,18 @@ def test_json_is_replaced_whole_and_refuses_what_json_has_not(run: RunDir) -> No
     (run.path / "run.json").write_text("{")
     with pytest.raises(CheckpointError, match="not valid JSON"):
         run.read_json("run.json")
+    (run.path / "run.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="holds no JSON object"):
+        run.read_json("run.json")
+
+
+def test_a_model_is_there_with_its_weights_and_its_config(run: RunDir) -> None:
+    assert not run.has_model()
+    for name in ("config.json", "model.safetensors"):
+        run.model.mkdir(exist_ok=True)
+        assert not run.has_model()
+        (run.model / name).touch()
+    assert run.has_model()
 
 
 def test_the_model_folder_is_replaced_as_a_whole(run: RunDir) -> None:

@@ -40,7 +40,13 @@ def in_order(splits: dict[str, _Value]) -> dict[str, _Value]:
 def features_of(schema: pa.Schema) -> dict[str, Any]:
     """The column types as `datasets` recorded them, {} if something else wrote the file."""
     recorded = (schema.metadata or {}).get(b"huggingface")
-    return json.loads(recorded).get("info", {}).get("features", {}) if recorded else {}
+    try:
+        info = (json.loads(recorded) if recorded else {}).get("info") or {}
+        return dict(info.get("features") or {})
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(
+            f"the metadata that `datasets` left in this table is damaged ({error}); write it again"
+        ) from error
 
 
 def find_columns(schema: pa.Schema, image: str | None, label: str | None) -> tuple[str, str]:
@@ -79,7 +85,13 @@ def declared_names(features: dict[str, Any], label: str) -> list[str] | None:
     feature = dict(_feature_items(features)).get(label, {})
     if feature.get("_type") != "ClassLabel":
         return None
-    return feature.get("names") or [str(number) for number in range(feature["num_classes"])]
+    number = feature.get("num_classes")
+    names = feature.get("names") or list(map(str, range(number if isinstance(number, int) else 0)))
+    if not names or not all(isinstance(name, str) for name in names):
+        raise DataError(
+            f"the metadata of column {label!r} names no classes ({str(names)[:60]}); write it again"
+        )
+    return list(names)
 
 
 def number_labels(

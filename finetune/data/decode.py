@@ -17,6 +17,7 @@ import io
 import logging
 import os
 import stat
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -35,6 +36,8 @@ _ADDRESSES = {"http:", "https:", "ftp:", "s3:", "gs:", "hf:", "file:"}
 _ORIENTATION = 0x0112
 _EXIF_KEYS = ("exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif")
 _log = logging.getLogger("finetune")
+# the limit here is lower and an error; PIL's warning would come besides it
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 _said: set[str] = set()
 
 

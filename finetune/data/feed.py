@@ -10,7 +10,7 @@ each sample comes exactly once per epoch, and any step can be reached at any num
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -143,10 +143,11 @@ class Feed:
         rank: int = 0,
         world: int = 1,
         micro_batch: int | None = None,
-    ) -> Iterator[tuple[int, Iterator[Batch]]]:
+    ) -> Generator[tuple[int, Iterator[Batch]], None, None]:
         """Yield each step's number of micro-batches, and the micro-batches, made as they are read.
 
         Args: as for `Stream.micro_batches`; `steps` are those still to be done.
+        Closing the generator ends the workers, once no micro-batch is held.
         """
         plans = (
             stream.micro_batches(step, rank=rank, world=world, micro_batch=micro_batch)

@@ -25,7 +25,6 @@ __all__ = [
     "Chunk",
     "FileItems",
     "Items",
-    "JoinedItems",
     "Links",
     "RowItems",
     "walk_images",
@@ -302,36 +301,3 @@ class ArrayItems:
     def sizes(self) -> np.ndarray:
         """(N,) int64 in bytes."""
         return np.full(len(self), self._images[0].nbytes, dtype=np.int64)
-
-
-class JoinedItems:
-    """Two collections as one, the second behind the first."""
-
-    def __init__(self, first: Items, second: Items) -> None:
-        self._first, self._second = first, second
-
-    def _part(self, row: int) -> tuple[Items, int]:
-        behind = row - len(self._first)
-        return (self._first, row) if behind < 0 else (self._second, behind)
-
-    def __len__(self) -> int:
-        return len(self._first) + len(self._second)
-
-    def content(self, row: int) -> bytes:
-        """The encoded image of a row. Raises: DataError where it has none."""
-        items, own = self._part(row)
-        return items.content(own)
-
-    def read(self, row: int) -> np.ndarray:
-        """Decode a row. Returns: (H, W, 3) uint8. Raises: DataError naming the image."""
-        items, own = self._part(row)
-        return items.read(own)
-
-    def name_of(self, row: int) -> str:
-        """What the collection that has the image calls it."""
-        items, own = self._part(row)
-        return items.name_of(own)
-
-    def sizes(self) -> np.ndarray:
-        """(N,) int64, the encoded images' sizes in bytes."""
-        return np.concatenate([self._first.sizes(), self._second.sizes()])

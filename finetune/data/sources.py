@@ -25,7 +25,7 @@ import numpy as np
 from finetune.data.columns import SPLITS, in_order, refuse_alike
 from finetune.data.decode import counted, notice, printable
 from finetune.data.items import ArrayItems, FileItems, Items, Links, walk_images
-from finetune.data.tables import Tables, read_hub, read_parquet
+from finetune.data.tables import read_hub, read_parquet
 from finetune.errors import DataError, nearest
 
 __all__ = ["Source", "Split", "open_source"]
@@ -143,19 +143,26 @@ def open_source(
             "folder:PATH or embedded:digits"
         )
     if kind in ("folder", "embedded") and (image_column or label_column):
-        raise DataError(f"data.image_column, data.label_column: {kind}: sources have no columns")
-    if kind == "folder":
-        opened = _open_folder(source, rest)
-    elif kind == "embedded":
-        opened = _open_embedded(source, rest)
-    else:
-        read = read_hub if kind == "hub" else read_parquet
-        opened = _from_tables(source, read(rest, image_column, label_column))
+        raise DataError(
+            f"data.image_column, data.label_column: {kind}: sources have no columns; remove them"
+        )
+    try:
+        opened = _open(source, kind, rest, image_column, label_column)
+    except (OSError, ValueError) as error:  # a name that no system takes, a folder of others
+        cause = getattr(error, "strerror", None) or error
+        raise DataError(f"{source[:200]!r}: cannot be read ({cause}); check the path") from error
     _check(opened)
     return opened
 
 
-def _from_tables(source: str, tables: Tables) -> Source:
+def _open(
+    source: str, kind: str, rest: str, image_column: str | None, label_column: str | None
+) -> Source:
+    if kind == "folder":
+        return _open_folder(source, rest)
+    if kind == "embedded":
+        return _open_embedded(source, rest)
+    tables = (read_hub if kind == "hub" else read_parquet)(rest, image_column, label_column)
     splits = {name: Split(name, tables.labels[name], tables.items[name]) for name in tables.labels}
     return Source(source, splits, tables.class_names, tables.description)
 
@@ -230,7 +237,8 @@ def _split_folders(root: Path, source: str) -> dict[str, Path]:
     for folder in splits:
         split = SPLITS[folder.name.lower()]
         if split in found:
-            raise DataError(f"{source}: {found[split].name!r} and {folder.name!r} are both {split}")
+            both = f"{found[split].name!r} and {folder.name!r} are both {split}"
+            raise DataError(f"{source}: {both}; keep one")
         found[split] = folder
     if others and "train" not in found:
         raise DataError(
@@ -258,7 +266,9 @@ def _classes(
     ignored.update(printable(p.name) for p in folder.iterdir() if not p.is_dir())
     empty = [name for name, files in classes.items() if not files]
     if not classes:
-        raise DataError(f"{source}: no class folders in {printable(folder)}")
+        raise DataError(
+            f"{source}: no class folders in {printable(folder)}; make one for each class"
+        )
     if empty:
         raise DataError(
             f"{source}: {counted(len(empty), 'class folder')} without images in "

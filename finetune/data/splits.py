@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from finetune.data.columns import in_order
-from finetune.data.items import JoinedItems
+from finetune.data.items import Items
 from finetune.data.sources import Source
 from finetune.errors import DataError
 
@@ -31,7 +31,7 @@ def merge_val(source: Source) -> Source:
     splits["train"] = dataclasses.replace(
         train,
         labels=np.concatenate([train.labels, val.labels]),
-        items=JoinedItems(train.items, val.items),
+        items=_Joined(train.items, val.items),
         rows=np.concatenate([rows[0], rows[1] + len(train.items)]),
     )
     return dataclasses.replace(source, splits=splits)
@@ -110,3 +110,36 @@ def split_train(source: Source, val_fraction: float, seed: int) -> Source:
     val = dataclasses.replace(train.subset(np.flatnonzero(in_val)), name="val")
     splits = {**source.splits, "train": train.subset(np.flatnonzero(~in_val)), "val": val}
     return dataclasses.replace(source, splits=in_order(splits))
+
+
+class _Joined:
+    """Two collections as one, the second behind the first."""
+
+    def __init__(self, first: Items, second: Items) -> None:
+        self._first, self._second = first, second
+
+    def _part(self, row: int) -> tuple[Items, int]:
+        behind = row - len(self._first)
+        return (self._first, row) if behind < 0 else (self._second, behind)
+
+    def __len__(self) -> int:
+        return len(self._first) + len(self._second)
+
+    def content(self, row: int) -> bytes:
+        """The encoded image of a row. Raises: DataError where it has none."""
+        items, own = self._part(row)
+        return items.content(own)
+
+    def read(self, row: int) -> np.ndarray:
+        """Decode a row. Returns: (H, W, 3) uint8. Raises: DataError naming the image."""
+        items, own = self._part(row)
+        return items.read(own)
+
+    def name_of(self, row: int) -> str:
+        """What the collection that has the image calls it."""
+        items, own = self._part(row)
+        return items.name_of(own)
+
+    def sizes(self) -> np.ndarray:
+        """(N,) int64, the encoded images' sizes in bytes."""
+        return np.concatenate([self._first.sizes(), self._second.sizes()])

@@ -8,9 +8,9 @@ epoch, to the same pixels.
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from finetune.data.scan import decoded_bytes, load_images, readable
 from finetune.data.sources import Split
+from finetune.data.workers import POLL_SECONDS, Desk
 from finetune.errors import DataError
 
 __all__ = ["Store", "open_store"]
@@ -29,19 +30,22 @@ __all__ = ["Store", "open_store"]
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMORY_SHARE = 0.4  # of the host's memory, over all processes on it
 _DEVICE_SHARE = 0.25  # of what is free on the device
+TIMEOUT_SECONDS = 900.0
 
 
 class _Decoded(Dataset[Tensor | str]):
     """Decodes one image in a worker; a failure travels as text and must not kill the loader."""
 
-    def __init__(self, split: Split) -> None:
+    def __init__(self, split: Split, desk: Desk) -> None:
         self.split = split
+        self.desk = desk
 
     def __getitem__(self, index: int) -> Tensor | str:
-        try:
-            return _to_chw(self.split.read(int(index)))
-        except DataError as error:
-            return str(error)
+        with self.desk.at_work(int(index)):
+            try:
+                return _to_chw(self.split.read(int(index)))
+            except DataError as error:
+                return str(error)
 
 
 def _to_chw(image: NDArray[np.uint8]) -> Tensor:
@@ -65,12 +69,6 @@ def _unpacked(packed: tuple[Tensor, list[torch.Size]] | str) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _ignore_signals(worker: int) -> None:
-    """A signal to the process group is for the trainer, which stops its workers itself."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
 class Store:
     """Where a split's pixels live: one tensor, a list of tensors, or still in their files.
 
@@ -80,16 +78,25 @@ class Store:
     """
 
     def __init__(
-        self, split: Split, images: Tensor | list[Tensor] | None, *, workers: int = 0
+        self,
+        split: Split,
+        images: Tensor | list[Tensor] | None,
+        *,
+        workers: int = 0,
+        timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         self.split = split
         self.images = images
         self.workers = workers
+        self.timeout_seconds = timeout_seconds
 
-    def read_all(self, batches: Iterable[NDArray[np.int64]]) -> Iterator[Tensor | list[Tensor]]:
+    def read_all(
+        self, batches: Iterable[NDArray[np.int64]]
+    ) -> Generator[Tensor | list[Tensor], None, None]:
         """Yield the pixels of each batch of sample indices, in order.
 
-        Raises: DataError if an image that lives in a file cannot be read any more.
+        Raises: DataError if an image that lives in a file cannot be read any more, or crashes the
+            decoder; SetupError if a worker was killed or hangs.
         """
         if isinstance(self.images, Tensor):
             for indices in batches:
@@ -99,17 +106,23 @@ class Store:
             for indices in batches:
                 yield [self.images[i] for i in indices]
         else:
+            desk = Desk(self.workers)
             loader = DataLoader(
-                _Decoded(self.split),
+                _Decoded(self.split, desk),
                 batch_sampler=(indices.tolist() for indices in batches),
                 num_workers=self.workers,
                 collate_fn=_packed,
-                worker_init_fn=_ignore_signals,
+                worker_init_fn=desk.sit_down,
                 prefetch_factor=2 if self.workers else None,
+                timeout=POLL_SECONDS if self.workers else 0,
                 # An iterator draws a seed when it is made: never from the global generator.
                 generator=torch.Generator(),
             )
-            yield from map(_unpacked, loader)
+            read = desk.watched(
+                loader, name_of=self.split.name_of, timeout_seconds=self.timeout_seconds
+            )
+            with contextlib.closing(read):
+                yield from map(_unpacked, read)
 
 
 def open_store(
@@ -122,6 +135,7 @@ def open_store(
     local_processes: int,
     progress: bool,
     notice: Callable[[str], None],
+    timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> Store:
     """Decode a split once and keep it where there is room, or check it and leave it in its files.
 
@@ -134,6 +148,7 @@ def open_store(
         local_processes: processes that share this host's memory.
         progress: show a progress bar.
         notice: told where the pixels went when that is not what was asked.
+        timeout_seconds: for which a batch is waited for before a worker counts as hanging.
     Returns: the store.
     Raises: DataError listing every image that cannot be read.
     """
@@ -146,7 +161,7 @@ def open_store(
                 f"{workers} workers decode it in every epoch"
             )
         kept = readable(split, workers=workers, unreadable=unreadable, progress=progress)
-        return Store(split.subset(kept), None, workers=workers)
+        return Store(split.subset(kept), None, workers=workers, timeout_seconds=timeout_seconds)
     images, kept = load_images(split, workers=workers, unreadable=unreadable, progress=progress)
     if len(kept) < len(split):
         split = split.subset(kept)

@@ -94,9 +94,10 @@ def _find_files(path: str) -> list[Path]:
         files = [file for file in files if file.is_file()]
         if not files and not glob.has_magic(path):
             siblings = [p.name for p in given.parent.iterdir()] if given.parent.is_dir() else []
-            raise DataError(f"parquet:{path}: no such path{nearest(given.name, siblings)}")
+            hint = nearest(given.name, siblings) or "; check it"
+            raise DataError(f"parquet:{path}: no such path{hint}")
     if not files:
-        raise DataError(f"parquet:{path}: no parquet file there")
+        raise DataError(f"parquet:{path}: no parquet file there; name one, or a folder of some")
     return files
 
 
@@ -164,7 +165,9 @@ def _load_files(files: Iterable[Path], column: str) -> list[Chunk]:
                 chunks.append(_chunk(file.name, (file.parent,), row, batch.column(column)))
                 row += batch.num_rows
         except KeyError:
-            raise DataError(f"{file}: has no column {column!r}, which other files have") from None
+            raise DataError(
+                f"{file}: has no column {column!r}, which others have; write all alike"
+            ) from None
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{file}: damaged parquet file ({error}); download it again") from None
     return chunks

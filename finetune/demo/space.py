@@ -6,6 +6,7 @@ Space should classify with the code that wrote it.
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import platform
@@ -249,7 +250,7 @@ def _card(title: str, version: str, reference: str | None, licence: str | None) 
     where = f"`{reference}`" if reference else "the folder `model`"
     lines = ["---", yaml.safe_dump(head, sort_keys=False, allow_unicode=True).strip(), "---", ""]
     lines += [
-        f"# {title}",
+        f"# {html.escape(' '.join(title.split()))}",
         "",
         "Drop a picture: the page shows the five most likely classes and where the model looked.",
         "",

@@ -31,6 +31,8 @@ _CLIENT_LOGGERS = tuple(
     f"huggingface_hub.{name}" for name in ("utils._http", "_commit_api", "hf_api")
 )
 _LONGEST_REASON = 300  # characters
+# where a library refuses pickled objects, it goes on to say how to read them all the same
+_ADVICE = re.compile(r"weights.only|allow_pickle|trust_remote_code", re.IGNORECASE)
 # httpx's and the json module's, by name: the client's own httpx changes its name with its version
 _PASSING = {"TransportError", "JSONDecodeError"}
 _LASTING = {"UnsupportedProtocol", "LocalProtocolError"}
@@ -53,8 +55,10 @@ def clean(text: str, token: str | None) -> str:
     Args:
         text: such as the answer of a server, which may echo the request's headers.
         token: the user's.
-    Returns: at most a few hundred characters.
+    Returns: at most a few hundred characters; never advice to read objects that could run code.
     """
+    if _ADVICE.search(text):
+        return "it holds Python objects or code, which are not read, since they could do anything"
     text = text.replace(token, "***") if token else text
     text = re.sub(r"(?i)\bbearer\s+[^\s'\",}]+", "Bearer ***", text)
     text = " ".join(re.sub(r"\bhf_[A-Za-z0-9]{8,}", "***", text).split())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, get_session
 from huggingface_hub.utils import hf_raise_for_status
+from safetensors import SafetensorError, safe_open
 from yaml import YAMLError
 
 from finetune.errors import CheckpointError, HubError, WeightsError
@@ -17,7 +18,7 @@ from finetune.hub.calls import Hub, clean
 from finetune.progress import say
 from finetune.rundir import RunDir
 
-__all__ = ["check_card", "is_run", "published", "refuse_secrets"]
+__all__ = ["check_card", "check_weights", "is_run", "published", "refuse_secrets"]
 
 NEEDED = ("config.json", "model.safetensors")
 
@@ -57,6 +58,19 @@ def published(folder: Path) -> dict[str, Path]:
     if others:
         say(f"{folder}: not pushed, as it is no part of a model: {', '.join(others)}")
     return found
+
+
+def check_weights(files: Mapping[str, Path]) -> None:
+    """Refuse, under the name of weights, a file that others could not load, or should not."""
+    path = files["model.safetensors"]
+    try:
+        with safe_open(path, framework="numpy") as weights:  # reads and checks the header
+            weights.keys()
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(
+            f"{path}: is no safetensors file, or a damaged one ({error}); train or download the "
+            "model again"
+        ) from None
 
 
 def refuse_secrets(files: Mapping[str, Path], text: str, run: Path, hub: Hub) -> None:

@@ -31,7 +31,7 @@ from finetune.errors import FinetuneError
 from finetune.evidence import PUBLISHED, refresh
 from finetune.files import sha256_of
 from finetune.hub.calls import ANSWER_SECONDS, TRIES, Fault, Hub, clean, status_of
-from finetune.hub.content import check_card, is_run, published, refuse_secrets
+from finetune.hub.content import check_card, check_weights, is_run, published, refuse_secrets
 from finetune.hub.rights import MAIN, Found, check_names, check_privacy, check_rights, find
 from finetune.progress import say
 from finetune.rundir import RunDir
@@ -80,6 +80,7 @@ def push(
         if of_run:
             refresh(RunDir(run), repository=repository)
         files = published(Path(run) / "model" if of_run else Path(run))
+        check_weights(files)
         refuse_secrets(files, text, Path(run), hub)
         check_card(hub, files)
         _create(hub, repo, private=private, branch=branch)

@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
-from finetune.errors import FinetuneError, HubError, RecipeError
+from finetune.errors import FinetuneError, HubError, RecipeError, masked
 from finetune.hub.calls import ANSWER_SECONDS, Fault, Hub, status_of
 
 __all__ = ["MAIN", "Found", "check_names", "check_privacy", "check_rights", "find"]
@@ -48,6 +48,12 @@ class Found:
 
 def check_names(repository: str, revision: str | None) -> None:
     """Refuse what is no owner/name, or no branch. Raises: RecipeError with the nearest name."""
+    for text in (repository, revision or ""):
+        if masked(text) != text:  # it would be published, and stands in the hub's logs at once
+            raise RecipeError(
+                f"{masked(text)}: a token or password in the place of a name; the token is read "
+                "from HF_TOKEN or the login, so leave it out, and make a new one"
+            )
     bare = re.sub(r"^(hf-hub:|https?://[^/]+/)", "", repository).split("@")[0].strip("/ ")
     try:
         validate_repo_id(repository)

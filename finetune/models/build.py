@@ -4,18 +4,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import timm
+import torch
 from timm.data.config import resolve_data_config
 from torch import nn
 
 from finetune.errors import FinetuneError, RecipeError, WeightsError, nearest
 from finetune.models.built import Built, Preprocessing, save_model
-from finetune.models.config import CONTROL_ARGS, is_size
+from finetune.models.config import CONTROL_ARGS, LARGEST_SIDE, enormous, is_size
 from finetune.models.fit import load, stride, timm_config
 from finetune.models.head import as_names, freeze_parameters, set_train_mode, zero_head
 from finetune.models.posemb import METHODS
@@ -28,8 +31,8 @@ READING_ARGS = ("architecture", "pre_logits")
 # Where the recipe says what these keywords of timm would.
 PLACES = {
     "pretrained": "set model.pretrained instead",
-    "num_classes": "the classes come from the data",
-    "in_chans": "images have three channels here",
+    "num_classes": "remove it: the classes come from the data",
+    "in_chans": "remove it: images have three channels here",
     "model_name": "set model.name instead",
 }
 # Recipe key to timm's keywords, first the ones that match the ViT paper's dropout places.
@@ -124,13 +127,13 @@ def _checked(args: Mapping[str, Any] | None) -> Mapping[str, Any]:
     for key, value in (args or {}).items():
         if value is None:
             problems.append(f"model.args.{key}: has no value; write a space after the colon")
-        elif key == "num_classes" and value == 0:
-            continue  # "no head", which a new head replaces and weights of their own decide
         elif key in CONTROL_ARGS:
             advice = PLACES.get(key, "remove the key")
             problems.append(f"model.args.{key}: is no argument of a network; {advice}")
         elif key == "img_size" and not is_size(value):
             problems.append(f"model.args.img_size: {value!r}, expected pixels, or [height, width]")
+        elif key != "img_size" and enormous(value):
+            problems.append(f"model.args.{key}: {value!r}; no network is that large, make it less")
     if problems:
         raise RecipeError("\n".join(problems))
     return args or {}
@@ -147,6 +150,9 @@ def _arguments(
     if size is None:
         size = tuple(weights.config.get("input_size", (3, 224, 224)))[-2:]
     height, width = (size, size) if isinstance(size, int) else size
+    if max(height, width) > LARGEST_SIDE:
+        limit = f"expected at most {LARGEST_SIDE} pixels a side"
+        raise RecipeError(f"model.image_size: {height} x {width}, {limit}")
     if weights.config.get("fixed_input_size") or "img_size" in model_args:
         model_args["img_size"] = [int(height), int(width)]
     return model_args, (int(height), int(width))
@@ -198,7 +204,11 @@ def _create(
         kwargs = {**model_args, **extra, "num_classes": num_classes}
         config = timm_config(weights)
         try:
+            if args or weights.from_config:
+                _refuse_beyond_memory(weights, config, kwargs)
             model = timm.create_model(weights.architecture, pretrained_cfg=config, **kwargs)
+        except FinetuneError:
+            raise
         except Exception as error:  # a network may raise anything on values it cannot use
             key = next((k for k, o in places.items() if _unexpected(error) in o[0]), None)
             if key is None:
@@ -210,6 +220,18 @@ def _create(
                 ) from error
         else:
             return model, extra
+
+
+def _refuse_beyond_memory(weights: Weights, config: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuse sizes of somebody's own that this machine cannot hold, before memory is asked for."""
+    gib, there = 0, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
+    # not every network can be made without memory
+    with torch.device("meta"), contextlib.suppress(RuntimeError):
+        model = timm.create_model(weights.architecture, pretrained_cfg=config, **kwargs)
+        gib = sum(tensor.nbytes for tensor in model.state_dict().values()) >> 30
+    if gib > there:
+        sizes = f"its tensors take {gib:,} GiB, and this machine has {there}"
+        raise WeightsError(f"{weights.provenance['source']}: {sizes}; make the network smaller")
 
 
 def _unexpected(error: Exception) -> str | None:

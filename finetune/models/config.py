@@ -14,7 +14,7 @@ from timm.models import PretrainedCfg, split_model_name_tag
 
 from finetune.errors import WeightsError, nearest
 
-__all__ = ["CONTROL_ARGS", "ModelConfig", "clean", "is_size", "read_config"]
+__all__ = ["CONTROL_ARGS", "ModelConfig", "clean", "enormous", "is_size", "read_config"]
 
 # What an architecture fixes, where an old config.json leaves it out.
 STRUCTURE_KEYS = ("classifier", "first_conv", "fixed_input_size", "input_size")
@@ -43,6 +43,11 @@ CONTROL_ARGS = (
     "pretrained_model_args",
     "kwargs_filter",
 )
+
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
+CROP_MODES = ("center", "squash", "border")
+LARGEST_SIDE = 8192  # pixels
+LARGEST_ARGUMENT = 20_000  # far above any width, depth or length of a network
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,7 @@ def read_config(path: Path, source: str) -> ModelConfig:
         raise WeightsError(f"{cause}; choose weights in timm's format (hf-hub:timm/…)")
     architecture, _ = split_model_name_tag(str(content["architecture"]))
     if not timm.is_model(architecture):
-        close = nearest(architecture, timm.list_models())
+        close = nearest(architecture, timm.list_models()) or "; choose another model"
         raise WeightsError(f"{source}: this timm does not know '{architecture}'{close}")
     # Older folders hold the pretrained configuration at the top level.
     given = _mapping(content, "pretrained_cfg", where) or content
@@ -114,7 +119,20 @@ def clean(config: Mapping[str, Any]) -> dict[str, Any]:
 def is_size(value: object) -> bool:
     """Whether this is a size in pixels: one whole number, or (height, width)."""
     sides = value if isinstance(value, list | tuple) else (value, value)
-    return len(sides) == 2 and all(_is_whole(side, least=1) for side in sides)
+    return len(sides) == 2 and all(_is_side(side) for side in sides)
+
+
+def _is_side(value: object) -> bool:
+    return _is_whole(value, least=1) and value <= LARGEST_SIDE  # type: ignore[operator]
+
+
+def enormous(args: object) -> bool:
+    """Whether arguments hold a number for which a network would take all memory."""
+    if isinstance(args, Mapping):
+        return any(map(enormous, args.values()))
+    if isinstance(args, list | tuple):
+        return any(map(enormous, args))
+    return isinstance(args, int | float) and not -LARGEST_ARGUMENT <= args <= LARGEST_ARGUMENT
 
 
 def _is_whole(value: object, *, least: int = 0) -> bool:
@@ -143,8 +161,10 @@ CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "crop_pct": ("a number above 0 and below 2", lambda v: _is_real(v) and 0 < v < 2),
     "input_size": (
         "3 whole numbers, [3, height, width]",
-        lambda v: _three(v, lambda x: _is_whole(x, least=1)) and v[0] == 3,
+        lambda v: _three(v, _is_side) and v[0] == 3,
     ),
+    "interpolation": ("one of " + ", ".join(INTERPOLATIONS), lambda v: v in INTERPOLATIONS),
+    "crop_mode": ("one of " + ", ".join(CROP_MODES), lambda v: v in CROP_MODES),
     "num_classes": ("a whole number", _is_whole),
     "label_offset": ("a whole number", _is_whole),
     "classifier": ("a name or a list of names", _is_names),
@@ -198,6 +218,11 @@ def _model_args(content: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise WeightsError(
                 f"{where}: model_args.{key} steers timm's loader and is no argument of a network; "
                 f"remove it if you trust the rest"
+            )
+        if enormous(args[key]) and key != "img_size":
+            raise WeightsError(
+                f"{where}: model_args.{key}: {_got(args[key])}, expected numbers of at most "
+                f"{LARGEST_ARGUMENT}"
             )
     if args.get("img_size") is not None and not is_size(args["img_size"]):
         raise WeightsError(

@@ -60,12 +60,17 @@ def convert(
             state |= convolutions
         if args.get("pre_logits"):
             state |= _dense(flat, "pre_logits", "fc_norm.fc")
+        model_args = _arguments(state, num_heads, step) | backbone
     except KeyError as error:
         raise WeightsError(
             f"{source}: not a ViT checkpoint of Google's, it has no tensor {error}; for other "
             f"networks give timm's .safetensors"
         ) from error
-    model_args = _arguments(state, num_heads, step) | backbone
+    except (RuntimeError, IndexError, ValueError) as error:  # a tensor of another shape
+        raise WeightsError(
+            f"{source}: not a ViT checkpoint of Google's, a tensor has another shape "
+            f"({str(error).splitlines()[0]}); get it again"
+        ) from error
     architecture = args.get("architecture") or ("vit_hybrid" if hybrid else "vit_base_patch16_224")
     if args.get("pre_logits"):
         architecture = "vit_representation"

@@ -109,7 +109,7 @@ def _copy(where: str, repository: str, filename: str, revision: str | None) -> P
     if found is None or isinstance(found, str):
         return Path(found) if found else None
     if is_offline_mode():
-        raise _NoSuchFile(f"{where}: no file {filename}; is it in timm's format?")
+        raise _NoSuchFile(f"{where}: no file {filename}; choose one in timm's format")
     return None
 
 
@@ -198,7 +198,7 @@ class _Download:
             ) from None
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             raise _NoSuchFile(
-                f"{self.where}: no file {self.filename}; is it in timm's format?"
+                f"{self.where}: no file {self.filename}; choose one in timm's format"
             ) from None
         cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else error
         definite = refusal(cause, self.where, self.revision, missing=WeightsError)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import struct
 import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         ) from error
     tensors = {name: value for name, value in content.items() if isinstance(value, Tensor)}
     if not tensors:
-        raise WeightsError(f"{path.name}: holds no tensors; is it a file of weights?")
+        raise WeightsError(f"{path.name}: holds no tensors; give a file of weights")
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             bad = int((~torch.isfinite(tensor)).sum())
@@ -87,9 +86,9 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         try:
             header = json.loads(file.read(header_size))
             ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            expected = 8 + header_size + max(ends, default=0)
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise _truncated(path, "its header is not safetensors'") from error
-    expected = 8 + header_size + max(ends, default=0)
     if size < expected:
         raise _truncated(path, f"{size} of {expected} bytes")
     try:
@@ -111,7 +110,7 @@ def _read_npz(path: Path) -> dict[str, Tensor]:
             f"{path.name}: holds Python objects or damaged arrays; it is not read, since objects "
             f"could run code"
         ) from error
-    except (zipfile.BadZipFile, zlib.error, EOFError, OSError) as error:
+    except Exception as error:  # of any type: NumPy hands headers to Python's tokenizer
         raise _truncated(path, error) from error
     arrays = {name: a for name, a in members.items() if isinstance(a, np.ndarray)}
     return {name: torch.from_numpy(a) for name, a in arrays.items() if a.dtype.kind in "fiu"}
@@ -126,7 +125,7 @@ def _read_pickled(path: Path) -> dict[str, Any]:
         text = str(error)
         if "weights_only" in text or "globals" in text:
             raise WeightsError(
-                f"{path.name}: refused, since reading it would run code that it carries; convert "
-                f"it to .safetensors where you trust it"
+                f"{path.name}: refused, since reading it could run code that it carries; ask its "
+                f"author for the same weights as .safetensors"
             ) from None  # torch's and timm's own words advise to run it
         raise _truncated(path, text.partition("\n")[0] or type(error).__name__) from error

@@ -99,11 +99,14 @@ def locate(name: str) -> Path | None:
     """
     if name.startswith("embedded:"):
         return _embedded(name.removeprefix("embedded:"))
+    if not name.strip() or "\0" in name:
+        raise WeightsError(f"model.name: {name[:60]!r} is no name; give one, or a file or folder")
     path = Path(name.removeprefix("local-dir:")).expanduser()
     try:
         there = path.exists()
     except OSError as error:
-        raise WeightsError(f"model.name: '{name}' cannot be read ({error.strerror})") from error
+        cause = f"cannot be read ({error.strerror}); check the path"
+        raise WeightsError(f"model.name: '{name[:200]}' {cause}") from error
     if not there:
         if "://" in name:
             raise WeightsError(
@@ -125,6 +128,8 @@ def locate(name: str) -> Path | None:
         return None
     if path.is_file():
         return path
+    if not path.is_dir():  # opening a pipe may wait for ever
+        raise WeightsError(f"model.name: '{name}' is a pipe or a device; give a file or a folder")
     inner = path / "model"
     if not (path / "config.json").is_file() and inner.is_dir():
         return inner
@@ -155,7 +160,7 @@ def _suggest(name: str) -> str:
     architecture, tag = split_model_name_tag(name)
     close = nearest(architecture, timm.list_models())
     if not close:
-        return "; `timm.list_models()` lists the names, hub repositories begin with 'hf-hub:'"
+        return "; see `timm.list_models()`; names of hub repositories begin with 'hf-hub:'"
     if tag:
         tagged = difflib.get_close_matches(name, timm.list_pretrained(), n=1)
         close = f"; did you mean '{tagged[0]}'?" if tagged else close
@@ -203,6 +208,8 @@ def _from_registry(name: str, pretrained: bool) -> Weights:
 
 def _from_hub(name: str, pretrained: bool) -> Weights:
     repository, _, wanted = name.split(":", 1)[1].partition("@")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
+        raise WeightsError(f"{name[:200]!r}: no repository; write hf-hub:owner/name@revision")
     described = fetch(repository, "config.json", wanted or None, source=name)
     revision = described.commit
     content = read_config(described.path, name)
@@ -258,7 +265,7 @@ def _from_folder(folder: Path, pretrained: bool, *, source: str) -> Weights:
         return weights
     found = [folder / name for name in WEIGHT_FILES if (folder / name).is_file()]
     for suffix in (".safetensors", *PICKLED):
-        found += sorted(folder.glob(f"*{suffix}"))
+        found += sorted(path for path in folder.glob(f"*{suffix}") if not path.is_fifo())
     if not found:
         raise WeightsError(f"{source}: no weights beside config.json; expected model.safetensors")
     return _read(found[0], weights)
@@ -268,10 +275,8 @@ def _from_file(path: Path, pretrained: bool, args: Mapping[str, Any], *, source:
     if path.suffix not in FILES:
         raise WeightsError(f"{source}: not a weights file; expected one of {', '.join(FILES)}")
     named = args.get("architecture")
-    if named is not None and not timm.is_model(named):
-        raise WeightsError(
-            f"model.args.architecture: unknown '{named}'{nearest(named, timm.list_models())}"
-        )
+    if named is not None and not (isinstance(named, str) and timm.is_model(named)):
+        raise WeightsError(f"model.args.architecture: unknown '{named}'{_suggest(str(named))}")
     provenance: dict[str, Any] = {"source": source, "license": None}
     if path.suffix == ".npz":
         tensors = read_tensors(path)

@@ -62,8 +62,6 @@ def groups(runs: Sequence[Run]) -> list[Group]:
 
 def _common(names: list[str]) -> str:
     """What the names of a group's runs share: nano-s0, nano-s1 → nano."""
-    if len(names) == 1:
-        return names[0]
     alike = itertools.takewhile(lambda chars: len(set(chars)) == 1, zip(*names, strict=False))
     shared = "".join(chars[0] for chars in alike)
     return re.sub(r"[-_.]((s|seed)[-_.]?\d*)?$", "", shared) or names[0]

@@ -1,0 +1,167 @@
+"""The processes that decode images: what is on the desk of each, and which has gone or hangs."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import multiprocessing.process
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from finetune.errors import DataError, FinetuneError, SetupError
+from finetune.watch import end_with_parent
+
+__all__ = ["POLL_SECONDS", "Desk"]
+
+POLL_SECONDS = 1.0
+
+_Item = TypeVar("_Item")
+_Processes = list[multiprocessing.process.BaseProcess]
+_CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
+
+
+class Desk:
+    """Where the workers of a loader note the image they are at, so that a dead one need not tell.
+
+    Args:
+        workers: number of processes; 0 for none.
+    """
+
+    def __init__(self, workers: int) -> None:
+        # a row for each worker: its process, and the index of its image or -1
+        self._rows = torch.full((max(workers, 1), 2), -1, dtype=torch.int64).share_memory_()
+        self._mine: int | None = None
+        # The kernel looks at the thread that forked a worker, and only the main one surely stays.
+        self._from_main = threading.current_thread() is threading.main_thread()
+
+    def sit_down(self, worker: int) -> None:
+        """Begin as a worker: the first thing that its process does."""
+        # A signal to the process group is for the trainer, which ends its workers itself.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if self._from_main:
+            end_with_parent()
+        self._mine = worker
+        self._rows[worker, 0] = os.getpid()
+
+    @contextlib.contextmanager
+    def at_work(self, index: int) -> Iterator[None]:
+        """Note the image that is decoded meanwhile."""
+        if self._mine is not None:
+            self._rows[self._mine, 1] = index
+        yield
+        if self._mine is not None:
+            self._rows[self._mine, 1] = -1
+
+    def watched(
+        self, loader: Iterable[_Item], *, name_of: Callable[[int], str], timeout_seconds: float
+    ) -> Generator[_Item, None, None]:
+        """Yield what a loader reads, and end its workers when that is over.
+
+        Args:
+            loader: times out every `POLL_SECONDS` if it has workers.
+            name_of: an image's index → its name.
+            timeout_seconds: for which one batch is waited for.
+        Raises: DataError if an image crashes the decoder; SetupError if a worker was killed for
+            another reason or hangs.
+        """
+        before = set(multiprocessing.active_children())
+        with _child_signal_kept():
+            items = iter(loader)
+        workers = [child for child in multiprocessing.active_children() if child not in before]
+
+        def end() -> None:
+            for worker in workers:  # one that hangs would be waited for; none has a state
+                worker.kill()
+
+        # Before the module multiprocessing waits for them, where an error keeps this frame alive.
+        atexit.register(end)
+        try:
+            while True:
+                item = self._next(items, workers, name_of, timeout_seconds)
+                if item is None:
+                    return
+                yield item
+        finally:
+            end()
+            atexit.unregister(end)
+
+    def _next(
+        self,
+        items: Iterator[_Item],
+        workers: _Processes,
+        name_of: Callable[[int], str],
+        timeout_seconds: float,
+    ) -> _Item | None:
+        """The next item, or None after the last one."""
+        until = time.monotonic() + timeout_seconds
+        while True:
+            try:
+                return next(items, None)
+            except RuntimeError as error:
+                if gone := [worker for worker in workers if worker.exitcode is not None]:
+                    raise self._gone(gone[0], name_of) from error
+                if "timed out" not in str(error):
+                    raise
+                if time.monotonic() > until:
+                    raise self._hanging(workers, name_of, timeout_seconds) from error
+
+    def _gone(
+        self, worker: multiprocessing.process.BaseProcess, name_of: Callable[[int], str]
+    ) -> FinetuneError:
+        number, image = self._found(worker, name_of)
+        code = worker.exitcode or 0
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        who = f"data worker {number} (process {worker.pid}) was ended {how}"
+        if image is not None and -code in _CRASHES:
+            return DataError(
+                f"{image}: crashes the decoder: {who} while it read the image; replace or remove it"
+            )
+        during = "between two images" if image is None else f"while it read {image}"
+        return SetupError(
+            f"{who} {during}; if memory ran out, lower data.workers; continue with --resume"
+        )
+
+    def _hanging(
+        self, workers: _Processes, name_of: Callable[[int], str], seconds: float
+    ) -> SetupError:
+        found = [(*self._found(worker, name_of), worker.pid) for worker in workers]
+        busy = [
+            f"worker {number} (process {pid}) reads {image}"
+            for number, image, pid in sorted(found)
+            if image is not None
+        ]
+        return SetupError(
+            f"data workers: no batch came within {seconds:g} seconds; "
+            f"{'; '.join(busy) or 'none of them reads an image'}; look at these images and their "
+            "disk, or raise run.timeout_seconds (a worker has half of it); continue with --resume"
+        )
+
+    def _found(
+        self, worker: multiprocessing.process.BaseProcess, name_of: Callable[[int], str]
+    ) -> tuple[int, str | None]:
+        """A worker's number, and the name of the image on its desk."""
+        for number, (process, index) in enumerate(self._rows.tolist()):
+            if process == worker.pid:
+                return number, None if index < 0 else name_of(index)
+        return 0, None  # ended before it sat down
+
+
+@contextlib.contextmanager
+def _child_signal_kept() -> Iterator[None]:
+    """Take back torch's handler, which raises wherever the program is when a worker dies."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before: Any = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)

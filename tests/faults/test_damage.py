@@ -1,0 +1,316 @@
+"""Damaged files of a run: found before anything live changes, passed over where another serves."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from faults_runs import (
+    SMALL,
+    Ended,
+    all_verified,
+    command,
+    copied,
+    digest,
+    in_child,
+    killed_before,
+    leftovers,
+    losses,
+    tiny,
+    weights,
+    without_pictures,
+)
+
+from finetune import live as live_module
+from finetune.engine import train
+from finetune.rundir import RunDir
+
+RECIPE = tiny(*SMALL)
+IMAGE = Path(__file__).with_name("none.png")  # the model comes first
+FILES = [
+    *("model.safetensors", "optimizer.safetensors", "ema.safetensors"),
+    *("optimizer.json", "state.json", "manifest.json"),
+]
+DAMAGES = ["missing", "empty", "truncated", "bit"]
+# one damage for each file, each damage at least once
+QUICK = set(zip(FILES, [*DAMAGES, "truncated", "bit"], strict=True))
+ALL = [
+    pytest.param(name, damage, marks=[] if (name, damage) in QUICK else [pytest.mark.faults])
+    for name in FILES
+    for damage in DAMAGES
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_pictures() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        without_pictures(patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing has stopped."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    train(RECIPE, out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def stopped(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, killed in its last step but one."""
+    out = tmp_path_factory.mktemp("stopped") / "run"
+    killed_before(7, RECIPE, out)
+    assert all_verified(out)[-2:] == [4, 6]
+    assert {path.name for path in RunDir(out).folder(6).iterdir()} == set(FILES)
+    return out
+
+
+def damage_file(path: Path, damage: str, place: float = 0.5) -> None:
+    """Damage a file; of a flipped bit `place` says where, from 0 to 1."""
+    content = bytearray(path.read_bytes())
+    if damage == "missing":
+        path.unlink()
+    elif damage == "bit":
+        at = int(place * (len(content) - 1))
+        if content[at : at + 1].isspace():  # indentation of JSON carries nothing
+            at = next(n for n in range(len(content)) if not content[n : n + 1].isspace())
+        content[at] ^= 4
+        path.write_bytes(content)
+    else:
+        path.write_bytes(b"" if damage == "empty" else content[: len(content) // 2])
+
+
+def resumed(out: Path) -> Ended:
+    return in_child(lambda: train(RECIPE, out, resume=True))
+
+
+def same(out: Path, whole: Path) -> None:
+    assert weights(out) == weights(whole)
+    assert losses(out) == losses(whole)
+    assert all_verified(out)[-1] == 8
+    assert leftovers(out) == []
+
+
+# Checkpoints --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, damage", ALL)
+def test_the_checkpoint_before_a_damaged_one_is_taken(
+    name: str, damage: str, whole: Path, stopped: Path, tmp_path: Path, fault
+) -> None:
+    out, read = copied(stopped, tmp_path / "run"), tmp_path / "read"
+    damage_file(RunDir(out).folder(6) / name, damage)
+
+    def work() -> None:
+        restore = live_module.state.restore
+
+        def noted(folder: Path, *live: object) -> object:
+            with read.open("a") as file:
+                file.write(f"{folder.name}\n")
+            return restore(folder, *live)
+
+        live_module.state.restore = noted
+        train(RECIPE, out, resume=True)
+
+    ended = in_child(work)
+    assert ended.code == 0, ended.said
+    assert "checkpoint of step 6 is damaged and is passed over" in ended.said
+    assert name in ended.said
+    assert read.read_text() == "step-00000004\n", "the damaged one is never loaded"
+    same(out, whole)
+    fault(
+        "damaged checkpoint: each file missing, empty, truncated, one bit flipped",
+        "found before anything is loaded; the one before is taken, to the same weights",
+    )
+
+
+@pytest.mark.parametrize("name, damage", ALL)
+def test_without_an_intact_checkpoint_the_run_ends(
+    name: str, damage: str, stopped: Path, tmp_path: Path, fault
+) -> None:
+    out = copied(stopped, tmp_path / "run")
+    run = RunDir(out)
+    for step in run.steps():
+        damage_file(run.folder(step) / name, damage)
+    before = digest(out)
+    ended = resumed(out)
+    assert ended.code == 4, ended.said
+    assert f"none of the {len(run.steps())} checkpoints is intact" in ended.said
+    assert "Traceback" not in ended.said
+    assert digest(out) == before
+    fault("no checkpoint is intact", "exit code 4, and nothing in the directory is changed")
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_an_older_checkpoint_that_is_damaged_is_in_nobodys_way(
+    damage: str, whole: Path, tmp_path: Path, fault
+) -> None:
+    out, keeps = tmp_path / "run", tiny(*SMALL, "run.keep_checkpoints=4")
+    killed_before(7, keeps, out)
+    assert RunDir(out).steps() == [2, 4, 6]  # that of step 4 holds the best weights
+    damage_file(RunDir(out).folder(2) / "state.json", damage)
+    ended = in_child(lambda: train(keeps, out, resume=True))
+    assert ended.code == 0, ended.said
+    assert weights(out) == weights(whole)
+    fault("an older checkpoint is damaged", "the run goes on from the newest to the same weights")
+
+
+@pytest.mark.parametrize("part", ["checkpoint", "checkpoints"])
+def test_checkpoints_that_are_gone(part: str, whole: Path, stopped: Path, tmp_path: Path) -> None:
+    out = copied(stopped, tmp_path / "run")
+    shutil.rmtree(RunDir(out).folder(6) if part == "checkpoint" else RunDir(out).checkpoints)
+    ended = resumed(out)
+    assert ended.code == 0, ended.said
+    same(out, whole)
+
+
+def test_a_damaged_best_checkpoint_is_said_and_another_is_found(tmp_path: Path, fault) -> None:
+    out = tmp_path / "run"
+    # The first evaluation stays the best, so its checkpoint is an old one.
+    still = tiny("optim.lr=1e-30", "run.best=val.loss", "run.eval_every=2", "run.save_every=1")
+    killed_before(9, still, out)
+    run = RunDir(out)
+    assert run.steps()[0] == 2 < run.steps()[-1] - 2
+    (run.folder(2) / "model.safetensors").write_bytes(b"")
+    told = tmp_path / "best"
+
+    def work() -> None:
+        told.write_text(str(train(still, out, resume=True)["best_step"]))
+
+    ended = in_child(work)
+    assert ended.code == 0, ended.said
+    assert "a new best is looked for" in ended.said
+    assert int(told.read_text()) > 2
+    fault("the best checkpoint is damaged", "said, and another best is looked for")
+
+
+# The other files of a run -------------------------------------------------------------------------
+
+
+RECORD = (
+    "damaged run.json or recipe.yaml",
+    "exit code 4 or 2, the file named, nothing in the directory changed",
+)
+
+
+@pytest.mark.parametrize("name", ["run.json", "recipe.yaml"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "truncated"])
+def test_a_damaged_record_or_recipe(
+    name: str, damage: str, stopped: Path, tmp_path: Path, fault
+) -> None:
+    out = copied(stopped, tmp_path / "run")
+    damage_file(out / name, damage)
+    before = digest(out)
+    ended = resumed(out)
+    assert ended.code == (4 if name == "run.json" else 2), ended.said
+    assert str(out / name) in ended.said
+    assert "Traceback" not in ended.said
+    assert digest(out) == before, "what is left can still be restored from a copy"
+    fault(*RECORD)
+
+
+@pytest.mark.parametrize("name", ["run.json", "recipe.yaml"])
+@pytest.mark.parametrize(
+    "trial", [pytest.param(n, marks=[] if n < 2 else [pytest.mark.faults]) for n in range(20)]
+)
+def test_a_flipped_bit_in_the_record_or_the_recipe(
+    name: str, trial: int, whole: Path, stopped: Path, tmp_path: Path, fault
+) -> None:
+    """Not every bit matters there: the run ends as it would have, or says what is wrong."""
+    out = copied(stopped, tmp_path / "run")
+    damage_file(out / name, "bit", random.Random(trial).random())
+    ended = resumed(out)
+    assert "Traceback" not in ended.said
+    if ended.code == 0:
+        same(out, whole)
+    else:
+        assert ended.code in (2, 3, 4), ended.said
+        # a record of another number of images speaks of the data
+        assert str(out) in ended.said or "embedded:digits" in ended.said
+    fault(
+        "one bit flipped in run.json or recipe.yaml",
+        "a clear error, or the same weights where the bit decides nothing",
+    )
+
+
+NOT_OBJECTS = [b"[]", b"null", b"3", b"\xff\xfe{", b"[" * 100_000]
+
+
+@pytest.mark.parametrize("content", NOT_OBJECTS, ids=["list", "null", "number", "bytes", "deep"])
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl"])
+def test_other_things_in_their_place(
+    name: str, content: bytes, whole: Path, stopped: Path, tmp_path: Path, fault
+) -> None:
+    out = copied(stopped, tmp_path / "run")
+    (out / name).write_bytes(content)
+    ended = resumed(out)
+    assert "Traceback" not in ended.said
+    if name == "run.json":
+        assert ended.code == 4, ended.said
+        assert str(out / name) in ended.said
+        fault(*RECORD)
+    else:
+        assert ended.code == 0, ended.said
+        assert weights(out) == weights(whole)
+
+
+def flipped_line(text: bytes) -> bytes:
+    lines = text.splitlines(keepends=True)
+    lines[2] = b"\xff" + lines[2][1:]
+    return b"".join(lines)
+
+
+@pytest.mark.parametrize(
+    "damage, lost",
+    [
+        (lambda text: text + b'{"step": 7, "lo', []),
+        (lambda text: text + b'{"step"', []),
+        (flipped_line, [2]),
+        (lambda text: text.replace(b"\n", b"\n\n\0\n", 1), []),
+    ],
+    ids=["half", "shorter", "bytes", "zeros"],
+)
+def test_damaged_lines_of_the_log(
+    damage, lost: list[int], whole: Path, stopped: Path, tmp_path: Path, fault
+) -> None:
+    out = copied(stopped, tmp_path / "run")
+    log = out / "metrics.jsonl"
+    log.write_bytes(damage(log.read_bytes()))
+    ended = resumed(out)
+    assert ended.code == 0, ended.said
+    assert weights(out) == weights(whole)
+    kept = [loss for place, loss in enumerate(losses(whole)) if place not in lost]
+    assert losses(out) == kept
+    fault("damaged lines in metrics.jsonl, a half last one", "only those lines are lost")
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "truncated"])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_damaged_model(name: str, damage: str, whole: Path, tmp_path: Path, fault) -> None:
+    out = copied(whole, tmp_path / "run")
+    damage_file(out / "model" / name, damage)
+    for verb in (["predict", out, IMAGE], ["eval", out]):
+        ended = command(*verb)
+        assert ended.code == 4, (verb, ended.said)
+        assert "Traceback" not in ended.said
+    fault("damaged model/ of a finished run", "predict and eval end with exit code 4")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", ""])
+def test_a_model_that_is_gone_comes_back(name: str, whole: Path, tmp_path: Path, fault) -> None:
+    out = copied(whole, tmp_path / "run")
+    if name:
+        (out / "model" / name).unlink()
+    else:
+        shutil.rmtree(out / "model")
+    ended = resumed(out)
+    assert ended.code == 0, ended.said
+    same(out, whole)
+    assert {path.name for path in (out / "model").iterdir()} == {
+        path.name for path in (whole / "model").iterdir()
+    }
+    fault("model/ of a finished run is gone", "--resume makes it again from its checkpoint")

@@ -1,0 +1,254 @@
+"""Two runs in one directory: the second ends and names the first; the dead hold no lock."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from faults_runs import (
+    SMALL,
+    Ended,
+    all_verified,
+    command,
+    copied,
+    fork,
+    in_child,
+    leftovers,
+    losses,
+    run_in_child,
+    tiny,
+    train_until,
+    weights,
+    without_pictures,
+)
+
+from finetune.engine import train
+from finetune.errors import SetupError
+from finetune.live import Live
+from finetune.rundir import RunDir
+
+RECIPE = tiny(*SMALL)
+SECOND = "exit code 5 and the first one's process; the first one is not disturbed"
+STALE = "it is taken over, and the run goes on to the same weights"
+READERS = "works, or says that there is nothing yet; the run is not disturbed"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_pictures() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        without_pictures(patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("whole") / "run"
+    train(RECIPE, out)
+    return out
+
+
+class Paused:
+    """A run that stands still between two steps until it is told to go on."""
+
+    def __init__(self, out: Path, before: int) -> None:
+        self.said = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
+        waits, go = os.pipe()
+        reached, tells = os.pipe()
+
+        def work() -> None:
+            os.close(go)
+            step = Live.step
+
+            def waiting_step(live: Live, *args: object) -> None:
+                if live.counters.step == before:
+                    os.write(tells, b"!")
+                    os.read(waits, 1)
+                step(live, *args)
+
+            Live.step = waiting_step  # type: ignore[method-assign]
+            train(RECIPE, out, resume=True)
+
+        self.process = fork(work, self.said.fileno())
+        os.close(tells)
+        os.close(waits)
+        self._go = go
+        assert os.read(reached, 1) == b"!", "the run ended before it got there"
+        os.close(reached)
+
+    def end(self) -> Ended:
+        """Let it finish."""
+        os.close(self._go)
+        code = os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+        self.process = 0
+        self.said.seek(0)
+        return Ended(code, self.said.read().decode())
+
+    def kill(self) -> None:
+        if self.process:
+            os.kill(self.process, signal.SIGKILL)
+            os.waitpid(self.process, 0)
+        self.said.close()
+
+
+@pytest.fixture
+def paused(tmp_path: Path) -> Iterator[Callable[..., Paused]]:
+    runs: list[Paused] = []
+
+    def begin(out: Path, before: int = 5) -> Paused:
+        runs.append(Paused(out, before))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.kill()
+
+
+def went_on(run: Paused, out: Path, whole: Path) -> None:
+    ended = run.end()
+    assert ended.code == 0, ended.said
+    assert weights(out) == weights(whole)
+    assert losses(out) == losses(whole)
+
+
+@pytest.mark.parametrize("resume", [False, True], ids=["new", "resume"])
+def test_a_second_run(resume: bool, whole: Path, tmp_path: Path, paused, fault) -> None:
+    out = tmp_path / "run"
+    first = paused(out)
+    for _ in range(2):  # whoever was refused takes no lock away
+        ended = in_child(lambda: train(RECIPE, out, resume=resume))
+        assert ended.code == 5, ended.said
+        assert f"in use by process {first.process} on {socket.gethostname()}" in ended.said
+    link = tmp_path / "another-name"
+    link.symlink_to(out)
+    assert run_in_child(lambda: train(RECIPE, link, resume=resume)) == 5
+    went_on(first, out, whole)
+    fault("a second run in the same directory", SECOND)
+
+
+def test_two_runs_of_one_process(tmp_path: Path, fault) -> None:
+    """The kernel's lock is the process's, so that its threads must be told apart otherwise."""
+    first = RunDir(tmp_path / "run")
+    first.open()
+    (tmp_path / "other").mkdir()
+    for name in ("run", "other/../run"):
+        with pytest.raises(SetupError, match=f"in use by process {os.getpid()}"):
+            RunDir(tmp_path / name).open()
+    held = run_in_child(lambda: RunDir(tmp_path / "run").open())
+    assert held == 5, "whoever was refused has not dropped the lock"
+    first.close()
+    first.open()
+    first.close()
+    fault("a second run in the same directory", SECOND)
+
+
+def test_many_runs_at_once(whole: Path, tmp_path: Path, fault) -> None:
+    out = tmp_path / "run"
+    with tempfile.TemporaryFile() as said:
+        children = [fork(lambda: train(RECIPE, out), said.fileno()) for _ in range(4)]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        said.seek(0)
+        text = said.read().decode()
+    assert sorted(codes) == [0, 5, 5, 5], text
+    assert weights(out) == weights(whole)
+    assert losses(out) == losses(whole)
+    fault("four runs begin in one directory at once", "one runs, the others end with exit code 5")
+
+
+@pytest.mark.parametrize(
+    "holder",
+    [
+        "{parent} on {host}\n",  # a number that another process has now
+        "1 on {host}\n",
+        "4194000 on {host}\n",  # nobody's
+        "77 on another-host\n",
+        "",
+        "\0\0\0 on",
+    ],
+    ids=["reused", "init", "nobody", "other-host", "empty", "damaged"],
+)
+def test_a_lock_that_nobody_holds(
+    holder: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault
+) -> None:
+    """The kernel keeps the lock and drops it with its process; the text is only for people."""
+    out = tmp_path / "run"
+    assert run_in_child(lambda: train_until(60, RECIPE, out)) == -signal.SIGKILL
+    assert (out / ".lock").read_text(), "it was killed with the lock"
+    text = holder.format(parent=os.getpid(), host=socket.gethostname())
+    (out / ".lock").write_text(text)
+    ended = in_child(lambda: train(RECIPE, out, resume=True))
+    assert ended.code == 0, ended.said
+    assert weights(out) == weights(whole)
+    assert leftovers(out) == []
+    fault("the lock of a dead process, whatever number and host it names", STALE)
+
+
+def test_a_lock_held_on_another_host(whole: Path, tmp_path: Path, fault) -> None:
+    """On a shared file system the lock is the file server's: its text tells where it is held."""
+    out = copied(whole, tmp_path / "run")
+    reader, writer = os.pipe()
+
+    def hold() -> None:
+        with (out / ".lock").open("w") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX)
+            file.write("77 on another-host\n")
+            file.flush()
+            os.write(writer, b"!")
+            time.sleep(600)
+
+    with tempfile.TemporaryFile() as said:
+        holder = fork(hold, said.fileno())
+    try:
+        os.read(reader, 1)
+        ended = in_child(lambda: train(RECIPE, out, resume=True))
+    finally:
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
+    assert ended.code == 5, ended.said
+    assert "in use by process 77 on another-host" in ended.said
+    fault("a lock that is held on another host", "exit code 5 and that process and host")
+
+
+@pytest.mark.parametrize("verb", ["eval", "predict", "report", "push", "info"])
+def test_who_reads_while_it_trains(
+    verb: str, whole: Path, tmp_path: Path, image_folder: Path, paused, fault
+) -> None:
+    out = tmp_path / "run"
+    first = paused(out)
+    before = (out / ".lock").read_text()
+    words = {
+        "eval": ("eval", out),
+        "predict": ("predict", out, image_folder / "test"),
+        "report": ("report", out),
+        "push": ("push", out, "me/repository"),
+        "info": ("info", out),
+    }
+    ended = command(*words[verb])
+    assert "Traceback" not in ended.said
+    if verb == "report":
+        assert ended.code == 0, ended.said
+    else:
+        assert ended.code == 4, ended.said
+        assert str(out) in ended.said
+        assert re.search("has no model/ yet|is not finished|has no finished model", ended.said)
+    assert (out / ".lock").read_text() == before
+    assert run_in_child(lambda: train(RECIPE, out, resume=True)) == 5, "the lock is still held"
+    went_on(first, out, whole)
+    fault("eval, predict, report, push while a run trains", READERS)
+
+
+def test_the_report_of_a_run_that_ends_just_now(whole: Path, tmp_path: Path, paused) -> None:
+    out = copied(whole, tmp_path / "run")
+    record = json.loads((out / "run.json").read_text())
+    (out / "run.json").write_text(json.dumps({**record, "status": "running"}))
+    assert command("report", out).code == 0
+    assert command("eval", out, "--split", "val").code == 0
+    assert all_verified(out)

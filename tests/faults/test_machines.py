@@ -1,0 +1,151 @@
+"""Two machines, made of network namespaces: they train as one, and a cut link loses nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults_launch import REPOSITORY, Launch, intact, launched, own_tracebacks
+
+from finetune.rundir import RunDir
+
+TIMEOUT_SECONDS = 20
+FIRST, SECOND = "10.77.0.1", "10.77.0.2"
+# few enough to wait for, many enough for a link to be cut in the middle
+STEPS = 200
+SETTINGS = [f"optim.steps={STEPS}", "run.save_every=20", f"run.eval_every={STEPS}"]
+# Adam would make of the last bit of a sum, which differs, another digit in every step.
+SETTINGS += ["optim.name=sgd", "optim.lr=0.01", f"run.timeout_seconds={TIMEOUT_SECONDS}"]
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=30)
+
+
+@contextlib.contextmanager
+def two_hosts() -> Iterator[tuple[str, str]]:
+    """Two network namespaces with a cable between them, eth0 on both. Yields: their names."""
+    names = (f"finetune-{os.getpid()}-a", f"finetune-{os.getpid()}-b")
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ends = [("type", "veth"), ("peer",)]
+        words = [word for name, end in zip(names, ends, strict=True) for word in end_of(name, end)]
+        ip("link", "add", *words)
+        for name, address in zip(names, (FIRST, SECOND), strict=True):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                ip("-n", name, "link", "set", device, "up")
+        yield names
+    finally:
+        for name in names:
+            with contextlib.suppress(subprocess.CalledProcessError):  # it may not be there yet
+                ip("netns", "del", name)
+
+
+def end_of(name: str, kind: tuple[str, ...]) -> list[str]:
+    """The words for one end of the cable."""
+    device = ["name", "eth0", "netns", name]
+    return [*device, *kind] if kind[0] == "type" else [*kind, *device]
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[str, str]]:
+    if shutil.which("ip") is None:
+        pytest.skip("no two machines: the command ip (iproute2) is not installed")
+    with contextlib.ExitStack() as stack:
+        try:
+            names = stack.enter_context(two_hosts())
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no two machines: {' '.join(error.cmd)}: {error.stderr.strip()}")
+        yield names
+
+
+@contextlib.contextmanager
+def two_machines(
+    hosts: tuple[str, str], folder: Path, out: Path, *words: str, name: str
+) -> Iterator[tuple[Launch, Launch]]:
+    """Start the same run on both, as the header of recipes/accelerate/two_machines.yaml says."""
+    with contextlib.ExitStack() as stack:
+        launches = []
+        for rank, host in enumerate(hosts):
+            config = REPOSITORY / "recipes" / "accelerate" / "two_machines.yaml"
+            options = ["--config_file", str(config), "--num_processes", "2"]
+            options += ["--main_process_ip", FIRST, "--machine_rank", str(rank)]
+            launch = launched(
+                folder,
+                *SETTINGS,
+                *words,
+                options=tuple(options),
+                before=("ip", "netns", "exec", host),
+                environment={"GLOO_SOCKET_IFNAME": "eth0"},
+                out=out,
+                name=f"{name}-{rank}",
+            )
+            launches.append(stack.enter_context(launch))
+        yield launches[0], launches[1]
+
+
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in RunDir(out).history() if line["split"] == "train"]
+
+
+def weights(out: Path) -> bytes:
+    return (out / "model" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.faults
+def test_two_machines_train_as_one_and_a_cut_link_loses_nothing(
+    hosts: tuple[str, str], tmp_path: Path, fault: Any
+) -> None:
+    with launched(tmp_path, *SETTINGS, kind="python", processes=1, name="one") as one:
+        one.wait_for_end()
+        assert one.process.returncode == 0, one.text
+    whole = tmp_path / "whole"
+    with two_machines(hosts, tmp_path, whole, name="whole") as machines:
+        for launch in machines:
+            launch.wait_for_end()
+            assert launch.process.returncode == 0, launch.text
+        assert machines[0].record()["num_processes"] == 2
+    differences = [abs(a - b) for a, b in zip(losses(whole), losses(one.out), strict=True)]
+    assert len(differences) == STEPS
+    assert max(differences) < 1e-5
+    fault(
+        "two machines (network namespaces) instead of one process",
+        "the same losses, within 1e-5",
+        f"largest difference {max(differences):.1e} in {STEPS} steps",
+    )
+
+    cut = tmp_path / "cut"
+    with two_machines(hosts, tmp_path, cut, name="cut") as machines:
+        machines[0].wait_for_steps(30)
+        ip("-n", hosts[1], "link", "set", "eth0", "down")
+        seconds = machines[0].wait_for_end()
+        machines[1].wait_for_end()
+        for rank, launch in enumerate(machines):
+            message = f"rank {1 - rank} of 2: no answer within {TIMEOUT_SECONDS} seconds"
+            assert launch.text.count(message) == 1, launch.text
+            assert launch.process.returncode != 0
+            assert not own_tracebacks(launch.text)
+        assert machines[0].record()["status"] == "failed (5)"
+        assert intact(cut)
+        assert max(intact(cut)) < STEPS
+    ip("-n", hosts[1], "link", "set", "eth0", "up")
+    with two_machines(hosts, tmp_path, cut, "--resume", name="again") as machines:
+        for launch in machines:
+            launch.wait_for_end()
+            assert launch.process.returncode == 0, launch.text
+    assert weights(cut) == weights(whole)
+    assert losses(cut) == losses(whole)
+    fault(
+        "the link between two machines is cut in the middle",
+        f"both end with a message after run.timeout_seconds ({TIMEOUT_SECONDS} here) and resume "
+        "to the same weights once it is back",
+        f"{seconds:.0f} s",
+    )

@@ -1,0 +1,143 @@
+"""Losses and gradients that are not finite: left out on all ranks together, counted, and ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from finetune import live
+from finetune.engine import train
+from finetune.errors import DivergedError
+from finetune.recipe import parse_recipe
+from finetune.rundir import RunDir
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+RECIPE = """
+model:
+  name: vit_tiny_patch16_224
+  args: {patch_size: 4, embed_dim: 32, depth: 2, num_heads: 2}
+  pretrained: false
+  image_size: 16
+data: {source: "embedded:digits", train: resize, eval: resize, batch_size: 16}
+optim: {name: adamw, lr: 3e-3, schedule: constant, steps: 8, ema_decay: 0.9}
+run: {precision: fp32, threads: 1, log_every: 1, eval_every: 4, max_skipped: 3}
+"""
+
+# What goes wrong in a step, put over its loss. The third has the gradient of a healthy step.
+FAULTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "NaN": lambda loss: loss * float("nan"),
+    "infinite": lambda loss: loss * float("inf"),
+    "infinite with a finite gradient": lambda loss: loss + float("inf"),
+}
+
+SCRIPT = """
+import os, sys
+import torch
+from finetune import live
+from finetune.cli import main
+calls, honest = [], live._loss_sum
+def wrong(*args):
+    calls.append(1)
+    loss = honest(*args)
+    hit = int(os.environ["RANK"]) == 1 and str(len(calls) - 1) in os.environ["BAD"].split(",")
+    return loss + float("inf") if hit else loss
+live._loss_sum = wrong
+torch.set_num_threads(1)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Make the losses of some steps wrong, in this process."""
+    honest = live._loss_sum
+
+    def arrange(kind: str, steps: set[int]) -> None:
+        calls: list[int] = []
+
+        def wrong(*args: object) -> torch.Tensor:
+            calls.append(1)
+            loss = honest(*args)  # type: ignore[arg-type]
+            return FAULTS[kind](loss) if len(calls) - 1 in steps else loss
+
+        monkeypatch.setattr(live, "_loss_sum", wrong)
+
+    return arrange
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_wrong_loss_is_skipped_and_counted(
+    poison: Callable[..., None], tmp_path: Path, kind: str, fault
+) -> None:
+    poison(kind, {1, 5})
+    results = train(parse_recipe(RECIPE), tmp_path / "run")
+    assert results["skipped_steps"] == 2
+    weights = load_file(tmp_path / "run/model/model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines if '"train"' in line]
+    assert all(loss is None or loss < 10 for loss in losses)
+    assert losses.count(None) == 2
+    fault(
+        "a loss or gradient that is not finite, now and then",
+        "the step is left out and counted, the run goes on",
+    )
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_too_many_in_a_row_end_the_run(
+    poison: Callable[..., None], tmp_path: Path, kind: str, fault
+) -> None:
+    poison(kind, {5, 6, 7})
+    with pytest.raises(DivergedError, match=r"in 3 steps in a row, up to step 8.*of step 4") as end:
+        train(parse_recipe(RECIPE), tmp_path / "run")
+    assert end.value.exit_code == 6
+    best = load_file(RunDir(tmp_path / "run").folder(4) / "model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in best.values())
+    fault(
+        "run.max_skipped such steps in a row",
+        "6, the best checkpoint is named and finite",
+    )
+
+
+@pytest.mark.slow
+def test_one_rank_of_two(tmp_path: Path, fault) -> None:
+    script = tmp_path / "wrong.py"
+    script.write_text(SCRIPT)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+
+    def launched(name: str, bad: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
+        command += ["--master_port=0", str(script), "train", str(tmp_path / "recipe.yaml")]
+        environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "BAD": bad}
+        return subprocess.run(
+            [*command, "--out", str(tmp_path / name)],
+            env=environment,
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+    assert (done := launched("some", "1,5")).returncode == 0, done.stderr[-3000:]
+    results = json.loads((tmp_path / "some/results.json").read_text())
+    assert results["skipped_steps"] == 2
+    weights = load_file(tmp_path / "some/model/model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+    ended = launched("many", "4,5,6")
+    assert ended.returncode != 0
+    assert ended.stderr.count("was not finite in 3 steps in a row, up to step 7") == 1
+    assert json.loads((tmp_path / "many/run.json").read_text())["status"] == "failed (6)"
+    fault(
+        "an infinite loss with a finite gradient on one rank of two",
+        "both ranks leave the step out; K in a row end both with 6, said once",
+    )

@@ -1,0 +1,133 @@
+"""One rank dies, hangs or raises: all end, the cause is said once, and no process is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults_launch import Launch, launched, own_tracebacks
+
+TIMEOUT_SECONDS = 20
+LAUNCHERS_PATIENCE = 30  # with a rank that does not heed its SIGTERM, before SIGKILL
+
+# Stands before the command line, in every rank, and makes one of them fail in its third step.
+FAILING = """
+import os, sys, time
+from finetune.live import Live
+from finetune.errors import DataError
+
+step = Live.step
+
+def failing(self, *arguments):
+    step(self, *arguments)
+    if self.counters.step == 3 and os.environ["RANK"] == "{rank}":
+        {action}
+
+Live.step = failing
+from finetune.cli import main
+sys.exit(main())
+"""
+
+
+def failing(folder: Path, rank: int, action: str) -> tuple[str, ...]:
+    """A program in which a rank does something after its third step."""
+    path = folder / "failing.py"
+    path.write_text(FAILING.format(rank=rank, action=action))
+    return (str(path),)
+
+
+def check_ended(launch: Launch, cause: str) -> None:
+    """Everything has ended, and the cause stands there once."""
+    assert launch.process.returncode != 0
+    assert launch.text.count(cause) == 1, launch.text
+    assert "internal error" not in launch.text.replace(cause, "")
+    assert not own_tracebacks(launch.text)
+
+
+@pytest.mark.parametrize(
+    "kind, rank",
+    [
+        pytest.param("accelerate", 1, id="accelerate-rank1", marks=pytest.mark.faults),
+        pytest.param("accelerate", 0, id="accelerate-rank0", marks=pytest.mark.faults),
+        pytest.param("torchrun", 1, id="torchrun-rank1", marks=pytest.mark.faults),
+        pytest.param("torchrun", 0, id="torchrun-rank0", marks=pytest.mark.faults),
+    ],
+)
+def test_a_rank_is_killed(kind: str, rank: int, tmp_path: Path, fault: Any) -> None:
+    with launched(tmp_path, kind=kind) as launch:
+        launch.wait_for_steps()
+        os.kill(launch.ranks()[rank], signal.SIGKILL)
+        seconds = launch.wait_for_end()
+        check_ended(launch, f"rank {rank} of 2: ended without a word")
+        if rank:
+            assert launch.record()["status"] == "failed (5)"
+    fault(
+        "SIGKILL to one rank of two",
+        "the others end, the rank is named once, no process is left",
+        f"{kind}: {seconds:.1f} s",
+    )
+
+
+ACTIONS = {
+    "error of ours": ('raise DataError("cats/7.png: is gone; restore it")', "cats/7.png: is gone"),
+    "error of another": ('raise KeyError("lost")', "internal error: KeyError"),
+    "sys.exit": ("os._exit(9)", "ended without a word"),
+}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("action", list(ACTIONS))
+def test_a_rank_raises(action: str, rank: int, tmp_path: Path, fault: Any) -> None:
+    code, cause = ACTIONS[action]
+    with launched(tmp_path, program=failing(tmp_path, rank, code)) as launch:
+        launch.wait_for_end()
+        check_ended(launch, cause)
+        if rank:  # rank 0 writes the record, with the other one's reason
+            expected = {"error of ours": 3, "error of another": 1, "sys.exit": 5}[action]
+            assert launch.record()["status"] == f"failed ({expected})"
+    fault(
+        "one rank of two raises, or ends without a word",
+        "all end, the cause is printed once, run.json has its exit code",
+    )
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_hangs(rank: int, tmp_path: Path, fault: Any) -> None:
+    with launched(tmp_path, f"run.timeout_seconds={TIMEOUT_SECONDS}") as launch:
+        launch.wait_for_steps()
+        os.kill(launch.ranks()[rank], signal.SIGSTOP)
+        seconds = launch.wait_for_end()
+        check_ended(launch, f"rank {rank} of 2: no answer within {TIMEOUT_SECONDS} seconds")
+    fault(
+        "SIGSTOP to one rank of two",
+        f"the others give up after run.timeout_seconds ({TIMEOUT_SECONDS} here) and name it; the "
+        f"launcher kills it {LAUNCHERS_PATIENCE} s later",
+        f"{seconds:.0f} s",
+    )
+
+
+@pytest.mark.faults
+def test_what_all_ranks_meet_is_said_once(image_folder: Path, tmp_path: Path, fault: Any) -> None:
+    (image_folder / "train" / "red" / "red-0.png").write_bytes(b"no image")
+    overrides = [f"data.source=folder:{image_folder}", "data.batch_size=6"]
+    with launched(tmp_path, *overrides) as launch:
+        launch.wait_for_end()
+        check_ended(launch, "red-0.png")
+        assert launch.record()["status"] == "failed (3)"
+    fault("an image that no rank can read", "the error is printed once, not once per rank")
+
+
+@pytest.mark.faults
+def test_a_folder_in_use_is_said_once(tmp_path: Path, fault: Any) -> None:
+    with launched(tmp_path, kind="python", name="first") as first:
+        first.wait_for_steps()
+        with launched(tmp_path, out=first.out, name="second") as second:
+            assert second.process.wait(240) != 0
+            check_ended(second, f"in use by process {first.process.pid}")
+        assert first.process.poll() is None
+    fault("rank 0 cannot take the run directory", "the error is printed once, not once per rank")

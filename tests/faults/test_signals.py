@@ -1,0 +1,148 @@
+"""A signal to any process of a launch: every rank stops at the same step, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults_launch import Launch, intact, launched, own_tracebacks
+
+FAULT = "SIGTERM or SIGINT to one process or to the group, accelerate launch and torchrun"
+PROMISE = (
+    "all ranks stop at the same step and save; run.json says 143 or 130; no process is left; "
+    "no traceback of ours"
+)
+TO_THE_END = ["optim.steps=400", "run.save_every=100", "run.eval_every=400"]
+
+
+def losses(out: Path) -> list[float]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if line["split"] == "train"]
+
+
+def weights(out: Path) -> bytes:
+    return (out / "model" / "model.safetensors").read_bytes()
+
+
+def send(launch: Launch, target: str, number: signal.Signals) -> None:
+    """Send a signal to "launcher", "group" (as a terminal does), "rank 0" or "rank 1"."""
+    if target == "group":
+        os.killpg(launch.process.pid, number)
+    elif target == "launcher":
+        os.kill(launch.process.pid, number)
+    else:
+        os.kill(launch.ranks()[int(target[-1])], number)
+
+
+def check_stopped(launch: Launch, codes: set[int]) -> None:
+    """The run has stopped, saved one step, and said so once."""
+    assert launch.record()["status"] in {f"stopped ({code})" for code in codes}
+    (step,) = launch.steps()
+    assert intact(launch.out) == [step]
+    assert launch.text.count(f"stopped at step {step} of") == 1, launch.text
+    assert "no sign of life" not in launch.text
+    assert not own_tracebacks(launch.text)
+
+
+def cells() -> list[Any]:
+    """Every signal to every process; one cell for each number of processes is quick."""
+    found = []
+    for kind in ("accelerate", "torchrun"):
+        for count in (1, 2):
+            targets = ["launcher", "group", *(f"rank {rank}" for rank in range(count))]
+            for target in targets:
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    cell = (kind, count, target, number)
+                    quick = cell == ("accelerate", 2, "rank 1", signal.SIGTERM)
+                    marks = () if quick else (pytest.mark.faults,)
+                    name = f"{kind}-{count}-{target.replace(' ', '')}-{number.name}"
+                    found.append(pytest.param(*cell, marks=marks, id=name))
+    return found
+
+
+@pytest.mark.parametrize("kind, count, target, number", cells())
+def test_a_signal_stops_every_rank_at_the_same_step(
+    kind: str, count: int, target: str, number: signal.Signals, tmp_path: Path, fault: Any
+) -> None:
+    with launched(tmp_path, kind=kind, processes=count) as launch:
+        launch.wait_for_steps()
+        assert len(launch.ranks()) == count
+        send(launch, target, number)
+        launch.wait_for_end()
+        codes = {128 + number}
+        if (kind, count, target) == ("accelerate", 1, "launcher"):
+            codes = {128 + signal.SIGTERM}  # it ends without a word to its worker
+        check_stopped(launch, codes)
+    fault(FAULT, PROMISE)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("kind", ["accelerate", "torchrun"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_launcher_is_killed(kind: str, count: int, tmp_path: Path, fault: Any) -> None:
+    with launched(tmp_path, *TO_THE_END, kind=kind, processes=count, name="whole") as whole:
+        whole.wait_for_end()
+        assert whole.process.returncode == 0, whole.text
+    with launched(tmp_path, *TO_THE_END, kind=kind, processes=count) as launch:
+        launch.wait_for_steps()
+        send(launch, "launcher", signal.SIGKILL)
+        seconds = launch.wait_for_end(seconds=30)
+        check_stopped(launch, {143})
+    with launched(tmp_path, *TO_THE_END, "--resume", kind=kind, processes=count) as again:
+        again.wait_for_end()
+        assert again.process.returncode == 0, again.text
+    assert weights(again.out) == weights(whole.out)
+    assert losses(again.out) == losses(whole.out)
+    fault(
+        "SIGKILL to the launcher",
+        "its workers notice, save and end within 10 s; resuming ends in the same weights",
+        f"{seconds:.1f} s ({kind}, {count})",
+    )
+    assert seconds < 10 * slowness()
+
+
+def slowness() -> float:
+    """How much longer than on an idle machine things may take: processes waiting for each core."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [(signal.SIGTERM, signal.SIGINT), (signal.SIGINT, signal.SIGTERM)],
+    ids=["SIGTERM-SIGINT", "SIGINT-SIGTERM"],
+)
+@pytest.mark.faults
+def test_a_second_signal_ends_at_once(
+    numbers: tuple[signal.Signals, ...], tmp_path: Path, fault: Any
+) -> None:
+    with launched(tmp_path, kind="python", processes=1) as launch:
+        launch.wait_for_steps()
+        os.kill(launch.process.pid, signal.SIGSTOP)  # so that both are there in the same step
+        for number in numbers:
+            os.kill(launch.process.pid, number)
+        os.kill(launch.process.pid, signal.SIGCONT)
+        launch.wait_for_end()
+        assert launch.process.returncode in (130, 143)
+        assert launch.record()["status"] == "running"
+        assert not launch.steps()
+        assert not own_tracebacks(launch.text)
+    with launched(tmp_path, "optim.steps=10", "--resume", kind="python", processes=1) as again:
+        again.wait_for_end()
+        assert again.process.returncode == 0, again.text
+    fault("a second signal", "ends the process at once, without saving")
+
+
+@pytest.mark.faults
+def test_a_signal_while_nothing_is_trained_yet(tmp_path: Path, fault: Any) -> None:
+    with launched(tmp_path, kind="accelerate", processes=2) as launch:
+        launch.wait_until(lambda: (launch.out / "run.json").exists(), "run.json")
+        send(launch, "rank 1", signal.SIGTERM)
+        launch.wait_for_end()
+        assert launch.record()["status"] == "stopped (143)"
+        assert "no sign of life" not in launch.text
+        assert not own_tracebacks(launch.text)
+    fault("SIGTERM before the first step", "the run stops at once, and run.json says 143")

@@ -1,0 +1,224 @@
+"""A corpus of image files as people have them: damaged, odd, hostile, each with its result."""
+
+# H W pixels
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps
+from PIL.PngImagePlugin import PngInfo
+
+__all__ = ["CORPUS", "File", "encoded", "flat_png", "picture"]
+
+ORIENTATION = 0x0112
+
+
+@dataclass(frozen=True)
+class File:
+    """One file of the corpus: its pixels, or a part of the message that refuses it.
+
+    Attributes:
+        content: the file's bytes.
+        result: (H, W, 3) uint8, or a part of the message.
+        suffix: of the file's name.
+    """
+
+    content: bytes
+    result: np.ndarray | str
+    suffix: str = ".png"
+
+
+def picture(height: int = 12, width: int = 18) -> np.ndarray:
+    """(H, W, 3) uint8, smooth enough for a JPEG and different in each corner."""
+    down, along = np.mgrid[0:height, 0:width]
+    channels = (240 - 8 * down, 13 * along, 5 * (down + along))
+    return np.clip(np.stack(channels, axis=2), 0, 255).astype(np.uint8)
+
+
+def encoded(image: Image.Image | np.ndarray, kind: str, **options: Any) -> bytes:
+    """The bytes of an image file."""
+    if isinstance(image, np.ndarray):
+        image = Image.fromarray(image)
+    stream = io.BytesIO()
+    image.save(stream, kind, **options)
+    return stream.getvalue()
+
+
+def chunk(kind: bytes, content: bytes) -> bytes:
+    """One chunk of a PNG."""
+    body = kind + content
+    return struct.pack(">I", len(content)) + body + struct.pack(">I", zlib.crc32(body))
+
+
+def flat_png(width: int, height: int, *, kind: int = 2, whole: bool = True) -> bytes:
+    """A PNG of one colour, a few kilobytes whatever its size; kind: the PNG's colour type."""
+    header = struct.pack(">IIBBBBB", width, height, 8, kind, 0, 0, 0)
+    packer, parts = zlib.compressobj(1), []
+    if whole:
+        row = bytes(1 + width * {0: 1, 2: 3, 6: 4}[kind])
+        parts = [packer.compress(row) for _ in range(height)]
+    data = b"".join([*parts, packer.flush()])
+    start = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header)
+    return start + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+
+
+def _as_pil(content: bytes) -> np.ndarray:
+    """What PIL alone makes of a file, upright."""
+    with Image.open(io.BytesIO(content)) as image:
+        return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+
+
+def _flipped(content: bytes, place: int, bit: int = 3) -> bytes:
+    changed = bytearray(content)
+    changed[place] ^= 1 << bit
+    return bytes(changed)
+
+
+def _grey(values: np.ndarray) -> np.ndarray:
+    return np.repeat(values[:, :, None], 3, axis=2).astype(np.uint8)
+
+
+def _jpeg_header(width: int, height: int) -> bytes:
+    """A JPEG that says its size and ends before its pixels."""
+    frame = struct.pack(">BHHB", 8, height, width, 3) + b"\x01\x11\0\x02\x11\0\x03\x11\0"
+    scan = struct.pack(">HB", 12, 3) + b"\x01\0\x02\0\x03\0\0\x3f\0"
+    parts = (b"\xff\xd8\xff\xc0", struct.pack(">H", len(frame) + 2), frame, b"\xff\xda", scan)
+    return b"".join(parts)
+
+
+def _damaged() -> dict[str, File]:
+    png, jpeg = encoded(picture(), "PNG"), encoded(picture(), "JPEG", quality=90)
+    files = {
+        "zero bytes": File(b"", "zero bytes"),
+        "text": File(b"a picture of a cat\n" * 9, "not an image", ".jpg"),
+        "a web page": File(b"<!DOCTYPE html><html>404</html>", "an HTML page", ".jpg"),
+        "a Git LFS pointer": File(b"version https://git-lfs.github.com/spec/v1\n", "Git LFS"),
+        "a HEIC photo": File(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "HEIC", ".jpg"),
+        "an archive": File(b"PK\x03\x04" + bytes(60), "not an image"),
+        "random bytes": File(np.random.default_rng(0).bytes(500), "not an image"),
+        "zeros": File(bytes(500), "not an image"),
+        "an SVG": File(b"<svg xmlns='http://www.w3.org/2000/svg'></svg>", "not an image"),
+        "a PostScript file": File(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an"),
+        "a PNG without pixels": File(flat_png(9, 9, whole=False), "cannot be decoded"),
+        "a PNG of no width": File(flat_png(0, 9), "0 x 9|not an image|cannot be decoded"),
+        "a PNG with one flipped bit of its pixels": File(
+            _flipped(png, png.index(b"IDAT") + 12), "cannot be decoded"
+        ),
+        "a PNG with one flipped bit of its header": File(
+            _flipped(png, 18), "not an image|cannot be decoded|pixels"
+        ),
+        "a PNG without its last chunk": File(png[:-12], picture()),
+        "a JPEG with a flipped start": File(_flipped(jpeg, 0), "not an image", ".jpg"),
+        "a JPEG with a flipped table": File(
+            _flipped(jpeg, jpeg.index(b"\xff\xc4") + 5, 7), "cannot be decoded", ".jpg"
+        ),
+    }
+    noise = np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8)
+    for share in (0.003, 0.02, 0.2, 0.5, 0.9, 0.99):
+        for kind in ("PNG", "JPEG"):
+            content = encoded(noise, kind)
+            cut = content[: int(len(content) * share)]
+            said = "not an image|cannot be decoded"
+            files[f"a {kind} of which {share:.1%} came"] = File(cut, said, f".{kind.lower()}")
+    return files
+
+
+def _modes() -> dict[str, File]:
+    """Whole files whose pixels are not plain RGB."""
+    pixels = picture()
+    rgb = Image.fromarray(pixels)
+    inks = rgb.convert("CMYK")
+    cmyk, inks_tiff = encoded(inks, "JPEG", quality=95), encoded(inks, "TIFF")
+    marker = cmyk.index(b"\xff\xee")  # Adobe's, which says that the inks are inverted
+    end = marker + 2 + int.from_bytes(cmyk[marker + 2 : marker + 4], "big")
+    plain = cmyk[:marker] + cmyk[end:]
+    wide = np.arange(0, 65536, 257, dtype=np.uint16).reshape(16, 16)
+    unit = (np.arange(256, dtype=np.float32) / 255).reshape(16, 16)
+    steps = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    alpha = np.dstack([pixels, np.where(pixels[..., 0] > 200, 255, 0).astype(np.uint8)])
+    on_white = np.where(alpha[..., 3:] == 255, pixels, 255).astype(np.uint8)
+    black = np.zeros((1, 10_000, 3), np.uint8)
+    light = np.dstack([pixels[..., 0], alpha[..., 3]])
+    palette = rgb.quantize(16)
+    clear = palette.copy()
+    cleared = np.asarray(palette) == 3
+    without = np.where(cleared[:, :, None], 255, np.asarray(palette.convert("RGB")))
+    files = {
+        "a CMYK JPEG, inks inverted as Adobe does": File(cmyk, _as_pil(cmyk), ".jpg"),
+        "a CMYK JPEG, inks as they are": File(plain, _as_pil(plain), ".jpg"),
+        "a CMYK TIFF": File(inks_tiff, _as_pil(inks_tiff), ".tif"),
+        "a grey PNG of 16 bits": File(encoded(wide, "PNG"), _grey(wide // 257)),
+        "a grey TIFF of 16 bits": File(encoded(wide, "TIFF"), _grey(wide // 257), ".tif"),
+        "a float TIFF from 0 to 1": File(encoded(unit, "TIFF"), _grey(steps), ".tif"),
+        "a float TIFF from 0 to 255": File(encoded(unit * 255, "TIFF"), "grey values", ".tif"),
+        "a float TIFF with NaN": File(encoded(unit * np.nan, "TIFF"), "grey values", ".tif"),
+        "a TIFF of integers below 0": File(
+            encoded(np.full((4, 4), -1, np.int32), "TIFF"), "grey values", ".tif"
+        ),
+        "a grey PNG": File(encoded(steps, "PNG"), _grey(steps)),
+        "a PNG of one bit": File(
+            encoded(Image.fromarray(steps).convert("1", dither=0), "PNG"),
+            _grey(np.where(steps > 127, 255, 0)),
+        ),
+        "a palette": File(encoded(palette, "PNG"), np.asarray(palette.convert("RGB"))),
+        "a palette with a clear colour": File(encoded(clear, "PNG", transparency=3), without),
+        "alpha": File(encoded(alpha, "PNG"), on_white),
+        "grey and alpha": File(
+            encoded(Image.fromarray(light, "LA"), "PNG"),
+            _grey(np.where(light[..., 1] == 255, light[..., 0], 255)),
+        ),
+        "one pixel": File(encoded(pixels[:1, :1], "PNG"), pixels[:1, :1]),
+        "one pixel high, 10,000 wide": File(flat_png(10_000, 1), black),
+        "10,000 pixels high, one wide": File(flat_png(1, 10_000), black.transpose(1, 0, 2)),
+        "a PNG called .jpg": File(encoded(pixels, "PNG"), pixels, ".jpg"),
+        "a JPEG called .png": File(encoded(rgb, "JPEG"), _as_pil(encoded(rgb, "JPEG"))),
+        "a BMP called .tiff": File(encoded(pixels, "BMP"), pixels, ".tiff"),
+    }
+    for number in range(1, 9):
+        exif = Image.Exif()
+        exif[ORIENTATION] = number
+        content = encoded(rgb, "JPEG", exif=exif)
+        files[f"EXIF orientation {number}"] = File(content, _as_pil(content), ".jpg")
+    exif = Image.Exif()
+    exif[ORIENTATION] = 99
+    content = encoded(rgb, "PNG", exif=exif)
+    files["EXIF orientation 99"] = File(content, pixels)
+    return files
+
+
+def _hostile() -> dict[str, File]:
+    pixels = picture()
+    frames = [Image.fromarray(pixels), Image.fromarray(255 - pixels)]
+    several: dict[str, Any] = {"save_all": True, "append_images": frames[1:], "duration": 40}
+    gif = encoded(frames[0], "GIF", **several)
+    with Image.open(io.BytesIO(gif)) as opened:
+        first = np.asarray(opened.convert("RGB"))
+    texts, compressed = PngInfo(), PngInfo()
+    texts.add_itxt("Comment", "x" * 50_000_000, zip=True)
+    compressed.add_text("Comment", "x" * 50_000_000, zip=True)
+    large = "more than the limit of 64,000,000|too large to be decoded"
+    return {
+        "an animated GIF": File(gif, first, ".gif"),
+        "an animated WebP": File(
+            encoded(frames[0], "WEBP", lossless=True, **several), pixels, ".webp"
+        ),
+        "an animated PNG": File(encoded(frames[0], "PNG", **several), pixels),
+        "a TIFF of two pages": File(encoded(frames[0], "TIFF", **several), pixels, ".tif"),
+        "a header of 200 megapixels, PNG": File(flat_png(20_000, 10_000, whole=False), large),
+        "a header of 200 megapixels, JPEG": File(_jpeg_header(20_000, 10_000), large, ".jpg"),
+        "a header of 100 megapixels": File(flat_png(10_000, 10_000, whole=False), large),
+        "a header of 2**62 pixels": File(flat_png(2**31 - 1, 2**31 - 1, whole=False), large),
+        "80 megapixels of one colour": File(flat_png(10_000, 8_000), large),
+        "80 megapixels of one colour and alpha": File(flat_png(10_000, 8_000, kind=6), large),
+        "a bomb of text, zTXt": File(encoded(frames[0], "PNG", pnginfo=compressed), "too large"),
+        "a bomb of text, iTXt": File(encoded(frames[0], "PNG", pnginfo=texts), "too large"),
+    }
+
+
+CORPUS: dict[str, File] = {**_damaged(), **_modes(), **_hostile()}

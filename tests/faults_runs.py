@@ -1,0 +1,331 @@
+"""Runs for the tests of faults: a tiny recipe with everything on, children that may die, and how.
+
+Children are forked from this process, which has paid for importing torch already.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from finetune import state
+from finetune.cli import main
+from finetune.engine import train
+from finetune.errors import FinetuneError
+from finetune.files import write_atomically
+from finetune.live import Live
+from finetune.recipe import Recipe, parse_recipe
+from finetune.rundir import RunDir
+
+TINY = """
+model:
+  name: vit_tiny_patch16_224
+  args: {patch_size: 4, embed_dim: 32, depth: 2, num_heads: 2}
+  pretrained: false
+  image_size: 16
+data:
+  source: embedded:digits
+  train: resize | rotate(15) | color_jitter(0.2, 0.2, 0.2, 0.05) | random_crop(padding=2)
+  eval: resize
+  batch_size: 64
+optim: {name: adamw, lr: 3e-3, steps: 12, warmup_steps: 2, weight_decay: 0.05, clip_norm: 1.0}
+run: {precision: fp32, threads: 1, log_every: 1, eval_every: 4}
+"""
+
+# Everything that draws random numbers or keeps a state of its own.
+FULL = [
+    "model.dropout=0.1",
+    "model.attention_dropout=0.1",
+    "model.drop_path=0.1",
+    "optim.ema_decay=0.9",
+    "data.micro_batch=16",
+    "run.save_every=3",
+]
+
+# The same in half a second: eight steps, a checkpoint after every second one.
+SMALL = [
+    *FULL,
+    *("data.num_train=128", "data.batch_size=16", "data.micro_batch=8", "run.test=false"),
+    *("optim.steps=8", "run.save_every=2", "run.eval_every=4"),
+]
+
+
+def tiny(*overrides: str) -> Recipe:
+    """A run of a few seconds."""
+    return parse_recipe(TINY, overrides=overrides)
+
+
+def losses(run: Path) -> list[float]:
+    """The training losses that a run has logged."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if line["split"] == "train"]
+
+
+def weights(run: Path) -> bytes:
+    """The published weights of a run."""
+    return (run / "model" / "model.safetensors").read_bytes()
+
+
+def leftovers(run: Path) -> list[str]:
+    """What nobody but an interrupted write leaves in a run directory."""
+    return sorted(str(path.relative_to(run)) for path in run.rglob(".*") if path.name != ".lock")
+
+
+def digest(run: Path) -> dict[str, str]:
+    """The sha256 of every file of a run but its lock."""
+    files = (path for path in run.rglob("*") if path.is_file() and path.name != ".lock")
+    return {
+        str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files
+    }
+
+
+def without_pictures(patch: pytest.MonkeyPatch) -> None:
+    """Leave the drawing out, which takes most of a tiny run; the files are written as ever."""
+
+    def draw(folder: Path, *_: Any) -> list[str]:
+        for name in ("curves.png", "confusion.png", "reliability.png"):
+            write_atomically(folder / name, b"picture")
+        return []
+
+    def page(run: Any, path: Path, split: Any) -> Path:
+        write_atomically(path, "page")
+        return path
+
+    patch.setattr("finetune.evidence._draw", draw)
+    patch.setattr("finetune.report.page._write_run", page)
+
+
+# Children -----------------------------------------------------------------------------------------
+
+
+class Ended(NamedTuple):
+    """How a child ended: its exit code or minus its signal, and what it said on standard error."""
+
+    code: int
+    said: str
+
+
+def fork(work: Callable[[], object], stderr: int) -> int:
+    """Run in a forked process that never comes back. Returns: its process id."""
+    child = os.fork()
+    if child:
+        return child
+    code = 99
+    try:
+        os.dup2(stderr, 2)
+        sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+        work()
+        code = 0
+    except FinetuneError as error:
+        os.write(2, f"{error}\n".encode())
+        code = error.exit_code
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        os.write(2, traceback.format_exc().encode())
+    finally:
+        os._exit(code)
+
+
+def in_child(work: Callable[[], object]) -> Ended:
+    """Run in a forked process; 99 stands for whatever is not one of our errors."""
+    with tempfile.TemporaryFile() as said:
+        code = os.waitstatus_to_exitcode(os.waitpid(fork(work, said.fileno()), 0)[1])
+        said.seek(0)
+        return Ended(code, said.read().decode(errors="replace"))
+
+
+def run_in_child(work: Callable[[], object]) -> int:
+    """Run in a forked process. Returns: its exit code, or minus the signal that ended it."""
+    return in_child(work).code
+
+
+def command(*arguments: str | Path) -> Ended:
+    """Run a command line in a child, with `finetune` left out."""
+
+    def work() -> None:
+        raise SystemExit(main([str(argument) for argument in arguments]))
+
+    return in_child(work)
+
+
+# Death --------------------------------------------------------------------------------------------
+
+_CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "os.link", "os.truncate"}
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+
+
+class Moments:
+    """Counts the steps and file operations of this process, and ends it before one of them.
+
+    A step is one, so is each opening to write, sync, rename, removal, new folder and change of
+    rights, and the middle of each file of tensors.
+
+    Args:
+        fatal: the number of the last one, counted from 1; 0 for none.
+        die: how to end.
+    """
+
+    def __init__(self, fatal: int = 0, die: Callable[[], None] | None = None) -> None:
+        self.count = 0
+        self.fatal = fatal
+        self.die = die or (lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+    def watch(self) -> Moments:
+        """Begin to count; only a process that ends soon should."""
+        sys.addaudithook(self._operation)
+        for place, name in ((os, "fsync"), (Live, "step")):
+            setattr(place, name, self._before(getattr(place, name)))
+        state.save_file = self._in_the_middle(state.save_file)  # type: ignore[assignment]
+        return self
+
+    def tick(self, first: Callable[[], object] = lambda: None) -> None:
+        """One more moment; what is done `first` if it is the last one."""
+        self.count += 1
+        if self.count == self.fatal:
+            first()
+            self.die()
+
+    def _operation(self, event: str, args: tuple[Any, ...]) -> None:
+        if event in _CHANGES or (event == "open" and args[2] & _WRITING):
+            self.tick()
+
+    def _before(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.tick()
+            return function(*args, **kwargs)
+
+        return call
+
+    def _in_the_middle(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tensors: Any, path: Path) -> None:
+            save(tensors, path)
+            self.tick(lambda: os.truncate(path, path.stat().st_size // 2))
+
+        return call
+
+
+def train_until(moment: int, recipe: Recipe, out: Path) -> None:
+    """Train, and die by SIGKILL before the `moment`-th step or file operation from now on."""
+    Moments(moment).watch()
+    train(recipe, out, resume=True)
+
+
+def killed_before(step: int, recipe: Recipe, out: Path) -> None:
+    """Train in a child that dies by SIGKILL before it takes the `step`-th step from now on."""
+
+    def work() -> None:
+        moments, take = Moments(step), Live.step
+        Live.step = moments._before(take)  # type: ignore[method-assign]
+        train(recipe, out, resume=True)
+
+    assert run_in_child(work) == -signal.SIGKILL
+
+
+def count_moments(recipe: Recipe, out: Path) -> int:
+    """Train in a child to the end. Returns: how many moments that had."""
+    place = out.with_name(f"{out.name}.moments")
+
+    def work() -> None:
+        moments = Moments().watch()
+        train(recipe, out)
+        place.write_text(str(moments.count))
+
+    ended = in_child(work)
+    assert ended.code == 0, ended.said
+    return int(place.read_text())
+
+
+# Several processes --------------------------------------------------------------------------------
+
+
+def start_ranks(works: Sequence[Callable[[], object]], stderr: int) -> list[int]:
+    """Fork a process for each rank of a launch over gloo, in a group of their own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks: list[int] = []
+    for rank, work in enumerate(works):
+
+        def one(rank: int = rank, work: Callable[[], object] = work) -> None:
+            from accelerate.state import AcceleratorState
+
+            os.setpgid(0, ranks[0] if ranks else 0)
+            os.environ.update(
+                {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(len(works)),
+                    "LOCAL_WORLD_SIZE": str(len(works)),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    "ACCELERATE_USE_CPU": "true",
+                }
+            )
+            AcceleratorState._reset_state(reset_partial_state=True)
+            work()
+
+        ranks.append(fork(one, stderr))
+        os.setpgid(ranks[-1], ranks[0])
+    return ranks
+
+
+def end_ranks(ranks: list[int], *, seconds: float = 120, grace: float = 20) -> list[int]:
+    """Wait as a launcher does: when one rank has failed, the others are told to end, then ended.
+
+    Returns: the exit codes, or minus the signals, in order.
+    """
+    codes: dict[int, int] = {}
+    deadline, told = time.monotonic() + seconds, False
+    try:
+        while len(codes) < len(ranks) and time.monotonic() < deadline:
+            for rank in ranks:
+                if rank not in codes and (found := os.waitpid(rank, os.WNOHANG))[0]:
+                    codes[rank] = os.waitstatus_to_exitcode(found[1])
+            if any(codes.values()) and not told:
+                told, deadline = True, time.monotonic() + grace
+                for rank in set(ranks) - codes.keys():
+                    os.kill(rank, signal.SIGTERM)
+            time.sleep(0.01)
+    finally:
+        for rank in set(ranks) - codes.keys():
+            os.kill(rank, signal.SIGKILL)
+            codes[rank] = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
+    return [codes[rank] for rank in ranks]
+
+
+def launched(works: Sequence[Callable[[], object]]) -> tuple[list[int], str]:
+    """Run one function on each rank. Returns: the exit codes, and what all of them said."""
+    with tempfile.TemporaryFile() as said:
+        codes = end_ranks(start_ranks(works, said.fileno()))
+        said.seek(0)
+        return codes, said.read().decode(errors="replace")
+
+
+# Copies -------------------------------------------------------------------------------------------
+
+
+def copied(run: Path, to: Path) -> Path:
+    """A run directory as it was, elsewhere."""
+    shutil.copytree(run, to, ignore=shutil.ignore_patterns(".lock"))
+    return to
+
+
+def all_verified(run: Path) -> list[int]:
+    """The steps of the checkpoints, each of which must be intact."""
+    found = RunDir(run)
+    assert [found.verify(step) for step in found.steps()] == [None] * len(found.steps())
+    return found.steps()

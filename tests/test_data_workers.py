@@ -1,0 +1,101 @@
+"""Who decodes what: a worker that has gone or hangs is found, with the image on its desk."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Generator, Iterator
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from finetune.data.workers import POLL_SECONDS, Desk
+from finetune.errors import DataError, FinetuneError, SetupError
+
+
+@pytest.fixture(autouse=True)
+def nobody_stays() -> Iterator[None]:
+    yield
+    for child in multiprocessing.active_children():
+        child.kill()
+
+
+class Items(Dataset[int]):
+    """Numbers; one of them does something else before it comes."""
+
+    def __init__(self, desk: Desk, special: int, action: Callable[[], object]) -> None:
+        self.desk, self.special, self.action = desk, special, action
+
+    def __getitem__(self, index: int) -> int:
+        with self.desk.at_work(index):
+            if index == self.special:
+                self.action()
+            return index
+
+
+def read(
+    action: Callable[[], object], *, workers: int = 2, special: int = 5
+) -> Generator[int, None, None]:
+    desk = Desk(workers)
+    loader = DataLoader(
+        Items(desk, special, action),
+        batch_sampler=iter([[n] for n in range(8)]),
+        num_workers=workers,
+        collate_fn=lambda items: items[0],
+        worker_init_fn=desk.sit_down,
+        timeout=POLL_SECONDS if workers else 0,
+        generator=torch.Generator(),
+    )
+    return desk.watched(loader, name_of=lambda index: f"image-{index}", timeout_seconds=1.5)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_everything_comes_in_order_and_nobody_stays(workers: int) -> None:
+    assert list(read(lambda: None, workers=workers)) == list(range(8))
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(
+    "action, kind, message",
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), SetupError, r"by SIGKILL while .* image-5"),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), DataError, r"^image-5: crashes the decoder"),
+        (lambda: os._exit(3), SetupError, r"with exit code 3 while it read image-5"),
+        (lambda: time.sleep(600), SetupError, r"1\.5 seconds; worker 1 \(process \d+\) reads im"),
+    ],
+    ids=["killed", "crash", "exit", "hang"],
+)
+def test_the_worker_and_its_image_are_named(
+    action: Callable[[], object], kind: type[FinetuneError], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        list(read(action))
+    deadline = time.monotonic() + 30
+    while multiprocessing.active_children() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not multiprocessing.active_children()
+
+
+def test_a_slow_image_is_waited_for() -> None:
+    assert list(read(lambda: time.sleep(1.2 * POLL_SECONDS))) == list(range(8))
+
+
+def test_no_handler_of_torch_stays_behind() -> None:
+    before = signal.getsignal(signal.SIGCHLD)
+    items = read(lambda: None)
+    next(items)
+    assert signal.getsignal(signal.SIGCHLD) == before
+    items.close()
+
+
+def test_closing_ends_the_workers_even_if_one_hangs() -> None:
+    items = read(lambda: time.sleep(600), special=1)
+    assert next(items) == 0
+    items.close()
+    deadline = time.monotonic() + 30
+    while multiprocessing.active_children() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not multiprocessing.active_children()

@@ -1,0 +1,264 @@
+"""No worker outlives its launcher; ranks tell one another once what went wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from finetune import watch
+from finetune.errors import DataError, DivergedError, FinetuneError, Interrupted, SetupError
+from finetune.progress import StopSignals
+from finetune.watch import Launcher, Ranks, end_with_parent
+
+LOST = RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer [127.0.0.1]:1")
+LATE = RuntimeError("[gloo/transport/tcp/buffer.cc:1] Timed out waiting 5000ms for recv")
+
+
+def in_child(work: Callable[[], int]) -> int:
+    """Run in a fork of this process. Returns: its exit code, or minus the signal that ended it."""
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            code = work()
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def wait_for(holds: Callable[[], bool], seconds: float = 60) -> bool:
+    until = time.monotonic() + seconds
+    while not holds() and time.monotonic() < until:
+        time.sleep(0.02)
+    return holds()
+
+
+class TestLauncher:
+    def test_a_process_that_was_started_by_hand_has_none(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+        monkeypatch.setattr(watch, "_is_launcher", lambda pid: False)
+        assert Launcher.of_this_process() is None
+
+    @pytest.mark.parametrize(
+        "words, is_one",
+        [
+            (("python", "/usr/bin/torchrun", "train.py"), True),
+            (("python", "-m", "torch.distributed.run", "x"), True),
+            (("python", "-m", "accelerate.commands.launch"), True),
+            (("/usr/bin/python3", "/opt/bin/accelerate", "launch"), True),
+            (("bash", "-c", "echo torchrun"), False),
+            (("python", "-m", "finetune", "accelerate/torchrun.yaml"), False),
+        ],
+    )
+    def test_launchers_by_their_command_line(
+        self, words: tuple[str, ...], is_one: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        line = "\0".join(words).encode()
+        monkeypatch.setattr(watch.Path, "read_bytes", lambda self: line)
+        assert watch._is_launcher(7) is is_one
+
+    def test_its_end_is_a_request_and_never_the_second_signal(self) -> None:
+        def work() -> int:
+            for received in (0, signal.SIGINT):
+                launcher = Launcher(os.getppid())
+                launcher.joined = True
+                with StopSignals(launcher) as stop:
+                    stop.received = received
+                    launcher._parent = -1  # it has gone
+                    assert wait_for(lambda: stop.received != 0 and launcher.gone)  # noqa: B023
+                    time.sleep(0.2)
+                    assert stop.received == (received or signal.SIGTERM)
+            return 0
+
+        assert in_child(work) == 0
+
+    def test_a_launcher_that_lives_is_left_alone(self) -> None:
+        def work() -> int:
+            launcher = Launcher(os.getppid())
+            time.sleep(3 * watch.POLL_SECONDS)
+            return int(launcher.gone)
+
+        assert in_child(work) == 0
+
+    def test_who_has_not_joined_hears_no_signal_and_is_ended(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(watch, "JOIN_SECONDS", 0.2)
+
+        def work() -> int:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as good as waiting in C
+            Launcher(-1)
+            time.sleep(60)
+            return 0
+
+        assert in_child(work) == 143
+
+
+def test_a_process_ends_with_its_parent() -> None:
+    reader, writer = os.pipe()
+
+    def parent() -> int:
+        grandchild = os.fork()
+        if grandchild == 0:
+            end_with_parent()
+            os.write(writer, b"%d\n" % os.getpid())
+            time.sleep(600)
+        assert os.read(reader, 20) == b"%d\n" % grandchild
+        os.write(writer, b"%d\n" % grandchild)
+        return 0
+
+    assert in_child(parent) == 0
+    grandchild = int(os.read(reader, 20))
+    try:
+        assert wait_for(lambda: not _runs(grandchild), 20), "it has outlived its parent"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(grandchild, signal.SIGKILL)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> torch.distributed.TCPStore:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    return torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+
+
+def ended(ranks: Ranks, error: BaseException) -> BaseException:
+    """What a rank ends with when `error` comes up in it."""
+    try:
+        with ranks.in_order():
+            raise error
+    except BaseException as found:
+        return found
+
+
+def two(timeout_seconds: float = 7) -> list[Ranks]:
+    return [Ranks(rank, 2, number=0, timeout_seconds=timeout_seconds) for rank in range(2)]
+
+
+@pytest.mark.usefixtures("store")
+class TestRanks:
+    def test_who_loses_the_others_takes_over_their_reason(self) -> None:
+        first, second = two()
+        told = DataError("cat.png: is gone; restore it")
+        assert ended(second, told) is told
+        assert not told.said
+        heard = ended(first, LOST)
+        assert isinstance(heard, FinetuneError)
+        assert (str(heard), heard.exit_code, heard.said) == (str(told), 3, True)
+
+    def test_errors_that_are_not_ours_are_told_too(self) -> None:
+        first, second = two()
+        assert isinstance(ended(second, KeyError("x")), KeyError)
+        heard = ended(first, LOST)
+        assert isinstance(heard, FinetuneError)
+        assert (heard.exit_code, heard.said) == (1, True)
+
+    @pytest.mark.parametrize(
+        "lost, why",
+        [(LOST, "rank 1 of 2: ended without a word"), (LATE, "no answer within 7 seconds")],
+    )
+    def test_a_rank_that_gives_no_sign_is_named(self, lost: RuntimeError, why: str) -> None:
+        heard = ended(two()[0], lost)
+        assert isinstance(heard, FinetuneError)
+        assert why in str(heard)
+        assert "rank 1 of 2" in str(heard)
+        assert (heard.exit_code, heard.said) == (SetupError.exit_code, False)
+
+    def test_one_of_those_that_are_left_says_it(self) -> None:
+        some = [Ranks(rank, 4, number=0, timeout_seconds=7) for rank in range(3)]
+        heard: list[BaseException] = []
+        threads = [
+            threading.Thread(target=lambda one=one: heard.append(ended(one, LOST))) for one in some
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [str(error) for error in heard] == [str(heard[0])] * 3
+        assert "rank 3 of 4" in str(heard[0])
+        assert sorted(getattr(error, "said", None) for error in heard) == [False, True, True]
+
+    def test_what_all_meet_is_said_by_one(self) -> None:
+        first, second = two()
+        one = DataError("dog.png: bad")
+        assert ended(second, one) is one
+        other = ended(first, DataError("dog.png: bad"))
+        assert (one.said, getattr(other, "said", None)) == (False, True)
+        different = ended(Ranks(0, 2, number=1, timeout_seconds=7), DataError("cow.png: bad"))
+        assert getattr(different, "said", None) is False
+
+    def test_a_stop_is_said_by_rank_0_which_ends_first(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first, second = two()
+        order: list[int] = []
+
+        def end(ranks: Ranks) -> None:
+            ended(ranks, Interrupted("run: stopped at step 3", signal.SIGTERM))
+            order.append(ranks.rank)
+
+        waits = threading.Thread(target=end, args=(second,))
+        waits.start()
+        time.sleep(2 * watch.POLL_SECONDS)
+        assert not order
+        end(first)
+        waits.join()
+        assert order == [0, 1]
+        lost = ended(Ranks(0, 2, number=0, timeout_seconds=7), LOST)
+        assert isinstance(lost, Interrupted)
+        assert (lost.exit_code, lost.said) == (143, False)
+
+    def test_an_error_is_explained_once(self) -> None:
+        first, _ = two()
+        with pytest.raises(DivergedError), first.explained(), first.explained():
+            raise DivergedError("run: the gradient was not finite")
+
+    def test_launches_do_not_hear_one_another(self) -> None:
+        ended(Ranks(1, 2, number=0, timeout_seconds=7), DataError("of the first run"))
+        heard = ended(Ranks(0, 2, number=1, timeout_seconds=7), LOST)
+        assert "of the first run" not in str(heard)
+
+
+def test_without_a_store_each_speaks_for_itself(
+    store: torch.distributed.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "ANSWER_SECONDS", 0.2)
+    first = two()[0]
+    monkeypatch.setattr(first, "_store", Silent())
+    heard = ended(first, LOST)
+    assert isinstance(heard, FinetuneError)
+    assert not heard.said
+
+
+class Silent:
+    """A store beyond a cut link."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *arguments: time.sleep(2)
+
+
+def test_one_process_has_nobody_to_tell() -> None:
+    error = RuntimeError("gloo")
+    assert ended(Ranks(0, 1, number=0, timeout_seconds=7), error) is error

@@ -176,4 +176,41 @@ def demo(model: str, host: str, port: int, share: bool, export_space: str | None
     return Answer(serve(model, host=host, port=port, share=share), "")
 
 
-VERBS = (model_info, show, probe, reproduce, report, push, export, demo)
+@click.command("bench")
+@click.argument("recipe")
+@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
+@click.option(
+    "--against",
+    metavar="NAME",
+    multiple=True,
+    help="synthetic (no input), transformers or timm-loop; may be repeated.",
+)
+@click.option("--steps", default=20, show_default=True, type=click.IntRange(min=1))
+@click.option("--repeats", default=3, show_default=True, type=click.IntRange(min=1))
+@click.option("--profile", metavar="DIR", help="Write a trace, and list the costliest operations.")
+@click.option("--out", metavar="FILE", help="Add the figures to a page such as BENCHMARKS.md.")
+@answers
+def bench(
+    recipe: str,
+    overrides: tuple[str, ...],
+    against: tuple[str, ...],
+    steps: int,
+    repeats: int,
+    profile: str | None,
+    out: str | None,
+) -> Answer:
+    """Measure how fast RECIPE trains on this machine, and the same training in other loops."""
+    from finetune.bench.page import describe
+    from finetune.bench.run import bench as measure
+    from finetune.recipe_check import refuse_undone
+
+    refuse_undone(overrides)
+    if "" in (profile, out):
+        raise RecipeError("--profile, --out: is empty; name a place, or leave it out")
+    found = measure(
+        recipe, overrides, against=against, steps=steps, repeats=repeats, profile=profile, out=out
+    )
+    return Answer(found, describe(found))
+
+
+VERBS = (model_info, show, probe, reproduce, report, push, export, demo, bench)

@@ -20,6 +20,7 @@ __all__ = [
     "WeightsError",
     "masked",
     "nearest",
+    "visible",
 ]
 
 _SECRET_NAME = re.compile(r"(?i)(TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY)(?!.*(PATH|FILE|DIR)$)")
@@ -110,6 +111,18 @@ def masked(text: str) -> str:
     for secret in sorted(_secrets(), key=len, reverse=True):
         text = text.replace(secret, "***")
     return _SECRET.sub("***", text)
+
+
+def visible(text: str, *, keep: str = "\n\t") -> str:
+    """Text without what a terminal would obey: names may hold escapes, or turn the line around.
+
+    Args:
+        keep: characters that stay though they are none to be seen.
+    """
+    return "".join(
+        char if char.isprintable() or char in keep else char.encode("unicode_escape").decode()
+        for char in text
+    )
 
 
 def _secrets() -> set[str]:

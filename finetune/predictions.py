@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from finetune.errors import DataError, RecipeError, SetupError
+from finetune.errors import DataError, RecipeError, SetupError, visible
 
 __all__ = [
     "Row",
@@ -275,6 +275,4 @@ def _table_line(row: Row, width: int) -> str:
 
 def one_line(text: str) -> str:
     """Text without the line breaks and control characters that a terminal would obey."""
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
-    )
+    return visible(text, keep="")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from finetune.errors import Interrupted
+from finetune.errors import Interrupted, visible
 from finetune.watch import Launcher
 
 __all__ = ["Meter", "StopSignals", "bar", "say"]
@@ -23,7 +23,7 @@ __all__ = ["Meter", "StopSignals", "bar", "say"]
 
 def say(message: str) -> None:
     """Tell the user one line on standard error, without breaking a progress bar."""
-    tqdm.write(f"finetune: {message}", file=sys.stderr)
+    tqdm.write(f"finetune: {visible(message)}", file=sys.stderr)
 
 
 def bar(*, total: int, start: int, shown: bool) -> tqdm[Any]:

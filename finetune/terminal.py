@@ -30,6 +30,7 @@ from finetune.errors import (
     SetupError,
     masked,
     nearest,
+    visible,
 )
 
 __all__ = [
@@ -241,14 +242,6 @@ def _say(message: str) -> None:
 def is_first_rank() -> bool:
     """Tell whether this process is the one of a launch that speaks and writes files."""
     return os.environ.get("RANK", "0") == "0"
-
-
-def visible(text: str) -> str:
-    """Text without what a terminal would obey: names may hold escapes, or turn the line around."""
-    return "".join(
-        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode()
-        for char in text
-    )
 
 
 def to_json(data: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from finetune import errors
@@ -33,3 +35,23 @@ def test_a_signal_gives_the_shells_code() -> None:
 def test_only_what_is_near_is_suggested() -> None:
     assert errors.nearest("modl", ["model", "data"]) == "; did you mean 'model'?"
     assert errors.nearest("zzz", ["model", "data"]) == ""
+
+
+def test_what_a_terminal_would_obey_becomes_visible() -> None:
+    assert errors.visible("two\nlines\tand 日本語") == "two\nlines\tand 日本語"
+    assert errors.visible("red \x1b[31m, back \u202e, gone \u200b") == (
+        r"red \x1b[31m, back \u202e, gone \u200b"
+    )
+    assert errors.visible("two\nlines", keep="") == r"two\nlines"
+
+
+def test_tokens_and_passwords_are_masked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "a-secret-of-the-environment")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "token"))
+    (tmp_path / "token").write_text("the-token-of-the-login\n")
+    shown = errors.masked(
+        "a-secret-of-the-environment https://me:word@host/x the-token-of-the-login false "
+        "hf_abcdefghijklmnopqrstuvwxyz"
+    )
+    assert shown == "*** https://***@host/x *** false ***"

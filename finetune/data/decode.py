@@ -25,7 +25,7 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from finetune.errors import DataError
+from finetune.errors import DataError, visible
 
 __all__ = ["LIMIT_PIXELS", "counted", "decode", "notice", "open_regular", "printable"]
 
@@ -50,7 +50,7 @@ def notice(message: str, *, key: str | None = None) -> None:
     """
     if (key or message) not in _said:
         _said.add(key or message)
-        _log.warning(message)
+        _log.warning(visible(message))
 
 
 def decode(

@@ -207,7 +207,7 @@ def _create(
             if args or weights.from_config:
                 _refuse_beyond_memory(weights, config, kwargs)
             model = timm.create_model(weights.architecture, pretrained_cfg=config, **kwargs)
-        except FinetuneError:
+        except WeightsError:
             raise
         except Exception as error:  # a network may raise anything on values it cannot use
             key = next((k for k, o in places.items() if _unexpected(error) in o[0]), None)

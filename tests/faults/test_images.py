@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from faults_images import CORPUS, encoded, flat_png, picture
+from PIL import Image
 from samples import make_parquet, store_of
 from torch import Tensor, nn
 
@@ -260,8 +261,8 @@ def test_memory_is_bounded_by_the_header(folder: Path, fault: Callable[..., None
     assert len(names) == 8
     measured = growth([file_of(folder / "odd", name) for name in names])
     for name, (mebibytes, said) in zip(names, measured, strict=True):
-        assert re.search(str(CORPUS[name].result), said)
         assert mebibytes < HEADER_MIB, f"{name}: {mebibytes} MiB"
+        assert re.search(str(CORPUS[name].result), said)
     most = max(mebibytes for mebibytes, _ in measured)
     promise = f"refused by the header, before memory is asked for: less than {HEADER_MIB} MiB"
     fault("images too large to be decoded", promise, f"at most {most:.0f} MiB, {len(names)} files")
@@ -269,14 +270,21 @@ def test_memory_is_bounded_by_the_header(folder: Path, fault: Callable[..., None
 
 @pytest.mark.faults
 def test_memory_of_the_largest_that_is_decoded(tmp_path: Path, fault: Callable[..., None]) -> None:
-    """One child each: a peak is never given back."""
+    large = (8_000, 8_000)
+    files = {
+        "grey": flat_png(*large, kind=0),
+        "RGB": flat_png(*large, kind=2),
+        "alpha": flat_png(*large, kind=6),
+        "16 bits": encoded(np.zeros(large, np.uint16), "PNG"),
+        "palette": encoded(Image.new("P", large), "PNG", transparency=0),
+    }
     worst = 0.0
-    for kind in (0, 2, 6):
-        path = tmp_path / f"{kind}.png"
-        path.write_bytes(flat_png(8_000, 8_000, kind=kind))
+    for name, content in files.items():
+        path = tmp_path / f"{name}.png"
+        path.write_bytes(content)
         ((mebibytes, said),) = growth([path])
         assert said == "decoded"
         worst = max(worst, mebibytes * 2**20 / 64e6)
-    assert worst < 20
-    promise = "memory in proportion to the pixels: less than 20 bytes each"
+    assert 3 < worst < 30
+    promise = "memory in proportion to the pixels: less than 30 bytes each"
     fault("images as large as the limit", promise, f"{worst:.1f} bytes a pixel at 64 megapixels")

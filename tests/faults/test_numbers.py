@@ -109,7 +109,7 @@ def test_too_many_in_a_row_end_the_run(
     )
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_one_rank_of_two(tmp_path: Path, fault) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(SCRIPT)
@@ -117,7 +117,7 @@ def test_one_rank_of_two(tmp_path: Path, fault) -> None:
 
     def launched(name: str, bad: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
-        command += ["--master_port=0", str(script), "train", str(tmp_path / "recipe.yaml")]
+        command += ["--standalone", str(script), "train", str(tmp_path / "recipe.yaml")]
         environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "BAD": bad}
         return subprocess.run(
             [*command, "--out", str(tmp_path / name)],

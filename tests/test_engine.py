@@ -363,15 +363,3 @@ def test_two_processes_give_the_losses_of_one(tmp_path: Path) -> None:
         mine = json.loads((tmp_path / other / "results.json").read_text())
         theirs = json.loads((tmp_path / "one" / "results.json").read_text())
         assert mine["test"]["examples"] == theirs["test"]["examples"] == 355
-
-
-@pytest.mark.slow
-def test_a_run_stopped_on_one_process_goes_on_with_two(tmp_path: Path) -> None:
-    recipe = tmp_path / "tiny.yaml"
-    recipe.write_text(TINY)
-    train(tiny(), tmp_path / "one")
-    out = tmp_path / "run"
-    killed_before(7, tiny(), out)
-    assert RunDir(out).steps(), "it must have got to a checkpoint"
-    launch_two(str(recipe), out, resume=True)
-    assert losses(out) == pytest.approx(losses(tmp_path / "one"), abs=1e-5)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from faults_launch import launched
 from PIL import Image
 
 from finetune.engine import train
@@ -68,6 +69,14 @@ def contents(run: Path) -> dict[str, str]:
 
 def weights(run: Path) -> bytes:
     return (run / "model" / "model.safetensors").read_bytes()
+
+
+def largest_difference(run: Path, other: Path) -> float:
+    """Of a loss, between two runs that saw the same samples."""
+    lines = [(each / "metrics.jsonl").read_text().splitlines() for each in (run, other)]
+    ours, theirs = ([json.loads(line) for line in each] for each in lines)
+    assert [line["samples_seen"] for line in ours] == [line["samples_seen"] for line in theirs]
+    return max(abs(a["loss"] - b["loss"]) for a, b in zip(ours, theirs, strict=True))
 
 
 def refused(recipe: Recipe, run: Path, kind: type[FinetuneError], said: str) -> None:
@@ -170,13 +179,35 @@ def test_another_micro_batch_continues_by_samples(
     out = stopped(calm)
     train(recipe(calm, "data.micro_batch=2"), out, resume=True)
     train(recipe(calm), tmp_path / "plain")
-    lines = [(run / "metrics.jsonl").read_text().splitlines() for run in (out, tmp_path / "plain")]
-    ours, theirs = ([json.loads(line) for line in each] for each in lines)
-    assert [line["samples_seen"] for line in ours] == [line["samples_seen"] for line in theirs]
-    distance = max(abs(a["loss"] - b["loss"]) for a, b in zip(ours, theirs, strict=True))
+    distance = largest_difference(out, tmp_path / "plain")
     assert distance < 1e-5
     fault(
         "data.micro_batch changed at --resume: accumulation in four parts instead of one",
+        "the same images in the same steps, losses within 1e-5",
+        f"largest difference of a loss {distance:.1e}",
+    )
+
+
+@pytest.mark.faults
+def test_another_number_of_processes_continues_by_samples(
+    recipe: Callable[..., Recipe],
+    stopped: Callable[..., Path],
+    image_folder: Path,
+    tmp_path: Path,
+    fault,
+) -> None:
+    """Dropout is keyed by the rank, so it is off here."""
+    calm = "model.dropout=0"
+    out = stopped(calm)
+    train(recipe(calm), tmp_path / "plain")
+    text = RECIPE.replace("SOURCE", f"folder:{image_folder}")
+    with launched(tmp_path, calm, "--resume", recipe=text, out=out, processes=2) as two:
+        two.wait_for_end()
+    assert two.record()["num_processes"] == 2, two.text
+    distance = largest_difference(out, tmp_path / "plain")
+    assert distance < 1e-5
+    fault(
+        "one process at the stop, two at --resume",
         "the same images in the same steps, losses within 1e-5",
         f"largest difference of a loss {distance:.1e}",
     )

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from faults_runs import command
+from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from finetune import live
 from finetune.engine import train
@@ -140,4 +142,28 @@ def test_one_rank_of_two(tmp_path: Path, fault) -> None:
     fault(
         "an infinite loss with a finite gradient on one rank of two",
         "both ranks leave the step out; K in a row end both with 6, said once",
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+def test_outputs_that_are_not_finite_are_never_a_figure(
+    tmp_path: Path, value: float, fault
+) -> None:
+    """Weights of 3e38 are finite themselves; the sums that they take part in are not."""
+    run = tmp_path / "run"
+    train(parse_recipe(RECIPE), run)
+    weights = load_file(run / "model/model.safetensors")
+    weights["head.weight"][3] = value
+    save_file(weights, run / "model/model.safetensors", metadata={"format": "pt"})
+    Image.new("RGB", (16, 16)).save(tmp_path / "black.png")
+    measured = command("eval", run)
+    assert measured.code == (6 if value == 3e38 else 4), measured.said
+    answered = command("predict", run, tmp_path / "black.png", "--out", tmp_path / "rows.csv")
+    assert answered.code == 4, answered.said
+    for said in (measured.said, answered.said):
+        assert "not finite" in said or "NaN or infinite" in said
+    assert not (tmp_path / "rows.csv").exists()
+    fault(
+        "weights that are NaN, infinite, or so large that outputs are, in eval and predict",
+        "4 or 6; no figure and no row is written",
     )

@@ -79,6 +79,27 @@ def test_the_worker_and_its_image_are_named(
     assert not multiprocessing.active_children()
 
 
+class CutOff:
+    """A loader whose worker is killed while a tensor of its comes over."""
+
+    def __iter__(self) -> Iterator[int]:
+        worker = multiprocessing.Process(target=time.sleep, args=(60,))
+        worker.start()
+
+        def items() -> Iterator[int]:
+            os.kill(worker.pid or 0, signal.SIGKILL)
+            raise ConnectionResetError(104, "Connection reset by peer")
+            yield 0
+
+        return items()
+
+
+def test_a_worker_that_is_cut_off_in_the_middle_of_a_tensor_is_named() -> None:
+    reading = Desk(1).watched(CutOff(), name_of=str, timeout_seconds=1.5)
+    with pytest.raises(SetupError, match="was ended by SIGKILL between two images"):
+        list(reading)
+
+
 def test_a_slow_image_is_waited_for() -> None:
     assert list(read(lambda: time.sleep(1.2 * POLL_SECONDS))) == list(range(8))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import multiprocessing
+import multiprocessing.connection
 import multiprocessing.process
 import os
 import signal
@@ -105,7 +106,10 @@ class Desk:
         while True:
             try:
                 return next(items, None)
-            except RuntimeError as error:
+            except (RuntimeError, ConnectionError, EOFError) as error:
+                if not isinstance(error, RuntimeError):  # cut off in the middle of a tensor
+                    ends = [worker.sentinel for worker in workers]
+                    multiprocessing.connection.wait(ends, timeout=POLL_SECONDS)
                 if gone := [worker for worker in workers if worker.exitcode is not None]:
                     raise self._gone(gone[0], name_of) from error
                 if "timed out" not in str(error):

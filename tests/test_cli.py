@@ -103,7 +103,7 @@ class TestStart:
             assert "--json" in options or name in ("recipes", "data"), name
             assert command.help, name
             found += 1
-        assert found == 19
+        assert found == 20
 
 
 def _below(group: str) -> dict[str, Any]:

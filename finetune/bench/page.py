@@ -1,0 +1,186 @@
+"""The figures of a bench as a table, for the terminal and for a page of Markdown."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import RecipeError
+from finetune.files import disk_errors, write_atomically
+
+__all__ = ["describe", "section", "write_section"]
+
+_HEAD = (
+    "# Benchmarks\n\nWritten by `finetune bench RECIPE --out`; each section names the command that "
+    "measures it again.\n"
+)
+_MISSING = "–"
+_COLUMNS = (
+    "loop",
+    "numbers",
+    "train images/s",
+    "min–max",
+    "finetune is",
+    "of matrix rate",
+    "evaluation images/s",
+    "first step",
+    "host",
+    "device",
+)
+
+
+def describe(result: dict[str, Any]) -> str:
+    """Write the result for a terminal: what was measured, the table, and what it means."""
+    lines = [*_facts(result), "", *_aligned(_table(result)), "", *_notes(result)]
+    if result["profile"]:
+        lines += ["", *_aligned(_profile(result["profile"])), result["profile"]["trace"]]
+    return "\n".join(lines)
+
+
+def section(result: dict[str, Any]) -> str:
+    """Write the result as a section of a page, headed by the command."""
+    shown = [_heading(result), "", f"```bash\n{result['command']}\n```", ""]
+    shown += [f"- {line}" for line in _facts(result)]
+    shown += ["", *_piped(_table(result)), ""]
+    shown += [f"- {line}" for line in _notes(result)]
+    if result["profile"]:
+        shown += ["", *_piped(_profile(result["profile"]))]
+    return "\n".join(shown) + "\n"
+
+
+def write_section(path: Path, result: dict[str, Any]) -> None:
+    """Put the result's section into a page, in the place of an earlier one of the same heading.
+
+    Args:
+        path: of the page; made if it is not there.
+        result: from `bench`.
+    Raises: RecipeError for a file that is no page of benchmarks; SetupError where it cannot be
+        written.
+    """
+    text = _HEAD
+    if path.exists():
+        with disk_errors(path, needed=4096):
+            text = path.read_text(encoding="utf-8", errors="replace")
+        if not text.startswith(_HEAD.split("\n")[0] + "\n"):
+            raise RecipeError(f"--out: '{path}' is no page of benchmarks; name another file")
+    parts = re.split(r"^(?=## )", text, flags=re.MULTILINE)
+    own, found = _heading(result), section(result)
+    kept = [part.rstrip("\n") + "\n" for part in parts]
+    places = [place for place, part in enumerate(kept) if part.startswith(own + "\n")]
+    if places:
+        kept[places[0]] = found
+    else:
+        kept.append(found)
+    write_atomically(path, "\n".join(kept))
+
+
+def _heading(result: dict[str, Any]) -> str:
+    """The section's identity: the recipe, what was changed of it, and the machine's device."""
+    changes = [word for word in result["overrides"] if not word.startswith("data.source=")]
+    return f"## {' '.join([result['recipe'], *changes])}, {result['machine']['device']['name']}"
+
+
+def _facts(result: dict[str, Any]) -> list[str]:
+    machine, size = result["machine"], result["image_size"]
+    device = machine["device"]
+    on = f"{device['threads']} threads" if device["type"] == "cpu" else device["type"]
+    versions = " ".join(f"{name} {number}" for name, number in machine["versions"].items())
+    return [
+        f"{result['architecture']} at {size[0]}×{size[1]}, {result['batch_size']} images a step, "
+        f"{result['optimizer']}, {result['augmentation']}",
+        f"{device['name']}, {on}; commit {machine['commit'] or 'unknown'}; {versions}",
+        f"median of {result['repeats']} turns of {result['steps']} steps, each after "
+        f"{result['warmup_steps']} that do not count, the loops in turn; load before "
+        f"{result['load']:.1f}",
+    ]
+
+
+def _table(result: dict[str, Any]) -> list[list[str]]:
+    rows = [list(_COLUMNS)]
+    for row in result["rows"]:
+        train, evaluation = row["train"], row["evaluation"]
+        first = row["seconds_to_first_step"]
+        rows.append(
+            [
+                row["name"],
+                row["precision"],
+                _figure(train["median"]),
+                f"{_figure(train['min'])}–{_figure(train['max'])}",
+                "" if row["name"] == "finetune" else f"{row['ratio']:.2f} ×",
+                _MISSING if row["fraction"] is None else f"{row['fraction']:.1%}",
+                _MISSING if evaluation is None else _figure(evaluation["median"]),
+                _MISSING if first is None else f"{first:.1f} s",
+                _memory(row["host_bytes"]),
+                _memory(row["device_bytes"]),
+            ]
+        )
+    return rows
+
+
+def _notes(result: dict[str, Any]) -> list[str]:
+    share, matrix = result["input_share"], result["matrix_rate"]
+    notes = [
+        f"input takes {share['median']:.1%} of a step ({share['min']:.1%}–{share['max']:.1%}): the "
+        "rest is a step on the same batches again and again"
+    ]
+    if matrix is not None:
+        low, high = matrix["min"] / 1e9, matrix["max"] / 1e9
+        notes.append(
+            f"this machine multiplies {result['precision']} matrices of this network's shapes at "
+            f"{matrix['median'] / 1e9:,.0f} GFLOP/s ({low:,.0f}–{high:,.0f}); an image of training "
+            f"takes {result['operations_per_image'] / 1e9:,.3g} GFLOP"
+        )
+    others = [row for row in result["rows"] if row["workers"] is not None]
+    if others:
+        workers = ", ".join(f"{row['name']} {row['workers']}" for row in others)
+        notes += [
+            f"loading processes, the better of none and one for each core: {workers}",
+            "the other loops go round some of the images, decoded in memory: their first step and "
+            "their memory are without the others; each loop has a process of its own",
+        ]
+    return notes
+
+
+def _profile(profile: dict[str, Any]) -> list[list[str]]:
+    rows = [["operation", "calls a step", "ms a step", "share"]]
+    return rows + [
+        [
+            row["name"],
+            f"{row['calls']:g}",
+            f"{row['milliseconds']:.2f}",
+            f"{row['share']:.1%}",
+        ]
+        for row in profile["operations"]
+    ]
+
+
+def _figure(value: float) -> str:
+    """Three digits at least; a rate of thousands needs no decimals."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
+
+
+def _memory(number: int | None) -> str:
+    return _MISSING if number is None else f"{number / 2**20:,.0f} MiB"
+
+
+def _widths(rows: list[list[str]]) -> list[int]:
+    return [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    """Text on the left, figures on the right."""
+    widths, texts = _widths(rows), 2 if rows[0][0] == "loop" else 1
+    return [
+        "  ".join(
+            cell.ljust(width) if place < texts else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _piped(rows: list[list[str]]) -> list[str]:
+    ruler = ["---"] + ["--:"] * (len(rows[0]) - 1)
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    return [f"| {' | '.join(row)} |" for row in [cells[0], ruler, *cells[1:]]]

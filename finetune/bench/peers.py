@@ -1,0 +1,129 @@
+"""Another library's loop in the place of ours: the same network, on the images we begin with.
+
+The images are decoded to PIL before the clock starts, which spares these loops what a set in files
+would cost them in every epoch.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from finetune.bench.loops import LOOPS, Images, Setting
+from finetune.bench.subjects import BATCHES_AHEAD, Clock, host_bytes
+from finetune.bench.transforms import translate
+from finetune.errors import RecipeError
+from finetune.job import Job, open_job
+from finetune.models.head import set_train_mode
+from finetune.recipe import Recipe
+
+__all__ = ["Peer"]
+
+_IMAGES = 1024  # that are decoded, or a batch where that is more
+_TRIAL_STEPS = 3
+
+
+class Peer:
+    """Another library's loop on this process, a number of steps at a time.
+
+    Args:
+        line: told of steps and notices.
+        recipe: of the training.
+        loop: a name of LOOPS.
+        precision: fp32, bf16 or fp16.
+        device: its type.
+        folder: for what a library insists on writing; whoever made it removes it.
+    """
+
+    def __init__(
+        self, line: Any, *, recipe: Recipe, loop: str, precision: str, device: str, folder: str
+    ) -> None:
+        self.line = line
+        self.recipe = recipe
+        self.loop = LOOPS[loop]
+        self.precision = precision
+        self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
+        self.folder = folder
+
+    def prepare(self) -> dict[str, Any]:
+        """Build the network, decode images, and find out how many workers serve the loop best.
+
+        Returns: "seconds_to_first_step" and "workers".
+        Raises: RecipeError if the recipe asks for what these loops have not.
+        """
+        recipe = self.recipe
+        if recipe.run.threads is not None:
+            torch.set_num_threads(recipe.run.threads)
+        job = open_job(recipe, device=self.device, notice=_silent, progress=False)
+        parts, given = _equal_parts(job), job.preprocessing
+        network = job.built.model.to(self.device)
+        set_train_mode(network)
+        self.setting = Setting(
+            network=network,
+            images=_images(job),
+            augment=translate(
+                job.train_pipeline.sentence,
+                image_size=given.image_size,
+                interpolation=given.interpolation,
+            ),
+            image_size=given.image_size,
+            mean=given.mean,
+            std=given.std,
+            recipe=recipe,
+            precision=self.precision,
+            device=self.device,
+            workers=0,
+            parts=parts,
+            folder=self.folder,
+        )
+        clock = self._run(_TRIAL_STEPS)
+        alone, self.setting.workers = clock.seconds, len(os.sched_getaffinity(0))
+        if self._run(_TRIAL_STEPS).seconds > alone:
+            self.setting.workers = 0
+        return {"seconds_to_first_step": clock.alive, "workers": self.setting.workers}
+
+    def train(self, *, warmup: int, steps: int) -> float:
+        """Train on; see `Ours.train`. Returns: images a second."""
+        return self.recipe.data.batch_size * steps / self._run(steps, warmup=warmup).seconds
+
+    def _run(self, steps: int, *, warmup: int = 1) -> Clock:
+        warmup += self.setting.workers * BATCHES_AHEAD
+        clock = Clock(self.device, warmup=warmup, steps=steps, tick=self.line.tick)
+        self.setting.images.length = self.recipe.data.batch_size * (warmup + steps)
+        self.loop(self.setting, warmup + steps, clock.step)
+        return clock
+
+    def memory(self) -> dict[str, int | None]:
+        """See `Ours.memory`."""
+        is_gpu = self.device.type == "cuda"
+        device = torch.cuda.max_memory_allocated(self.device) if is_gpu else None
+        return {"host": host_bytes(), "device": device}
+
+    def rest(self) -> None:
+        """See `Ours.rest`."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _silent(message: str) -> None:
+    """Our own training has said it."""
+
+
+def _images(job: Job) -> Images:
+    """Decode the images that our own training begins with."""
+    number = min(job.num_samples, max(job.recipe.data.batch_size, _IMAGES))
+    return Images(job.source.splits["train"], job.stream.order(0)[:number].tolist())
+
+
+def _equal_parts(job: Job) -> int:
+    """Micro-batches of a step. Raises: RecipeError if they are not of equal size."""
+    data = job.recipe.data
+    parts = len(job.stream.micro_batches(0, micro_batch=data.micro_batch))
+    if data.batch_size % parts:
+        raise RecipeError(
+            f"data.micro_batch: {data.micro_batch} cuts {data.batch_size} images into {parts} "
+            "unequal parts, which the loops that --against compares with cannot; take a divisor"
+        )
+    return parts

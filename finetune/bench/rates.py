@@ -1,0 +1,189 @@
+"""The operations of a training step, and how fast this machine multiplies matrices of its shapes.
+
+Two operations make a multiply-accumulate, as in every data sheet.
+"""
+
+# M rows (images times tokens or pixels), K width going in, N width coming out
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+__all__ = ["Product", "count_operations", "matrix_rate", "products", "synchronise"]
+
+_SECONDS = 0.03  # for which each product is repeated
+_LEAST = 3  # repetitions of each, however long they take
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of matrices as a layer's forward pass makes it: (M, K) times (K, N).
+
+    Attributes:
+        rows, inner, columns: M, K and N.
+        with_input, with_weight: whether the backward pass makes the gradient of the input, and
+            that of the weight; each is a product of as many operations.
+    """
+
+    rows: int
+    inner: int
+    columns: int
+    with_input: bool
+    with_weight: bool
+
+    @property
+    def operations(self) -> int:
+        """Of the forward product and of the gradients that are made."""
+        one = 2 * self.rows * self.inner * self.columns
+        return one * (1 + self.with_input + self.with_weight)
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def count_operations(step: Callable[[], None]) -> int:
+    """Count the operations of the matrix products and convolutions of one real training step.
+
+    What gradient checkpointing computes again is counted again.
+
+    Args:
+        step: takes it; a compiled network runs without its compilation, which hides its kernels.
+    """
+    # torch's own formula forgets that a grouped convolution's weight gradient is grouped, too
+    corrected = {torch.ops.aten.convolution_backward: _of_convolution_backward}
+    counter = FlopCounterMode(display=False, custom_mapping=corrected)
+    with torch.compiler.set_stance("force_eager"), counter:
+        step()
+    return int(counter.get_total_flops())
+
+
+def _of_convolution_backward(
+    gradient: Sequence[int],
+    images: Sequence[int],
+    weight: Sequence[int],
+    _bias: Any,
+    _stride: Any,
+    _padding: Any,
+    _dilation: Any,
+    transposed: bool,
+    _output_padding: Any,
+    _groups: int,
+    wanted: Sequence[bool],
+    **_: Any,
+) -> int:
+    """Operations from the shapes: each gradient that is made costs what the forward pass does."""
+    positions = math.prod((images if transposed else gradient)[2:])
+    one = 2 * images[0] * positions * math.prod(weight)
+    return one * (wanted[0] + wanted[1])
+
+
+def products(network: nn.Module, step: Callable[[], None]) -> Counter[Product]:
+    """List the products of the linear layers and convolutions of one real training step.
+
+    Those of attention, between activations, are not among them: the rate is of the shapes that
+    make up most of the work.
+
+    Args:
+        network: its layers are watched.
+        step: takes it.
+    Returns: how often each occurs; a network without such layers has none.
+    """
+    found: Counter[Product] = Counter()
+
+    def note(layer: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        given = inputs[0]
+        backward = torch.is_grad_enabled() and output.requires_grad
+        kinds = (backward and given.requires_grad, backward and layer.weight.requires_grad)
+        if isinstance(layer, nn.Linear):
+            rows = given.numel() // max(layer.in_features, 1)
+            found[Product(rows, layer.in_features, layer.out_features, *kinds)] += 1
+        else:
+            columns = layer.out_channels // layer.groups
+            rows = output.numel() // layer.out_channels
+            inner = layer.weight[0].numel()
+            found[Product(rows, inner, columns, *kinds)] += layer.groups
+
+    with ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for layer in network.modules():
+            if isinstance(layer, nn.Linear | nn.Conv2d):
+                stack.callback(layer.register_forward_hook(note).remove)
+        step()
+    return found
+
+
+def matrix_rate(
+    found: Counter[Product], *, dtype: torch.dtype, device: torch.device
+) -> float | None:
+    """Measure how fast this machine makes these products, each alone on matrices in the cache.
+
+    Args:
+        found: from `products`.
+        dtype: of the matrices.
+        device: to multiply on.
+    Returns: operations a second over all products, each as often as it occurs; None for none.
+    """
+    seconds = operations = 0.0
+    for product, times in found.items():
+        operations += times * product.operations
+        seconds += times * _seconds(product, dtype, device)
+    return operations / seconds if seconds else None
+
+
+def _seconds(product: Product, dtype: torch.dtype, device: torch.device) -> float:
+    """The time of a layer's products, forward and backward."""
+
+    def filled(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    inputs_MK = filled(product.rows, product.inner)
+    weight_NK = filled(product.columns, product.inner)
+    total = _shortest(lambda: nn.functional.linear(inputs_MK, weight_NK), device)
+    if product.with_input or product.with_weight:
+        gradient_MN = filled(product.rows, product.columns)
+    if product.with_input:
+        total += _shortest(lambda: gradient_MN @ weight_NK, device)
+    if product.with_weight:
+        total += _shortest(lambda: gradient_MN.t() @ inputs_MK, device)
+    return total
+
+
+def _shortest(multiply: Callable[[], Tensor], device: torch.device) -> float:
+    """Seconds of one product: on a CPU the shortest of several, else the best mean of a row."""
+    with torch.no_grad():
+        multiply()
+        if device.type != "cpu":
+            return _queued(multiply, device)
+        seconds: list[float] = []
+        started = time.perf_counter()
+        while len(seconds) < _LEAST or time.perf_counter() - started < _SECONDS:
+            before = time.perf_counter()
+            multiply()
+            seconds.append(time.perf_counter() - before)
+    return min(seconds)
+
+
+def _queued(multiply: Callable[[], Tensor], device: torch.device) -> float:
+    """As `_shortest`, where products are queued: waiting for each would measure the waiting."""
+    best = float("inf")
+    for number in (_LEAST, 20, 20):
+        synchronise(device)
+        started = time.perf_counter()
+        for _ in range(number):
+            multiply()
+        synchronise(device)
+        best = min(best, (time.perf_counter() - started) / number)
+    return best

@@ -1,0 +1,282 @@
+"""Our own training, measured as `train` does it; and the same steps without their input."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from finetune.bench.rates import (
+    Product,
+    count_operations,
+    matrix_rate,
+    products,
+    synchronise,
+)
+from finetune.data.feed import Feed
+from finetune.data.store import Store
+from finetune.engine import launch
+from finetune.job import Job, open_job
+from finetune.live import Live
+from finetune.measure import evaluate
+from finetune.models.head import set_train_mode
+from finetune.progress import Meter
+from finetune.provenance import describe_machine
+from finetune.recipe import Recipe
+from finetune.rundir import RunDir
+
+__all__ = ["BATCHES_AHEAD", "DTYPES", "Clock", "Ours", "host_bytes", "seconds_alive"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# That torch's loader keeps for each worker: what was loaded while the first steps ran would be a
+# present to the timed ones.
+BATCHES_AHEAD = 2
+_MOST_EVALUATED = 4096  # images that are decoded for it, where there is no validation split
+_TOP = 10  # operations of a profile
+_PROFILED_STEPS = 3
+
+
+class Clock:
+    """Times the steps after a warm-up; the device is waited for at both ends.
+
+    Args:
+        device: that computes.
+        warmup: steps that are left out, at least 1.
+        steps: that are timed; 0 for the first one of the warm-up alone.
+        tick: told of each step.
+    Attributes:
+        seconds: of the timed steps.
+        alive: seconds from the start of the process to the end of the first step.
+    """
+
+    def __init__(
+        self, device: torch.device, *, warmup: int, steps: int, tick: Callable[[], None]
+    ) -> None:
+        self.device = device
+        self.warmup = warmup
+        self.steps = steps
+        self.seconds = 0.0
+        self.alive = 0.0
+        self._tick = tick
+        self._done = 0
+        self._started = 0.0
+
+    def step(self) -> None:
+        """Note that a step was taken."""
+        self._done += 1
+        if self._done in (1, self.warmup, self.warmup + self.steps):
+            synchronise(self.device)
+            now = time.perf_counter()
+            if self._done == 1:
+                self.alive = seconds_alive()
+            if self._done == self.warmup:
+                self._started = now
+            self.seconds = now - self._started
+        self._tick()
+
+
+def seconds_alive() -> float:
+    """Seconds since this process was started, its imports among them."""
+    import psutil  # type: ignore[import-untyped]  # Accelerate brings it
+
+    return time.time() - psutil.Process().create_time()
+
+
+def host_bytes() -> int:
+    """The most memory that this process has had, without its workers."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024)
+
+
+class Ours:
+    """A recipe's training on this process, a number of steps at a time.
+
+    Args:
+        line: told of steps and notices.
+        recipe: to be trained as `train` would.
+        folder: for the run directory; whoever made it removes it.
+    """
+
+    def __init__(self, line: Any, *, recipe: Recipe, folder: str) -> None:
+        self.line = line
+        self.recipe = recipe
+        self.folder = Path(folder)
+        self._evaluated = False
+
+    def prepare(self) -> dict[str, Any]:
+        """Open the job, take the first step, and count what one does.
+
+        Returns: "device", "precision", "batch_size", "image_size", "num_images",
+            "seconds_to_first_step", "operations" of a step, "machine".
+        """
+        recipe = self.recipe
+        run = RunDir(self.folder / "run")
+        self.accelerator = launch(recipe.run, out=run.path)
+        self.device = self.accelerator.device
+        self.job = open_job(recipe, device=self.device, notice=self.line.notice, progress=False)
+        self.live = Live(self.job, self.accelerator, run)
+        run.open()
+        self.precision = self.accelerator.mixed_precision.replace("no", "fp32")
+        self.feed = self.job.feed(
+            self.job.source.splits["train"], train=True, dtype=DTYPES[self.precision]
+        )
+        self.val_feed = _evaluated(self.job)
+        self.meter = Meter(self.device, 0.0)
+        self.live.go_on(self.meter)
+        clock = Clock(self.device, warmup=1, steps=0, tick=self.line.tick)
+        self._real(clock)
+        # The network itself: DDP and compilation have nothing to say about its layers.
+        network = self.accelerator.unwrap_model(self.live.model)
+        self.operations = count_operations(self._one_step)
+        self.products: Counter[Product] = products(network, self._one_step)
+        return {
+            "device": self.device.type,
+            "precision": self.precision,
+            "batch_size": recipe.data.batch_size,
+            "image_size": list(self.job.preprocessing.image_size),
+            "num_images": self.job.num_samples,
+            "architecture": self.job.built.architecture,
+            "augmentation": self.job.train_pipeline.sentence,
+            "seconds_to_first_step": clock.alive,
+            "operations": self.operations,
+            "machine": describe_machine(self.device, 1),
+        }
+
+    def train(self, *, warmup: int, steps: int, synthetic: bool = False) -> float:
+        """Train on.
+
+        Args:
+            warmup: steps that are left out.
+            steps: that are timed.
+            synthetic: the same batches of one step again and again, ready on the device.
+        Returns: images a second.
+        """
+        store = self.feed.store
+        if store.images is None and not synthetic:
+            warmup += store.workers * BATCHES_AHEAD
+        clock = Clock(self.device, warmup=warmup, steps=steps, tick=self.line.tick)
+        set_train_mode(self.live.model)
+        (self._synthetic if synthetic else self._real)(clock)
+        return self.recipe.data.batch_size * steps / clock.seconds
+
+    def _real(self, clock: Clock) -> None:
+        done = self.live.counters.step
+        with contextlib.closing(self._batches(clock.warmup + clock.steps)) as steps:
+            for number, batches in steps:
+                self.live.step(number, batches, self.meter)
+                done += 1
+                if done % self.recipe.run.log_every == 0:
+                    self.live.log(self.meter)
+                clock.step()
+
+    def _synthetic(self, clock: Clock) -> None:
+        with contextlib.closing(self._batches(1)) as steps:
+            _, batches = next(steps)
+            kept = list(batches)
+        for _ in range(clock.warmup + clock.steps):
+            self.live.step(len(kept), iter(kept), self.meter)
+            clock.step()
+
+    def _batches(self, steps: int) -> Any:
+        first = self.live.counters.step
+        return self.feed.train(
+            self.job.stream,
+            range(first, first + steps),
+            micro_batch=self.recipe.data.micro_batch,
+        )
+
+    def _one_step(self) -> None:
+        self._real(Clock(self.device, warmup=1, steps=0, tick=self.line.tick))
+
+    def evaluate(self, *, images: int) -> float:
+        """Evaluate a number of images, or all where there are fewer. Returns: images a second."""
+        batch_size = self.recipe.data.eval_batch_size
+
+        def evaluated(number: int) -> dict[str, Any]:
+            feed = _first(self.val_feed, number)
+            network = self.live.evaluated()
+            return evaluate(network, feed, self.accelerator, batch_size=batch_size)
+
+        if not self._evaluated:  # a compiled network is compiled again for evaluation
+            evaluated(batch_size)
+            self._evaluated = True
+        return float(evaluated(images)["images_per_second"])
+
+    def matrix_rate(self) -> float | None:
+        """Measure the machine. Returns: operations a second at this network's shapes and dtype."""
+        return matrix_rate(self.products, dtype=DTYPES[self.precision], device=self.device)
+
+    def memory(self) -> dict[str, int | None]:
+        """The peaks so far, in bytes: "host", and "device" where it is another one."""
+        is_gpu = self.device.type == "cuda"
+        device = torch.cuda.max_memory_allocated(self.device) if is_gpu else None
+        return {"host": host_bytes(), "device": device}
+
+    def rest(self) -> None:
+        """Give back what is not needed while another process works."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def profile(self, *, folder: str) -> dict[str, Any]:
+        """Trace a few steps.
+
+        Args:
+            folder: for trace.json, which chrome://tracing and Perfetto open.
+        Returns: "trace", "steps", and the "operations" that cost the most by themselves: "name",
+            "calls", "milliseconds" a step, "share".
+        """
+        from torch.profiler import ProfilerActivity, profile
+
+        is_gpu = self.device.type == "cuda"
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]
+        self._one_step()
+        with profile(activities=kinds) as found:
+            for _ in range(_PROFILED_STEPS):
+                self._one_step()
+        trace = Path(folder) / "trace.json"
+        found.export_chrome_trace(str(trace))
+        key = "self_device_time_total" if is_gpu else "self_cpu_time_total"
+        events = sorted(found.key_averages(), key=lambda each: -float(getattr(each, key)))
+        total = sum(float(getattr(each, key)) for each in events) or 1.0
+        rows = [
+            {
+                "name": each.key,
+                "calls": round(each.count / _PROFILED_STEPS, 1),
+                "milliseconds": getattr(each, key) / 1000 / _PROFILED_STEPS,
+                "share": getattr(each, key) / total,
+            }
+            for each in events[:_TOP]
+        ]
+        return {"trace": str(trace), "steps": _PROFILED_STEPS, "operations": rows}
+
+
+def _evaluated(job: Job) -> Feed:
+    """Images to evaluate: validation's, as in training, or else some of another split."""
+    splits = job.source.splits
+    split = next(splits[name] for name in ("val", "test", "train") if len(splits.get(name, ())))
+    if split.name != "val":
+        split = split.subset(np.arange(min(len(split), _MOST_EVALUATED)))
+    return job.feed(split, train=False)
+
+
+def _first(feed: Feed, images: int) -> Feed:
+    """The first images of a split."""
+    store = feed.store
+    number = min(images, len(store.split))
+    split = store.split.subset(np.arange(number))
+    kept = None if store.images is None else store.images[:number]
+    return Feed(
+        Store(split, kept, workers=store.workers, timeout_seconds=store.timeout_seconds),
+        feed.pipeline,
+        num_classes=feed.num_classes,
+        device=feed.device,
+        dtype=feed.dtype,
+    )

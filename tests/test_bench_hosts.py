@@ -1,0 +1,109 @@
+"""A process that answers: its steps, its notices, its errors, and its end."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from finetune.bench.hosts import Host, Line
+from finetune.errors import DataError, FinetuneError, SetupError
+
+
+class Subject:
+    """What runs in the other process."""
+
+    def __init__(self, line: Line, *, start: int) -> None:
+        self.line = line
+        self.value = start
+
+    def add(self, *, number: int) -> int:
+        self.value += number
+        return self.value
+
+    def walk(self, *, steps: int) -> None:
+        for _ in range(steps):
+            self.line.tick()
+        self.line.notice("walked")
+
+    def surroundings(self) -> dict[str, Any]:
+        out, error = os.fstat(1), os.fstat(2)
+        return {
+            "prints_beside_answers": (out.st_dev, out.st_ino) == (error.st_dev, error.st_ino),
+            "pid": os.getpid(),
+            "interrupt": signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
+            "workers": multiprocessing.get_start_method(),
+            "devices": os.environ["CUDA_VISIBLE_DEVICES"],
+        }
+
+    def refuse(self) -> None:
+        raise DataError("colours: the training split is empty; see: finetune data info")
+
+    def fail(self) -> None:
+        raise ValueError("no such thing")
+
+    def run_out(self) -> None:
+        raise MemoryError
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+STEPS: list[int] = []
+NOTICES: list[str] = []
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[Host]:
+    patch = pytest.MonkeyPatch()
+    patch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    made = Host("walker", Subject, {"start": 5}, steps=STEPS.append, notice=NOTICES.append)
+    patch.undo()
+    with made:
+        yield made
+
+
+def test_it_keeps_what_it_made(host: Host) -> None:
+    assert host.ask("add", number=2) == 7
+    assert host.ask("add", number=3) == 10
+
+
+def test_steps_and_notices_come_before_the_answer(host: Host) -> None:
+    host.ask("walk", steps=1000)
+    assert sum(STEPS) == 1000
+    assert len(STEPS) < 100  # not one message each
+    assert NOTICES == ["walked"]
+
+
+def test_its_surroundings(host: Host) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    found = host.ask("surroundings")
+    assert found["pid"] != os.getpid()
+    assert found["interrupt"]  # the terminal's is for the one that asks
+    assert signal.getsignal(signal.SIGINT) == before
+    assert found["workers"] == multiprocessing.get_start_method()
+    assert found["devices"] == "3"
+    assert found["prints_beside_answers"]  # standard output is for the answer of the verb
+
+
+def test_errors_come_back_as_they_are(host: Host) -> None:
+    with pytest.raises(FinetuneError, match=r"^colours: the training split is empty") as caught:
+        host.ask("refuse")
+    assert caught.value.exit_code == DataError.exit_code
+    with pytest.raises(RuntimeError, match=r"^walker: ValueError: no such thing$") as unknown:
+        host.ask("fail")
+    assert "in fail" in str(unknown.value.__cause__)
+    with pytest.raises(SetupError, match=r"walker: out of memory; a smaller data\.batch_size"):
+        host.ask("run_out")
+    assert host.ask("add", number=0) == 10  # it is still there
+
+
+def test_a_process_that_was_killed(host: Host) -> None:
+    """The last: nobody answers after it."""
+    with pytest.raises(SetupError, match=r"walker: its process ended with code -9") as caught:
+        host.ask("die")
+    assert caught.value.exit_code == 5

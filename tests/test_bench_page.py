@@ -1,0 +1,166 @@
+"""The table in a terminal, and the sections of a page."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.bench.page import describe, section, write_section
+from finetune.errors import RecipeError
+
+
+def spread(*values: float) -> dict[str, Any]:
+    ordered = sorted(values)
+    return {
+        "median": ordered[len(ordered) // 2],
+        "min": ordered[0],
+        "max": ordered[-1],
+        "values": list(values),
+    }
+
+
+def row(name: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "precision": "bf16",
+        "train": spread(90.0, 100.0, 110.0),
+        "evaluation": None,
+        "seconds_to_first_step": None,
+        "host_bytes": None,
+        "device_bytes": None,
+        "workers": None,
+        "ratio": 1.0,
+        "fraction": None,
+        **changes,
+    }
+
+
+RESULT: dict[str, Any] = {
+    "recipe": "recipes/a.yaml",
+    "overrides": ["data.source=parquet:x", "data.batch_size=32"],
+    "command": "finetune bench recipes/a.yaml data.source=parquet:x data.batch_size=32",
+    "steps": 20,
+    "warmup_steps": 3,
+    "repeats": 3,
+    "architecture": "vit_tiny",
+    "precision": "bf16",
+    "batch_size": 32,
+    "image_size": [224, 192],
+    "num_images": 1000,
+    "optimizer": "adamw",
+    "augmentation": "resize | flip",
+    "rows": [
+        row("finetune", evaluation=spread(1234.5), seconds_to_first_step=4.25, fraction=0.512),
+        row("timm-loop", train=spread(50.0), ratio=2.0, workers=2, host_bytes=2**30),
+    ],
+    "input_share": spread(0.01, 0.02, 0.03),
+    "matrix_rate": spread(900e9, 920e9, 940e9),
+    "operations_per_image": 7.5e9,
+    "order": [],
+    "load": 1.25,
+    "machine": {
+        "versions": {"python": "3.11", "torch": "2.15"},
+        "device": {"type": "cpu", "name": "A Processor", "threads": 2},
+        "commit": "abc",
+    },
+    "profile": None,
+}
+PROFILE = {
+    "trace": "p/trace.json",
+    "steps": 3,
+    "operations": [{"name": "aten::mm", "calls": 10.0, "milliseconds": 1.5, "share": 0.25}],
+}
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    return {**copy.deepcopy(RESULT), **changes}
+
+
+def test_a_terminals_table_is_aligned() -> None:
+    lines = describe(RESULT).splitlines()
+    table = [line for line in lines if line.startswith(("loop", "finetune", "timm-loop"))]
+    assert len(table) == 3
+    ends = {
+        line.index(word) + len(word)
+        for line, word in zip(table, ("min–max", "90.0–110.0", "50.0–50.0"), strict=True)
+    }
+    assert len(ends) == 1
+    assert "51.2%" in table[1]
+    assert "1,234" in table[1]
+    assert "4.2 s" in table[1]
+    assert "2.00 ×" in table[2]
+    assert "1,024 MiB" in table[2]
+    text = "\n".join(lines)
+    assert "input takes 2.0% of a step (1.0%–3.0%)" in text
+    assert "920 GFLOP/s (900–940); an image of training takes 7.5 GFLOP" in text
+    assert "A Processor, 2 threads; commit abc; python 3.11 torch 2.15" in text
+    assert "the loops in turn; load before 1.2" in text
+    assert "vit_tiny at 224×192, 32 images a step, adamw, resize | flip" in text
+
+
+def test_what_was_not_measured_is_not_written() -> None:
+    text = describe(changed(matrix_rate=None, rows=[row("finetune")]))
+    assert "GFLOP" not in text
+    assert "loading processes" not in text
+    assert "None" not in text
+
+
+def test_a_profile_is_a_second_table() -> None:
+    text = describe(changed(profile=PROFILE))
+    assert re.search(r"^aten::mm +10 +1\.50 +25\.0%$", text, re.MULTILINE)
+    assert text.endswith("p/trace.json")
+    assert "| aten::mm | 10 | 1.50 | 25.0% |" in section(changed(profile=PROFILE))
+
+
+def test_a_section_is_headed_by_its_command() -> None:
+    lines = section(RESULT).splitlines()
+    assert lines[0] == "## recipes/a.yaml data.batch_size=32, A Processor"
+    assert lines[2:5] == ["```bash", RESULT["command"], "```"]
+    rows = [line for line in lines if line.startswith("|")]
+    assert len(rows) == 4
+    assert len({line.count("|") for line in rows}) == 1
+
+
+def headings(path: Path) -> list[str]:
+    return re.findall(r"^## .*$", path.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_a_page_grows_by_recipe_and_replaces_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "BENCHMARKS.md"
+    write_section(path, RESULT)
+    first = path.read_text(encoding="utf-8")
+    assert first.startswith("# Benchmarks\n")
+    write_section(path, changed(recipe="recipes/b.yaml"))
+    expected = [f"## recipes/{name}.yaml data.batch_size=32, A Processor" for name in "ab"]
+    assert headings(path) == expected
+    # another source of the same data is no other benchmark
+    again = changed(overrides=["data.batch_size=32"], command="finetune bench again")
+    write_section(path, again)
+    assert headings(path) == expected
+    text = path.read_text(encoding="utf-8")
+    assert "finetune bench again" in text
+    assert text.count(RESULT["command"]) == 1  # the other section's
+    write_section(path, again)
+    assert path.read_text(encoding="utf-8") == text
+
+
+def test_another_machine_is_another_section(tmp_path: Path) -> None:
+    path = tmp_path / "BENCHMARKS.md"
+    write_section(path, RESULT)
+    other = changed()
+    other["machine"]["device"] |= {"type": "cuda", "name": "A Card"}
+    write_section(path, other)
+    assert len(headings(path)) == 2
+    assert "A Card, cuda;" in path.read_text(encoding="utf-8")
+
+
+def test_another_file_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "README.md"
+    path.write_text("# Something else\n")
+    with pytest.raises(RecipeError, match=r"--out: .* is no page of benchmarks"):
+        write_section(path, RESULT)
+    assert path.read_text() == "# Something else\n"

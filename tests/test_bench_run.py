@@ -1,0 +1,315 @@
+"""The loops in turn, what follows from their figures, and what is refused at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from doubles import Double, replace
+from faults_runs import TINY
+
+from finetune.bench import run
+from finetune.bench.run import WARMUP_STEPS, bench
+from finetune.cli import main
+from finetune.errors import FinetuneError, RecipeError, SetupError
+
+BATCH = 64  # TINY's
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+    return str(path)
+
+
+class Stand:
+    """Stands for a process: answers with figures that are easy to check."""
+
+    made: ClassVar[list[Stand]] = []
+
+    def __init__(self, name: str, make: type, arguments: dict[str, Any], **told: Any) -> None:
+        self.name, self.make, self.arguments = name, make.__name__, arguments
+        self.told = told
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.closed = False
+        self.turns = 0
+        self.made.append(self)
+
+    def __enter__(self) -> Stand:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.closed = True
+
+    def ask(self, method: str, **given: Any) -> Any:
+        self.asked.append((method, given))
+        if method == "train":
+            self.told["steps"](given["warmup"] + given["steps"])
+            self.turns += not given.get("synthetic")
+            rate = {"finetune": 100.0, "timm-loop": 50.0}.get(self.name, 25.0)
+            return 200.0 if given.get("synthetic") else rate * self.turns
+        return getattr(self, method)(**given)
+
+    def prepare(self) -> dict[str, Any]:
+        if self.make == "Peer":
+            return {"seconds_to_first_step": 2.0, "workers": 2}
+        return {
+            **{"device": "cpu", "precision": "bf16", "batch_size": BATCH, "image_size": [16, 16]},
+            **{"num_images": 9, "architecture": "vit", "augmentation": "resize"},
+            **{"seconds_to_first_step": 1.0, "operations": BATCH * 1000},
+            "machine": {
+                "versions": {"python": "3"},
+                "device": {"type": "cpu", "name": "A Processor", "threads": 1},
+                "commit": None,
+            },
+        }
+
+    def evaluate(self, images: int) -> float:
+        return float(images)
+
+    def matrix_rate(self) -> float:
+        return 400_000.0
+
+    def memory(self) -> dict[str, Any]:
+        return {"host": 7, "device": None}
+
+    def rest(self) -> None:
+        """Nothing to give back."""
+
+    def profile(self, folder: str) -> dict[str, Any]:
+        assert Path(folder).is_dir()
+        return {"trace": f"{folder}/trace.json", "steps": 3, "operations": []}
+
+
+@pytest.fixture
+def stands(monkeypatch: pytest.MonkeyPatch) -> list[Stand]:
+    monkeypatch.setattr(Stand, "made", [])
+    monkeypatch.setattr(run, "Host", Stand)
+    return Stand.made
+
+
+EVERYTHING = ("synthetic", "transformers", "timm-loop")
+
+
+def test_the_loops_take_turns(recipe: str, stands: list[Stand]) -> None:
+    found = bench(recipe, against=EVERYTHING, steps=5, repeats=3)
+    turn = ["finetune", "synthetic", "transformers", "transformers:fp32"]
+    turn += ["timm-loop", "timm-loop:fp32", "evaluation", "matrix"]
+    assert found["order"] == turn * 3
+    assert [row["name"] for row in found["rows"]] == turn[:6]
+    assert [(s.name, s.make) for s in stands] == [
+        ("finetune", "Ours"),
+        *[(name, "Peer") for name in turn[2:6]],
+    ]
+    assert [s.arguments["precision"] for s in stands[1:]] == ["bf16", "fp32"] * 2
+    assert {s.arguments["loop"] for s in stands[1:]} == {"transformers", "timm-loop"}
+    assert all(s.closed for s in stands)
+    assert not Path(stands[0].arguments["folder"]).exists()
+    timed = {"warmup": WARMUP_STEPS, "steps": 5}
+    for stand in stands:
+        assert all(given.items() >= timed.items() for m, given in stand.asked if m == "train")
+        # of the first training, before anything else of this process has its peak
+        names = [method for method, _ in stand.asked]
+        assert names[:3] == ["prepare", "train", "memory"]
+        assert names.count("memory") == 1
+
+
+def test_what_follows_from_the_figures(recipe: str, stands: list[Stand]) -> None:
+    found = bench(recipe, against=EVERYTHING, steps=5, repeats=3)
+    ours, synthetic, *_, timm, timm32 = found["rows"]
+    assert ours["train"] == {"median": 200, "min": 100, "max": 300, "values": [100, 200, 300]}
+    assert (ours["ratio"], synthetic["ratio"], timm["ratio"]) == (1.0, 1.0, 2.0)
+    assert found["operations_per_image"] == 1000
+    assert (ours["fraction"], timm["fraction"]) == (200 * 1000 / 400_000, 100 * 1000 / 400_000)
+    assert timm32["fraction"] is None  # another dtype than the rate's
+    # 100, 200 and 300 beside 200: a half, nothing, and noise that does not count
+    assert found["input_share"]["values"] == [0.5, 0.0, 0.0]
+    assert ours["evaluation"]["median"] == 5 * BATCH // 2
+    assert (ours["seconds_to_first_step"], timm["seconds_to_first_step"]) == (1.0, 2.0)
+    assert synthetic["seconds_to_first_step"] is None
+    assert (ours["host_bytes"], timm["host_bytes"], timm["workers"]) == (7, 7, 2)
+    assert {"transformers", "timm"} <= set(found["machine"]["versions"])
+    assert found["load"] >= 0
+    json.dumps(found)
+
+
+def test_the_share_of_input_is_measured_without_being_asked_for(
+    recipe: str, stands: list[Stand]
+) -> None:
+    found = bench(recipe, repeats=1)
+    assert [row["name"] for row in found["rows"]] == ["finetune"]
+    assert found["input_share"]["median"] == 0.5
+    assert len(stands) == 1
+
+
+def test_a_loop_in_float32_has_no_second_row(
+    recipe: str, stands: list[Stand], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare = Stand.prepare
+    monkeypatch.setattr(Stand, "prepare", lambda self: {**prepare(self), "precision": "fp32"})
+    found = bench(recipe, against=["timm-loop", "timm-loop"], repeats=1)
+    assert [row["name"] for row in found["rows"]] == ["finetune", "timm-loop"]
+
+
+def test_the_command_gives_the_same_again(recipe: str, stands: list[Stand], tmp_path: Path) -> None:
+    page, traces = tmp_path / "B.md", tmp_path / "traces"
+    changes = ["data.train=resize | flip"]
+    found = bench(recipe, changes, against=["synthetic"], profile=str(traces), out=str(page))
+    assert found["command"] == (
+        f"finetune bench {recipe} 'data.train=resize | flip' --against synthetic --steps 20 "
+        "--repeats 3"
+    )
+    assert found["profile"]["trace"] == f"{traces}/trace.json"
+    assert found["command"] in page.read_text(encoding="utf-8")
+
+
+def refused(recipe: str, *overrides: str, **given: Any) -> FinetuneError:
+    with pytest.raises(FinetuneError) as caught:
+        bench(recipe, overrides, **given)
+    assert not Stand.made
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+class TestRefused:
+    @pytest.fixture(autouse=True)
+    def nothing_starts(self, stands: list[Stand]) -> None:
+        """Each test looks at it again."""
+
+    def test_an_unknown_loop(self, recipe: str) -> None:
+        error = refused(recipe, against=["timm"])
+        assert isinstance(error, RecipeError)
+        assert str(error).startswith("--against: unknown 'timm'")
+        assert "synthetic, transformers, timm-loop" in str(error)
+
+    def test_a_loop_that_is_not_installed(
+        self, recipe: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        error = refused(recipe, against=["transformers"])
+        assert isinstance(error, SetupError)
+        assert str(error).endswith("pip install 'finetune[transformers]'")
+
+    def test_several_processes(self, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert "add run.num_processes=1" in str(refused(recipe, "run.num_processes=2"))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert "run it without accelerate launch" in str(refused(recipe))
+
+    def test_an_augmentation_that_the_others_have_not(self, recipe: str) -> None:
+        change = "data.train=resize | mixup"
+        assert "mixup" in str(refused(recipe, change, against=["timm-loop"]))
+
+    def test_a_place_for_traces_that_is_a_file(self, recipe: str) -> None:
+        assert "--profile" in str(refused(recipe, profile=recipe))
+
+
+def test_our_own_training_may_use_what_the_others_have_not(
+    recipe: str, stands: list[Stand]
+) -> None:
+    assert bench(recipe, ["data.train=resize | mixup"], against=["synthetic"], repeats=1)["rows"]
+
+
+def test_the_verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    double = Double({"rows": []})
+    replace(monkeypatch, "finetune.bench.run", bench=double)
+    replace(monkeypatch, "finetune.bench.page", describe=Double("a table"))
+    arguments = ["--against", "synthetic", "--against", "timm-loop", "--steps", "7"]
+    arguments += ["--repeats", "2", "--profile", "p", "--out", "B.md"]
+    assert main(["bench", "r.yaml", "optim.lr=1", *arguments]) == 0
+    asked = {"against": ("synthetic", "timm-loop"), "steps": 7, "repeats": 2, "profile": "p"}
+    assert double.calls == [(("r.yaml", ("optim.lr=1",)), {**asked, "out": "B.md"})]
+    assert capsys.readouterr().out == "a table\n"
+    assert main(["bench", "r.yaml", "--out", ""]) == 2
+    assert main(["bench", "r.yaml", "--steps", "0"]) == 2
+    assert len(double.calls) == 1
+
+
+# Real processes ------------------------------------------------------------------------------
+
+SMALL = ["data.batch_size=8", "data.num_train=64", "run.test=false"]
+
+
+def command(recipe: str, *words: str) -> list[str]:
+    return [sys.executable, "-m", "finetune", "bench", recipe, *SMALL, *words]
+
+
+@pytest.mark.slow
+def test_a_whole_call(recipe: str, tmp_path: Path) -> None:
+    """Ours and a loop over timm in processes of their own; nothing is left behind."""
+    places = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    (tmp_path / "tmp").mkdir()
+    words = ["--against", "timm-loop", "--steps", "2", "--repeats", "2", "--json"]
+    done = subprocess.run(
+        command(recipe, *words), capture_output=True, text=True, env=places, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [row["name"] for row in found["rows"]] == ["finetune", "timm-loop"]
+    assert found["order"][:4] == found["order"][5:9]
+    for row in found["rows"]:
+        assert 0 < row["train"]["min"] <= row["train"]["median"] <= row["train"]["max"]
+        assert 0 < row["seconds_to_first_step"] < 300
+        assert row["host_bytes"] > 50 * 2**20
+        assert row["fraction"] > 0
+    assert 0 <= found["input_share"]["min"] <= found["input_share"]["max"] < 1
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A suite that was started in the background ignores interrupts, and so would its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_all_of_it(recipe: str, tmp_path: Path, interruptible: None) -> None:
+    """As a terminal sends it: to every process of the group."""
+    places = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    (tmp_path / "tmp").mkdir()
+    words = ["--steps", "1000000", "--repeats", "1"]
+    with subprocess.Popen(
+        command(recipe, *words),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=places,
+        start_new_session=True,
+    ) as process:
+        try:
+            deadline = time.monotonic() + 120
+            while not list((tmp_path / "tmp").glob("*/run/metrics.jsonl")):
+                assert time.monotonic() < deadline
+                assert process.poll() is None
+                time.sleep(0.2)
+            os.killpg(process.pid, signal.SIGINT)
+            _, said = process.communicate(timeout=60)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    assert process.returncode == 130
+    assert said.splitlines()[-1].endswith("interrupted")
+    assert "Traceback" not in said
+    assert not list((tmp_path / "tmp").iterdir())
+    deadline = time.monotonic() + 60
+    while group_lives(process.pid):  # multiprocessing's own helper leaves a moment later
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

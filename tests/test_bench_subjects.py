@@ -1,0 +1,169 @@
+"""Our own training under measurement is our own training, step by step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults_runs import losses, tiny
+
+from finetune.bench.subjects import Clock, Ours, host_bytes, seconds_alive
+from finetune.data.feed import Batch
+from finetune.engine import train
+from finetune.models.anatomy import count_macs
+
+CHANGES = (
+    *("data.batch_size=8", "data.micro_batch=4", "data.num_train=64", "data.val_fraction=0.5"),
+    *("run.test=false", "model.dropout=0.1"),
+)
+
+
+class Told:
+    """Stands for the line to the process that asks."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.notices: list[str] = []
+
+    def tick(self) -> None:
+        self.steps += 1
+
+    def notice(self, message: str) -> None:
+        self.notices.append(message)
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Ours:
+    made = Ours(Told(), recipe=tiny(*CHANGES), folder=str(tmp_path_factory.mktemp("ours")))
+    made.facts = made.prepare()  # type: ignore[attr-defined]
+    return made
+
+
+def test_what_it_says_of_itself(ours: Ours) -> None:
+    facts: dict[str, Any] = ours.facts  # type: ignore[attr-defined]
+    assert (facts["batch_size"], facts["image_size"]) == (8, [16, 16])
+    assert facts["num_images"] == ours.job.num_samples < 64
+    assert (facts["device"], facts["precision"]) == (ours.device.type, "fp32")
+    assert facts["augmentation"] == ours.recipe.data.train
+    assert 0 < facts["seconds_to_first_step"] < seconds_alive()
+    assert {"versions", "device", "commit"} <= set(facts["machine"])
+    json.dumps(facts)
+
+
+def test_a_step_is_counted_whole(ours: Ours) -> None:
+    """Three times the forward pass over all micro-batches, but for the gradient of the images."""
+    network = ours.accelerator.unwrap_model(ours.live.model)
+    forward = 2 * 8 * count_macs(network.eval(), (16, 16))
+    share = ours.facts["operations"] / (3 * forward)  # type: ignore[attr-defined]
+    assert 0.9 < share < 1.0
+    assert sum(ours.products.values()) == 2 * (1 + 2 * 4 + 1)  # both micro-batches
+
+
+def test_the_steps_are_those_of_train(ours: Ours, tmp_path: Path) -> None:
+    """Also after synthetic steps and an evaluation, and with the log's lines."""
+    ours.train(warmup=1, steps=2)
+    found = losses(ours.folder / "run")
+    expected = tmp_path / "run"
+    train(tiny(*CHANGES, "optim.steps=12"), expected)
+    assert len(found) >= 5
+    assert found == losses(expected)[: len(found)]
+
+
+def test_training_counts_steps_and_images(ours: Ours) -> None:
+    before, told = ours.live.counters.step, ours.line.steps
+    assert ours.train(warmup=2, steps=3) > 0
+    assert ours.live.counters.step - before == ours.line.steps - told == 5
+
+
+def test_synthetic_steps_see_the_same_batches_again(
+    ours: Ours, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[Batch]] = []
+    step = ours.live.step
+
+    def spy(number: int, batches: Any, meter: Any) -> None:
+        kept = list(batches)
+        assert len(kept) == number == 2
+        seen.append(kept)
+        step(number, iter(kept), meter)
+
+    monkeypatch.setattr(ours.live, "step", spy)
+    assert ours.train(warmup=1, steps=2, synthetic=True) > 0
+    assert len(seen) == 3
+    for kept in seen:
+        assert [id(batch) for batch in kept] == [id(batch) for batch in seen[0]]
+    ours.train(warmup=1, steps=1)
+    images = [kept[0].images_BCHW for kept in seen]
+    assert not torch.equal(images[-1], images[-2])
+    assert images[0].shape == images[-1].shape
+
+
+def test_evaluation_of_some_images(ours: Ours, monkeypatch: pytest.MonkeyPatch) -> None:
+    from finetune.bench import subjects
+
+    counted = []
+    evaluate = subjects.evaluate
+
+    def spy(model: Any, feed: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        counted.append((feed.store.split.name, len(feed.labels)))
+        return evaluate(model, feed, *args, **kwargs)
+
+    monkeypatch.setattr(subjects, "evaluate", spy)
+    assert ours.evaluate(images=20) > 0
+    assert ours.evaluate(images=10**6) > 0
+    whole = 64 - ours.job.num_samples  # less than a batch, which goes first and is not timed
+    assert counted == [("val", whole), ("val", 20), ("val", whole)]
+
+
+def test_without_validation_some_of_another_split_is_evaluated(tmp_path: Path) -> None:
+    recipe = tiny("data.batch_size=8", "data.val_fraction=0", "run.precision=bf16")
+    made = Ours(Told(), recipe=recipe, folder=str(tmp_path))
+    assert made.prepare()["precision"] == "bf16"
+    assert made.val_feed.store.split.name == "test"
+    rate = made.matrix_rate()
+    assert rate is not None
+    assert rate > 0
+
+
+def test_what_workers_loaded_before_is_not_timed(tmp_path: Path) -> None:
+    recipe = tiny(*CHANGES, "data.keep=none", "data.workers=1")
+    made = Ours(Told(), recipe=recipe, folder=str(tmp_path))
+    made.prepare()
+    before = made.live.counters.step
+    made.train(warmup=1, steps=2)
+    assert made.live.counters.step - before == 3 + 2
+    made.train(warmup=1, steps=2, synthetic=True)
+    assert made.live.counters.step - before == 3 + 2 + 3
+
+
+def test_memory(ours: Ours) -> None:
+    found = ours.memory()
+    assert 50 * 2**20 < found["host"] <= host_bytes()  # type: ignore[operator]
+    assert (found["device"] is None) == (ours.device.type == "cpu")
+    ours.rest()
+
+
+def test_a_profile_is_a_trace_and_ten_operations(ours: Ours, tmp_path: Path) -> None:
+    found = ours.profile(folder=str(tmp_path))
+    trace = json.loads(Path(found["trace"]).read_text())
+    assert trace["traceEvents"]
+    rows = found["operations"]
+    assert len(rows) == 10
+    costs = [row["milliseconds"] for row in rows]
+    assert costs == sorted(costs, reverse=True)
+    assert 0 < sum(row["share"] for row in rows) <= 1
+    json.dumps(found)
+
+
+def test_a_clock_leaves_the_warm_up_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([10.0, 12.0, 20.0])
+    told = Told()
+    monkeypatch.setattr("finetune.bench.subjects.time.perf_counter", lambda: next(now))
+    clock = Clock(torch.device("cpu"), warmup=3, steps=4, tick=told.tick)
+    for _ in range(7):
+        clock.step()
+    assert (clock.seconds, told.steps) == (8.0, 7)
+    assert clock.alive > 0

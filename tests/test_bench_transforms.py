@@ -1,0 +1,84 @@
+"""The training sentence in torchvision's words gives our images, where none is random."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import v2
+
+from finetune.bench.transforms import translate
+from finetune.data.augment import Pipeline
+from finetune.data.operations import OPERATIONS
+from finetune.errors import RecipeError
+
+LEVELS = 2.0  # PIL rounds after each pass, ours not at all
+
+
+def smooth(height: int, width: int) -> np.ndarray:
+    """Something between a photograph and a gradient: noise blown up."""
+    generator = np.random.default_rng(0)
+    small = Image.fromarray(generator.integers(0, 256, (6, 6, 3), dtype=np.uint8))
+    return np.array(small.resize((width, height), Image.Resampling.BICUBIC))
+
+
+def both(sentence: str, source: np.ndarray, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Ours and torchvision's, as (H, W, 3) from 0 to 255."""
+    pipeline = Pipeline(sentence, image_size=size, mean=(0, 0, 0), std=(1, 1, 1))
+    chw = torch.from_numpy(source).permute(2, 0, 1)
+    ours = pipeline([chw], keys=np.ones(1, np.uint64))[0].permute(1, 2, 0).numpy() * 255
+    chain = translate(sentence, image_size=size, interpolation="bicubic")
+    theirs = v2.Compose(chain)(Image.fromarray(source))
+    return ours, np.asarray(theirs, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    "sentence, source, size",
+    [
+        ("resize", (32, 32), (48, 48)),
+        ("resize((24, 40), interpolation='bilinear')", (32, 48), (24, 40)),
+        ("resize(24) | center_crop((24, 24)) | normalise", (32, 48), (24, 24)),
+        ("resize | flip(1.0)", (32, 32), (48, 48)),
+        ("resize | flip(0.0) | vertical_flip(1.0)", (32, 32), (48, 48)),
+        ("center_crop(40)", (32, 32), (40, 40)),
+        ("random_crop(32, padding=0)", (32, 32), (32, 32)),
+        ("random_resized_crop(scale=(1.0, 1.0), ratio=(1.0, 1.0))", (32, 32), (48, 48)),
+        ("color_jitter((1.2, 1.2))", (32, 32), (32, 32)),
+        ("color_jitter(saturation=(0.5, 0.5))", (32, 32), (32, 32)),
+    ],
+)
+def test_fixed_parameters_give_our_images(sentence, source, size) -> None:
+    ours, theirs = both(sentence, smooth(*source), size)
+    assert theirs.shape == ours.shape == (*size, 3)
+    assert np.abs(ours - theirs).max() <= LEVELS
+
+
+def test_a_fixed_rotation_gives_our_image_but_for_pixels_on_the_edge_of_two() -> None:
+    ours, theirs = both("rotate((30, 30))", smooth(32, 32), (32, 32))
+    differing = (np.abs(ours - theirs) > LEVELS).any(axis=-1)
+    assert differing.mean() < 0.02
+    assert (theirs[0, 0] == 0).all()  # the corner: it was turned at all
+
+
+def test_chances_and_ranges_are_handed_over() -> None:
+    sentence = (
+        "random_crop(24, padding=4) | flip(0.3) | rotate((-5, 10)) | color_jitter(0.2, hue=0.1)"
+    )
+    crop, flip, rotation, jitter = translate(sentence, image_size=(24, 24), interpolation="bicubic")
+    assert (crop.size, crop.padding) == ((24, 24), [4, 4, 4, 4])
+    assert flip.p == 0.3
+    assert list(rotation.degrees) == [-5, 10]
+    assert jitter.brightness == (0.8, 1.2)
+    assert (jitter.contrast, jitter.hue) == (None, (-0.1, 0.1))
+
+
+def test_what_has_no_counterpart_is_named() -> None:
+    known = ("resize", "center_crop", "random_crop", "random_resized_crop", "flip")
+    known += ("vertical_flip", "rotate", "color_jitter", "normalise")
+    strange = [name for name in OPERATIONS if name not in known]
+    assert len(strange) >= 4
+    for name in strange:
+        with pytest.raises(RecipeError, match=f"data.train: {name} has no counterpart") as caught:
+            translate(f"resize | {name}", image_size=(8, 8), interpolation="bicubic")
+        assert "\n" not in str(caught.value)

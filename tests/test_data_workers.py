@@ -100,6 +100,27 @@ def test_a_worker_that_is_cut_off_in_the_middle_of_a_tensor_is_named() -> None:
         list(reading)
 
 
+class Stuck:
+    """A loader whose reader waits in a system call for a worker that will never answer."""
+
+    def __iter__(self) -> Iterator[int]:
+        mine, other = multiprocessing.Pipe()
+        worker = multiprocessing.Process(target=time.sleep, args=(60,))
+        worker.start()  # it has the other end, too
+        other.close()
+
+        def items() -> Iterator[int]:
+            yield mine.recv()
+
+        return items()
+
+
+def test_a_worker_that_stops_in_the_middle_of_a_tensor_is_ended() -> None:
+    reading = Desk(1).watched(Stuck(), name_of=str, timeout_seconds=0.5)
+    with pytest.raises(SetupError, match=r"no batch came within 0\.5 seconds"):
+        next(reading)
+
+
 def test_a_slow_image_is_waited_for() -> None:
     assert list(read(lambda: time.sleep(1.2 * POLL_SECONDS))) == list(range(8))
 

@@ -84,13 +84,16 @@ class Desk:
 
         # Before the module multiprocessing waits for them, where an error keeps this frame alive.
         atexit.register(end)
+        guard = _Guard(lambda: self._hanging(workers, name_of, timeout_seconds), end)
         try:
             while True:
-                item = self._next(items, workers, name_of, timeout_seconds)
+                with guard.waiting(timeout_seconds if workers else None):
+                    item = self._next(items, workers, name_of, timeout_seconds)
                 if item is None:
                     return
                 yield item
         finally:
+            guard.dismiss()
             end()
             atexit.unregister(end)
 
@@ -108,8 +111,7 @@ class Desk:
                 return next(items, None)
             except (RuntimeError, ConnectionError, EOFError) as error:
                 if not isinstance(error, RuntimeError):  # cut off in the middle of a tensor
-                    ends = [worker.sentinel for worker in workers]
-                    multiprocessing.connection.wait(ends, timeout=POLL_SECONDS)
+                    _wait_for_one(workers)
                 if gone := [worker for worker in workers if worker.exitcode is not None]:
                     raise self._gone(gone[0], name_of) from error
                 if "timed out" not in str(error):
@@ -156,6 +158,65 @@ class Desk:
             if process == worker.pid:
                 return number, None if index < 0 else name_of(index)
         return 0, None  # ended before it sat down
+
+
+def _wait_for_one(workers: _Processes) -> None:
+    """Wait a little for a worker's end, until its exit code is known too."""
+    sentinels = {worker.sentinel: worker for worker in workers}
+    for sentinel in multiprocessing.connection.wait(list(sentinels), timeout=POLL_SECONDS):
+        sentinels[sentinel].join(POLL_SECONDS)  # type: ignore[index]
+
+
+class _Guard:
+    """Ends workers where the loader's own timeout is not looked at.
+
+    A worker that stops in the middle of handing over a tensor leaves its reader in a system call
+    that nothing but the worker's end interrupts.
+
+    Args:
+        explain: makes the error, before the workers end.
+        end: ends them.
+    """
+
+    def __init__(self, explain: Callable[[], SetupError], end: Callable[[], None]) -> None:
+        self._explain, self._end = explain, end
+        self._until: float | None = None
+        self._error: SetupError | None = None
+        self._dismissed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def waiting(self, seconds: float | None) -> Iterator[None]:
+        """Guard what is done meanwhile.
+
+        Args:
+            seconds: the limit that the loader's own timeout keeps to; None for no guard.
+        Raises: the error that was explained, in place of what ending the workers led to.
+        """
+        if seconds is not None and self._thread is None:
+            self._thread = threading.Thread(target=self._watch, daemon=True, name="data workers")
+            self._thread.start()
+        self._until = None if seconds is None else time.monotonic() + seconds + 3 * POLL_SECONDS
+        try:
+            yield
+        except Exception as error:
+            if self._error is not None and error is not self._error:
+                raise self._error from error
+            raise
+        finally:
+            self._until = None
+
+    def dismiss(self) -> None:
+        """Stop watching."""
+        self._dismissed.set()
+
+    def _watch(self) -> None:
+        while not self._dismissed.wait(POLL_SECONDS):
+            until = self._until
+            if until is not None and time.monotonic() > until:
+                self._error = self._explain()
+                self._end()
+                return
 
 
 @contextlib.contextmanager

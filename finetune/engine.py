@@ -36,7 +36,7 @@ from finetune.live import Live
 from finetune.measure import evaluate
 from finetune.models.build import set_train_mode
 from finetune.progress import Meter, StopSignals, bar, say
-from finetune.provenance import pick_precision, requested_processes
+from finetune.provenance import DTYPES, pick_precision, requested_processes
 from finetune.recipe import Recipe, RunSection
 from finetune.record import begin, note_plan, status_kept
 from finetune.rundir import RunDir
@@ -45,7 +45,6 @@ from finetune.watch import Launcher, Ranks
 __all__ = ["evaluate", "launch", "leave", "train"]
 
 _Result = TypeVar("_Result")
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _runs = itertools.count()  # of this process; all ranks count alike
 _launcher = functools.cache(Launcher.of_this_process)
 
@@ -184,7 +183,7 @@ def _to_the_end(
     job, accelerator, run = live.job, live.accelerator, live.run
     with status_kept(run, main=live.main), ranks.explained():
         with stop.at_once(_stopped(run)):
-            dtype = _DTYPES.get(precision, torch.float32)
+            dtype = DTYPES[precision]
             train_feed = job.feed(job.source.splits["train"], train=True, dtype=dtype)
             _on_main(accelerator, lambda: note_plan(run, job, start=start))
             val = job.source.splits.get("val")

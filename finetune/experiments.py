@@ -33,7 +33,10 @@ from finetune.terminal import is_first_rank
 
 __all__ = ["describe", "reproduce"]
 
-_SMOKE = "A smoke test of the whole path in minutes. It is not the experiment, and its figures say "
+_SMOKE = (
+    "A smoke test of the whole path in minutes. It is not the experiment, and its figures say "
+    "nothing about it."
+)
 _FIGURES = {"top1": "top-1, %", "top5": "top-5, %", "loss": "loss", "ece": "calibration error"}
 
 
@@ -97,7 +100,7 @@ def reproduce(
     added = list(overrides)
     if scale == "smoke":
         plan = made_small(plan)
-        added = [*plan.smoke, f"run.note={_SMOKE}nothing about it.", *overrides]
+        added = [*plan.smoke, f"run.note={_SMOKE}", *overrides]
     check_runs(plan, path, added)
     outcomes = []
     wanted_runs = [entry.name for entry in plan.runs if not only or entry.name in only]
@@ -224,7 +227,7 @@ def describe(told: Mapping[str, Any]) -> str:
     lines = [f"# {told['title']}", ""]
     smoke = told["scale"] == "smoke"
     if smoke:
-        lines += [f"**{_SMOKE}nothing about it.**", ""]
+        lines += [f"**{_SMOKE}**", ""]
     reported = any(row.get("reported") for row in told["runs"])
     heads = ["run", "seeds", "images", *_FIGURES.values(), *(["reported"] if reported else [])]
     lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]

@@ -147,7 +147,7 @@ def check_runs(plan: Plan, path: Path, added: Sequence[str] = ()) -> None:
         for chosen in entry.combinations():
             for last in ((), entry.final):
                 try:
-                    recipe_for(entry, path, [*added, *last, *chosen])
+                    recipe_for(entry, path, [*added, *chosen, *last])
                 except RecipeError as error:
                     problems.append(str(error))
     if problems:

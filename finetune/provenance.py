@@ -15,7 +15,9 @@ import yaml
 
 from finetune.errors import SetupError, masked
 
-__all__ = ["describe_machine", "pick_precision", "requested_processes"]
+__all__ = ["DTYPES", "describe_machine", "pick_precision", "requested_processes"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _PACKAGES = (
     "finetune",

@@ -5,43 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from plan_files import PLAN, write_plan
 
 from finetune.errors import RecipeError
 from finetune.plans import Entry, check_runs, find_plan, load_plan, made_small
 from finetune.recipe import load_recipe
 
-RECIPE = """
-model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 16,
-        args: {patch_size: 4, embed_dim: 16, depth: 1, num_heads: 2}}
-data: {source: "embedded:digits", eval: resize}
-optim: {lr: 1e-3, steps: 2}
-run: {precision: fp32}
-claims:
-  - {metric: test.top1, value: 0.5, tolerance: 0.2, source: a table}
-"""
-PLAN = """
-title: A grid and its choice
-runs:
-  - name: chosen
-    recipe: small.yaml
-    grid: {optim.lr: [0.1, 0.3, 0.2], optim.weight_decay: [0, 0.5]}
-    final: [data.val_fraction=0]
-    seeds: [3, 4]
-  - name: plain
-    recipe: small.yaml
-    overrides: [optim.steps=1]
-    claims: [{metric: test.top1, value: 0.1, source: another table}]
-smoke: [optim.steps=1]
-"""
-
 
 @pytest.fixture
 def plan(tmp_path: Path) -> str:
-    folder = tmp_path / "recipes" / "tables" / "grids"
-    folder.mkdir(parents=True)
-    (folder / "small.yaml").write_text(RECIPE)
-    (folder / "plan.yaml").write_text(PLAN)
-    return str(folder / "plan.yaml")
+    return write_plan(tmp_path)
 
 
 def test_a_plan_is_found_by_the_name_of_its_folder(plan: str, tmp_path: Path) -> None:

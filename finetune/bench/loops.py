@@ -17,8 +17,8 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from finetune.bench.subjects import DTYPES
 from finetune.data.sources import Split
+from finetune.provenance import DTYPES
 from finetune.recipe import Recipe
 
 __all__ = ["LOOPS", "Images", "Setting"]

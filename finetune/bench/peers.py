@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from finetune.bench.loops import LOOPS, Images, Setting
-from finetune.bench.subjects import BATCHES_AHEAD, Clock, host_bytes
+from finetune.bench.subjects import BATCHES_AHEAD, Clock, give_back, peak_memory
 from finetune.bench.transforms import translate
 from finetune.errors import RecipeError
 from finetune.job import Job, open_job
@@ -97,14 +97,11 @@ class Peer:
 
     def memory(self) -> dict[str, int | None]:
         """See `Ours.memory`."""
-        is_gpu = self.device.type == "cuda"
-        device = torch.cuda.max_memory_allocated(self.device) if is_gpu else None
-        return {"host": host_bytes(), "device": device}
+        return peak_memory(self.device)
 
     def rest(self) -> None:
         """See `Ours.rest`."""
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        give_back(self.device)
 
 
 def _silent(message: str) -> None:

@@ -29,13 +29,20 @@ from finetune.live import Live
 from finetune.measure import evaluate
 from finetune.models.head import set_train_mode
 from finetune.progress import Meter
-from finetune.provenance import describe_machine
+from finetune.provenance import DTYPES, describe_machine
 from finetune.recipe import Recipe
 from finetune.rundir import RunDir
 
-__all__ = ["BATCHES_AHEAD", "DTYPES", "Clock", "Ours", "host_bytes", "seconds_alive"]
+__all__ = [
+    "BATCHES_AHEAD",
+    "Clock",
+    "Ours",
+    "give_back",
+    "host_bytes",
+    "peak_memory",
+    "seconds_alive",
+]
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # That torch's loader keeps for each worker: what was loaded while the first steps ran would be a
 # present to the timed ones.
 BATCHES_AHEAD = 2
@@ -94,6 +101,19 @@ def host_bytes() -> int:
     """The most memory that this process has had, without its workers."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak * (1 if sys.platform == "darwin" else 1024)
+
+
+def peak_memory(device: torch.device) -> dict[str, int | None]:
+    """The peaks of this process so far, in bytes: "host", and "device" where it is another one."""
+    is_gpu = device.type == "cuda"
+    on_device = torch.cuda.max_memory_allocated(device) if is_gpu else None
+    return {"host": host_bytes(), "device": on_device}
+
+
+def give_back(device: torch.device) -> None:
+    """Give back the device's memory that is kept for later."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 class Ours:
@@ -216,14 +236,11 @@ class Ours:
 
     def memory(self) -> dict[str, int | None]:
         """The peaks so far, in bytes: "host", and "device" where it is another one."""
-        is_gpu = self.device.type == "cuda"
-        device = torch.cuda.max_memory_allocated(self.device) if is_gpu else None
-        return {"host": host_bytes(), "device": device}
+        return peak_memory(self.device)
 
     def rest(self) -> None:
         """Give back what is not needed while another process works."""
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        give_back(self.device)
 
     def profile(self, *, folder: str) -> dict[str, Any]:
         """Trace a few steps.

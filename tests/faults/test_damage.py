@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,12 +20,13 @@ from faults_runs import (
     losses,
     tiny,
     weights,
-    without_pictures,
 )
 
 from finetune import live as live_module
 from finetune.engine import train
 from finetune.rundir import RunDir
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 RECIPE = tiny(*SMALL)
 IMAGE = Path(__file__).with_name("none.png")  # the model comes first
@@ -42,21 +42,6 @@ ALL = [
     for name in FILES
     for damage in DAMAGES
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_pictures() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        without_pictures(patch)
-        yield
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nothing has stopped."""
-    out = tmp_path_factory.mktemp("whole") / "run"
-    train(RECIPE, out)
-    return out
 
 
 @pytest.fixture(scope="module")

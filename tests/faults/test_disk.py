@@ -28,31 +28,18 @@ from faults_runs import (
     losses,
     tiny,
     weights,
-    without_pictures,
 )
 from PIL import Image
 
 from finetune.engine import train
 from finetune.live import Live
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 RECIPE = tiny(*SMALL)
 PLENTY = 64 << 20
 FULL_DISK = "exit code 5 and the bytes needed; the last good checkpoint stays, nothing half written"
 READ_ONLY = "exit code 5 before the first step"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_pictures() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        without_pictures(patch)
-        yield
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("whole") / "run"
-    train(RECIPE, out)
-    return out
 
 
 class Disk:

@@ -13,7 +13,6 @@ import random
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,10 +33,11 @@ from faults_runs import (
     tiny,
     train_until,
     weights,
-    without_pictures,
 )
 
 from finetune.engine import train
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 RECIPE = tiny(*SMALL)
 PROMISE = "it resumes from the newest verified checkpoint to bit-identical final weights"
@@ -52,15 +52,8 @@ class Whole(NamedTuple):
     seconds: float
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_pictures() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        without_pictures(patch)
-        yield
-
-
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+def whole(no_pictures: None, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     out = tmp_path_factory.mktemp("whole") / "run"
     train(RECIPE, out)  # here, so that the children find everything imported
     began = time.monotonic()

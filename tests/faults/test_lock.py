@@ -28,7 +28,6 @@ from faults_runs import (
     tiny,
     train_until,
     weights,
-    without_pictures,
 )
 
 from finetune.engine import train
@@ -36,24 +35,12 @@ from finetune.errors import SetupError
 from finetune.live import Live
 from finetune.rundir import RunDir
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 RECIPE = tiny(*SMALL)
 SECOND = "exit code 5 and the first one's process; the first one is not disturbed"
 STALE = "it is taken over, and the run goes on to the same weights"
 READERS = "works, or says that there is nothing yet; the run is not disturbed"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_pictures() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        without_pictures(patch)
-        yield
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("whole") / "run"
-    train(RECIPE, out)
-    return out
 
 
 class Paused:

@@ -1,0 +1,29 @@
+"""What several files of faults start from: a run without pictures that nothing has stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def no_pictures() -> Iterator[None]:
+    from faults_runs import without_pictures
+
+    with pytest.MonkeyPatch.context() as patch:
+        without_pictures(patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(no_pictures: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing has stopped."""
+    from faults_runs import SMALL, tiny
+
+    from finetune.engine import train
+
+    out = tmp_path_factory.mktemp("whole") / "run"
+    train(tiny(*SMALL), out)
+    return out

@@ -1,0 +1,38 @@
+"""A small plan and its recipe, for the tests of plans and of what carries them out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+RECIPE = """
+model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 16,
+        args: {patch_size: 4, embed_dim: 16, depth: 1, num_heads: 2}}
+data: {source: "embedded:digits", eval: resize}
+optim: {lr: 1e-3, steps: 2}
+run: {precision: fp32}
+claims:
+  - {metric: test.top1, value: 0.5, tolerance: 0.2, source: a table}
+"""
+PLAN = """
+title: A grid and its choice
+runs:
+  - name: chosen
+    recipe: small.yaml
+    grid: {optim.lr: [0.1, 0.3, 0.2], optim.weight_decay: [0, 0.5]}
+    final: [data.val_fraction=0]
+    seeds: [3, 4]
+  - name: plain
+    recipe: small.yaml
+    overrides: [optim.steps=1]
+    claims: [{metric: test.top1, value: 0.1, source: another table}]
+smoke: [optim.steps=1]
+"""
+
+
+def write_plan(top: Path) -> str:
+    """Write both below `top`/recipes. Returns: the plan's path."""
+    folder = top / "recipes" / "tables" / "grids"
+    folder.mkdir(parents=True)
+    (folder / "small.yaml").write_text(RECIPE)
+    (folder / "plan.yaml").write_text(PLAN)
+    return str(folder / "plan.yaml")

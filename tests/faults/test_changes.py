@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from faults_launch import launched
+from faults_runs import digest, weights
 from PIL import Image
 
 from finetune.engine import train
@@ -61,16 +61,6 @@ def stopped(
     return stop
 
 
-def contents(run: Path) -> dict[str, str]:
-    """Every file but the lock, by its hash."""
-    files = [path for path in run.rglob("*") if path.is_file() and "lock" not in path.name]
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
-def weights(run: Path) -> bytes:
-    return (run / "model" / "model.safetensors").read_bytes()
-
-
 def largest_difference(run: Path, other: Path) -> float:
     """Of a loss, between two runs that saw the same samples."""
     lines = [(each / "metrics.jsonl").read_text().splitlines() for each in (run, other)]
@@ -80,10 +70,10 @@ def largest_difference(run: Path, other: Path) -> float:
 
 
 def refused(recipe: Recipe, run: Path, kind: type[FinetuneError], said: str) -> None:
-    before = contents(run)
+    before = digest(run)
     with pytest.raises(kind, match=said):
         train(recipe, run, resume=True)
-    assert contents(run) == before, "a refusal leaves the run as it was"
+    assert digest(run) == before, "a refusal leaves the run as it was"
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from faults_launch import launched
 from faults_runs import command
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -20,8 +18,6 @@ from finetune.engine import train
 from finetune.errors import DivergedError
 from finetune.recipe import parse_recipe
 from finetune.rundir import RunDir
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 RECIPE = """
 model:
@@ -115,30 +111,20 @@ def test_too_many_in_a_row_end_the_run(
 def test_one_rank_of_two(tmp_path: Path, fault) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(SCRIPT)
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    how = {"kind": "torchrun", "recipe": RECIPE, "program": (str(script),)}
 
-    def launched(name: str, bad: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
-        command += ["--standalone", str(script), "train", str(tmp_path / "recipe.yaml")]
-        environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "BAD": bad}
-        return subprocess.run(
-            [*command, "--out", str(tmp_path / name)],
-            env=environment,
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-
-    assert (done := launched("some", "1,5")).returncode == 0, done.stderr[-3000:]
-    results = json.loads((tmp_path / "some/results.json").read_text())
+    with launched(tmp_path, name="some", environment={"BAD": "1,5"}, **how) as some:
+        some.wait_for_end()
+    assert some.process.returncode == 0, some.text[-3000:]
+    results = json.loads((some.out / "results.json").read_text())
     assert results["skipped_steps"] == 2
-    weights = load_file(tmp_path / "some/model/model.safetensors")
+    weights = load_file(some.out / "model/model.safetensors")
     assert all(tensor.isfinite().all() for tensor in weights.values())
-    ended = launched("many", "4,5,6")
-    assert ended.returncode != 0
-    assert ended.stderr.count("was not finite in 3 steps in a row, up to step 7") == 1
-    assert json.loads((tmp_path / "many/run.json").read_text())["status"] == "failed (6)"
+    with launched(tmp_path, name="many", environment={"BAD": "4,5,6"}, **how) as many:
+        many.wait_for_end()
+    assert many.process.returncode != 0
+    assert many.text.count("was not finite in 3 steps in a row, up to step 7") == 1
+    assert many.record()["status"] == "failed (6)"
     fault(
         "an infinite loss with a finite gradient on one rank of two",
         "both ranks leave the step out; K in a row end both with 6, said once",

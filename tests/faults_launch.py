@@ -17,6 +17,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PATIENCE = 240.0  # seconds for what takes a few on an idle machine
+LAUNCHERS = {"accelerate": "accelerate.commands.launch", "torchrun": "torch.distributed.run"}
 
 RECIPE = """
 model:
@@ -69,8 +70,8 @@ class Launch:
         """The process of each rank, in order."""
         found = {}
         for pid in self.tree():
-            variables = environment_of(pid)
-            alone = "RANK" not in variables and "launch" not in command_of(pid)
+            variables, command = environment_of(pid), command_of(pid)
+            alone = not any(module in command for module in LAUNCHERS.values())
             # a data worker is a fork of its rank: its parent has the same rank
             parent = environment_of(parent_of(pid)).get("RANK")
             if variables.get("RANK", parent) != parent or (alone and parent is None):
@@ -140,9 +141,9 @@ def launcher(kind: str, processes: int) -> list[str]:
     if kind == "python":
         return [sys.executable]
     if kind == "torchrun":
-        words = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+        words = [LAUNCHERS[kind], "--standalone", "--nproc_per_node", str(processes)]
     else:
-        words = ["accelerate.commands.launch", "--num_processes", str(processes)]
+        words = [LAUNCHERS[kind], "--num_processes", str(processes)]
         if processes > 1:
             words += ["--multi_gpu", "--main_process_port", "0"]
     return [sys.executable, "-m", *words]
@@ -181,7 +182,7 @@ def launched(
     log = folder / f"{name}.log"
     words = launcher(kind, processes)
     if options is not None:
-        words = [*words[: words.index("accelerate.commands.launch") + 1], *options]
+        words = [*words[: words.index(LAUNCHERS["accelerate"]) + 1], *options]
     command = [*before, *words, *program, "train", str(path), *overrides]
     command += ["--out", str(out)]
     variables = {"ACCELERATE_USE_CPU": "true", "PYTHONUNBUFFERED": "1", **(environment or {})}

@@ -12,6 +12,7 @@ import re
 import resource
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from faults_runs import (
 )
 from PIL import Image
 
+import finetune
 from finetune.engine import train
 from finetune.live import Live
 
@@ -195,11 +197,13 @@ def test_a_folder_of_somebody_else(begun: bool, whole: Path, disk: Disk, fault) 
     out = disk.path / "run"
     if begun:
         copied(whole, out)
-    reachable = [place for place in disk.path.parents if not place.stat().st_mode & 0o001]
-    modes = {place: place.stat().st_mode for place in reachable}
+    # Nobody must reach the disk, and what Python still imports there.
+    needed = (disk.path, Path(finetune.__file__).parent, Path(sys.prefix), Path(sys.base_prefix))
+    reachable = {above for place in needed for above in (place, *place.parents)}
+    modes = {place: mode for place in reachable if not (mode := place.stat().st_mode) & 0o001}
     try:
-        for place in reachable:
-            place.chmod(modes[place] | 0o011)
+        for place, mode in modes.items():
+            place.chmod(mode | 0o011)
         disk.path.chmod(0o555)
         refused_at_the_start(out, as_nobody=True)
     finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from finetune.errors import RecipeError
@@ -15,15 +17,47 @@ PORTS = click.IntRange(0, 65535)
 
 
 @click.command("info")
-@click.argument("model")
+@click.argument("model", metavar="MODEL|RECIPE")
+@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
 @click.option("--image-size", metavar="N", type=PIXELS, help="Look at N pixels.")
+@click.option("--plan", is_flag=True, help="Predict memory and time of RECIPE from a few steps.")
 @answers
-def model_info(model: str, image_size: int | None) -> Answer:
-    """Show MODEL's layers, parameters, MACs, tokens and preprocessing; downloads no weights."""
+def model_info(
+    model: str, overrides: tuple[str, ...], image_size: int | None, plan: bool
+) -> Answer:
+    """Show MODEL's layers, parameters, MACs, tokens and preprocessing; downloads no weights.
+
+    With --plan, what the training of RECIPE takes on this machine, and what would halve it.
+    """
+    if plan:
+        return _plan(model, overrides, image_size)
+    if model.endswith((".yaml", ".yml")):
+        raise RecipeError(
+            f"{model}: is a recipe; add --plan for what its training takes here, or name a model"
+        )
+    if overrides:
+        raise RecipeError(f"{overrides[0]}: belongs to a recipe; info takes it with --plan")
     from finetune.info import describe
     from finetune.info import model_info as look
 
     found = look(model, image_size=image_size)
+    return Answer(found, describe(found))
+
+
+def _plan(recipe: str, overrides: tuple[str, ...], image_size: int | None) -> Answer:
+    """The forecast of a recipe; a run directory has one, too."""
+    from finetune.recipe_check import refuse_undone
+
+    if image_size is not None:
+        raise RecipeError(
+            f"--image-size: not with --plan; write model.image_size={image_size} instead"
+        )
+    refuse_undone(overrides)
+    own = Path(recipe) / "recipe.yaml"
+    from finetune.forecast import forecast
+    from finetune.outlook import describe
+
+    found = forecast(str(own) if own.is_file() else recipe, overrides)
     return Answer(found, describe(found))
 
 
@@ -183,10 +217,18 @@ def demo(model: str, host: str, port: int, share: bool, export_space: str | None
     "--against",
     metavar="NAME",
     multiple=True,
-    help="synthetic (no input), transformers or timm-loop; may be repeated.",
+    help="synthetic (no input), decode, transformers or timm-loop; may be repeated.",
 )
 @click.option("--steps", default=20, show_default=True, type=click.IntRange(min=1))
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(min=1))
+@click.option("--losses", metavar="STEPS", type=int, help="Compare the first losses with fp32's.")
+@click.option(
+    "--images",
+    metavar="N",
+    multiple=True,
+    type=click.IntRange(min=1),
+    help="Train on a set of that many images, too; may be repeated.",
+)
 @click.option("--profile", metavar="DIR", help="Write a trace, and list the costliest operations.")
 @click.option("--out", metavar="FILE", help="Add the figures to a page such as BENCHMARKS.md.")
 @answers
@@ -196,6 +238,8 @@ def bench(
     against: tuple[str, ...],
     steps: int,
     repeats: int,
+    losses: int | None,
+    images: tuple[int, ...],
     profile: str | None,
     out: str | None,
 ) -> Answer:
@@ -208,7 +252,15 @@ def bench(
     if "" in (profile, out):
         raise RecipeError("--profile, --out: is empty; name a place, or leave it out")
     found = measure(
-        recipe, overrides, against=against, steps=steps, repeats=repeats, profile=profile, out=out
+        recipe,
+        overrides,
+        against=against,
+        steps=steps,
+        repeats=repeats,
+        losses=losses,
+        sizes=images,
+        profile=profile,
+        out=out,
     )
     return Answer(found, describe(found))
 

@@ -27,5 +27,8 @@ def data_of(section: DataSection, seed: int) -> Source:
 def whole_data_of(section: DataSection) -> Source:
     """Open the data of a recipe with the splits that it has by itself."""
     return open_source(
-        section.source, image_column=section.image_column, label_column=section.label_column
+        section.source,
+        image_column=section.image_column,
+        label_column=section.label_column,
+        streaming=section.streaming,
     )

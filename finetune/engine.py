@@ -22,13 +22,14 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import (
+    DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     LoggerType,
     broadcast_object_list,
     parse_flag_from_env,
 )
 
-from finetune.data.feed import Feed
+from finetune.data.rows import AnyFeed
 from finetune.errors import FinetuneError, Interrupted, RecipeError, SetupError, nearest
 from finetune.finish import answer_anew, finish
 from finetune.job import open_job
@@ -40,6 +41,7 @@ from finetune.provenance import DTYPES, pick_precision, requested_processes
 from finetune.recipe import Recipe, RunSection
 from finetune.record import begin, note_plan, status_kept
 from finetune.rundir import RunDir
+from finetune.sizing import settle_micro_batch
 from finetune.watch import Launcher, Ranks
 
 __all__ = ["evaluate", "launch", "leave", "train"]
@@ -89,6 +91,7 @@ def launch(run: RunSection, *, out: Path | None = None) -> Accelerator:
                 mixed_precision="no" if precision == "fp32" else precision,
                 log_with=list(run.trackers) or None,
                 project_dir=out,
+                kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
                 # Both are given so that no environment variable can change the training.
                 gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
                 dynamo_backend="no",
@@ -148,6 +151,8 @@ def train(
             live = Live(job, accelerator, run)
             job.stream.micro_batches(0, rank=accelerator.process_index, world=world)
             precision = accelerator.mixed_precision.replace("no", "fp32")
+            if recipe.run.precision == "auto":
+                job.notice(f"run.precision: auto is {precision} on this {accelerator.device.type}")
             _on_main(accelerator, lambda: _check_destination(recipe))
             if dry_run:
                 return {**job.plan(), "precision": precision, "num_processes": world}
@@ -181,15 +186,16 @@ def _to_the_end(
 ) -> dict[str, Any]:
     """Decode the data, train from `start` on, and finish. Returns: the content of results.json."""
     job, accelerator, run = live.job, live.accelerator, live.run
-    with status_kept(run, main=live.main), ranks.explained():
+    with status_kept(run, main=live.main), ranks.explained(), live.keeper.at_work():
         with stop.at_once(_stopped(run)):
             dtype = DTYPES[precision]
-            train_feed = job.feed(job.source.splits["train"], train=True, dtype=dtype)
+            train_feed = live.feeds.open(job.source.splits["train"], train=True, dtype=dtype)
             _on_main(accelerator, lambda: note_plan(run, job, start=start))
             val = job.source.splits.get("val")
-            val_feed = None if val is None else job.feed(val, train=False)
+            val_feed = None if val is None else live.feeds.open(val, train=False)
             if start:
                 live.restore(start)
+            settle_micro_batch(live, train_feed, functools.partial(_on_main, accelerator))
             if live.recipe.run.trackers:
                 accelerator.init_trackers("finetune")
         _fit(live, train_feed, val_feed, stop)
@@ -197,7 +203,7 @@ def _to_the_end(
             return finish(live, val_feed)
 
 
-def _fit(live: Live, train_feed: Feed, val_feed: Feed | None, stop: StopSignals) -> None:
+def _fit(live: Live, train_feed: AnyFeed, val_feed: AnyFeed | None, stop: StopSignals) -> None:
     """Take the steps that are left, with logs, evaluations and checkpoints when they are due."""
     job, accelerator, counters = live.job, live.accelerator, live.counters
     run_keys = live.recipe.run
@@ -206,9 +212,10 @@ def _fit(live: Live, train_feed: Feed, val_feed: Feed | None, stop: StopSignals)
         range(counters.step, job.steps),
         rank=accelerator.process_index,
         world=accelerator.num_processes,
-        micro_batch=live.recipe.data.micro_batch,
+        micro_batch=live.micro_batch,
     )
     meter = Meter(accelerator.device, counters.seconds)
+    first, began = counters.step + 1, meter.seconds
     live.go_on(meter)
     with (
         contextlib.closing(batches) as steps,
@@ -218,6 +225,10 @@ def _fit(live: Live, train_feed: Feed, val_feed: Feed | None, stop: StopSignals)
             live.step(*next(steps), meter)
             shown.update()
             step = counters.step
+            if live.compiled and step == first:
+                job.notice(
+                    f"compiled the network: the first step took {meter.seconds - began:.0f} s"
+                )
             if step % run_keys.log_every == 0 or step == job.steps:
                 shown.set_postfix(_postfix(live.log(meter)))
             paused = meter.pause()
@@ -233,8 +244,10 @@ def _fit(live: Live, train_feed: Feed, val_feed: Feed | None, stop: StopSignals)
             signal_number = live.agree_to_stop(stop.received)
             if best or signal_number or job.saves_after(step):
                 live.save(meter)
+            live.keeper.look()
             meter.resume(paused)
             if signal_number:
+                live.saved()
                 raise Interrupted(
                     f"{live.run.path}: stopped at step {step} of {job.steps} and saved; "
                     "continue with --resume",

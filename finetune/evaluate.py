@@ -8,26 +8,34 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from finetune.data.feed import Feed
+from finetune.data.rows import AnyFeed
 from finetune.data.sources import Source, Split
 from finetune.data.store import open_store
 from finetune.data_of import data_of, whole_data_of
 from finetune.engine import launch
 from finetune.errors import DataError, RecipeError, WeightsError, nearest
+from finetune.features import identity_of
 from finetune.files import make_folder, write_atomically
+from finetune.frozen import feature_feed
 from finetune.measure import examine
 from finetune.models.build import build
+from finetune.models.built import Built
+from finetune.models.cut import accept_features
 from finetune.models.weights import locate
 from finetune.predictions import marked, one_line
 from finetune.preprocess import make_pipeline
 from finetune.progress import say
 from finetune.recipe import DataSection, Recipe, RunSection
 from finetune.record import recipe_of
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 __all__ = ["describe", "evaluate_model", "write_results"]
 
@@ -70,21 +78,11 @@ def evaluate_model(
     accelerator = launch(RunSection(**settings))
     source = _source_with(section, split, seed=seed)
     labelled, names = _by_the_models_classes(model, built.class_names, num_classes, source, split)
-    store = open_store(
-        labelled,
-        keep=section.keep,
-        device=accelerator.device,
-        workers=section.workers,
-        unreadable=section.unreadable,
-        local_processes=accelerator.num_processes,
-        progress=accelerator.is_main_process,
-        notice=say,
-    )
-    pipeline = make_pipeline(built.preprocessing, section.eval, train=False)
-    feed = Feed(store, pipeline, num_classes=num_classes, device=accelerator.device)
+    frozen = recipe is not None and recipe.model.freeze == "backbone"
+    built.model.to(accelerator.device, torch.float32)
     result = examine(
-        built.model.to(accelerator.device, torch.float32),
-        feed,
+        built.model,
+        _feed_of(labelled, built, section, accelerator, num_classes=num_classes, frozen=frozen),
         accelerator,
         batch_size=section.eval_batch_size,
         temperature=None if fit_temperature else built.temperature,
@@ -195,6 +193,42 @@ def _source_with(section: DataSection, split: str, *, seed: int) -> Source:
         have = ", ".join(source.splits)
         raise DataError(f"{section.source}: has no split '{split}'; it has {have}")
     return source
+
+
+def _feed_of(
+    split: Split,
+    built: Built,
+    section: DataSection,
+    accelerator: Accelerator,
+    *,
+    num_classes: int,
+    frozen: bool,
+) -> AnyFeed:
+    """Batches of a split: with a backbone that was frozen, of the features that its run kept."""
+    device, preprocessing = accelerator.device, built.preprocessing
+    pipeline = make_pipeline(preprocessing, section.eval, train=False)
+    if frozen and accept_features(built.model, preprocessing.image_size, training=False) is None:
+        feed, _ = feature_feed(
+            split,
+            network=built.model,
+            pipeline=pipeline,
+            identity=identity_of(built, section.eval) if accelerator.is_main_process else {},
+            section=section,
+            accelerator=accelerator,
+            num_classes=num_classes,
+        )
+        return feed
+    store = open_store(
+        split,
+        keep=section.keep,
+        device=device,
+        workers=section.workers,
+        unreadable=section.unreadable,
+        local_processes=accelerator.num_processes,
+        progress=accelerator.is_main_process,
+        notice=say,
+    )
+    return Feed(store, pipeline, num_classes=num_classes, device=device)
 
 
 def _by_the_models_classes(

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from finetune.data.augment import Pipeline
 from finetune.data.decode import counted, decode
-from finetune.data.sources import open_source
+from finetune.data.sources import Source, open_source
+from finetune.data_of import whole_data_of
 from finetune.errors import DataError, FinetuneError, RecipeError, SetupError, WeightsError, nearest
 from finetune.exporters import SUFFIXES, Run, innermost, opened, quiet, require_packages, write
 from finetune.files import sha256_of
@@ -148,12 +149,11 @@ def _pictures(model: str, pipeline: Pipeline, paths: Sequence[str]) -> tuple[Ten
         return _prepared(pipeline, map(_decoded, _spread(list_files(paths)))), "--images"
     if recipe := recipe_of(model):
         section = recipe.data
-        columns = {"image_column": section.image_column, "label_column": section.label_column}
         try:
-            return _some_of(section.source, columns, pipeline), section.source
+            return _some_of(whole_data_of(section), pipeline), section.source
         except FinetuneError as error:
             say(f"{section.source} cannot be read here ({error}); digits are compared instead")
-    return _some_of(_DIGITS, {}, pipeline), _DIGITS
+    return _some_of(open_source(_DIGITS), pipeline), _DIGITS
 
 
 def _decoded(found: tuple[str, str | None]) -> np.ndarray:
@@ -166,8 +166,8 @@ def _decoded(found: tuple[str, str | None]) -> np.ndarray:
         raise DataError(f"--images: {cause}; name another") from None
 
 
-def _some_of(source: str, columns: dict[str, str | None], pipeline: Pipeline) -> Tensor:
-    splits = open_source(source, **columns).splits
+def _some_of(source: Source, pipeline: Pipeline) -> Tensor:
+    splits = source.splits
     split = next(splits[name] for name in ("test", "val", "train") if name in splits)
     return _prepared(pipeline, map(split.read, _spread(range(len(split)))))
 

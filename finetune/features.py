@@ -1,8 +1,10 @@
 """Frozen features of a split: what a network gives its classifier, computed once and kept on disk.
 
-They are kept in `feature_cache` under a hash of all they depend on: the network's tensors, its
-preprocessing, and the data's fingerprint. The fingerprint of more than 1 GiB of images is over
-names and sizes: clear the cache if such images change without changing size.
+They are kept in `feature_cache` under a hash of all they depend on: the network's tensors but its
+classifier's, its preprocessing, the numbers it computes with, and the data's fingerprint. So a run
+that trains the head alone, the evaluation of what came out of it, and a probe find one another's.
+The fingerprint of more than 1 GiB of images is over names and sizes: clear the cache if such images
+change without changing size.
 """
 
 # B batch, N images, D width, C channels, H W pixels
@@ -28,11 +30,13 @@ from tqdm import tqdm
 from finetune import __version__
 from finetune.data.augment import Pipeline
 from finetune.data.feed import Feed
+from finetune.data.scan import TIMEOUT_SECONDS
 from finetune.data.sources import Split
 from finetune.data.store import open_store
 from finetune.errors import DataError, WeightsError
 from finetune.feature_cache import cache_folder, read_cached, write_cached
-from finetune.models.built import Built
+from finetune.models.built import TRAINING_ONLY, Built
+from finetune.models.cut import last_layers, pre_logits
 from finetune.preprocess import default_eval
 from finetune.progress import say
 from finetune.recipe import DataSection
@@ -50,6 +54,8 @@ __all__ = [
 ]
 
 _SHARE_BATCHES = 8  # batches between two exchanges
+_SENT_VALUES = 2**24  # 64 MiB at once
+_CPU_BATCH = 64  # a fifth faster than 256 for a small ViT: what it computes stays in the caches
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,31 +81,6 @@ class Features:
         return self.values_ND[rows], self.labels_N[rows]
 
 
-def pre_logits(model: nn.Module, images_BCHW: Tensor) -> Tensor:
-    """What the last layer of a timm network sees, its representation layer included.
-
-    Returns: (B, D) float32.
-    Raises: WeightsError if the network cannot say it.
-    """
-    body, head = (getattr(model, name, None) for name in ("forward_features", "forward_head"))
-    name = type(model).__name__
-    if not callable(body) or not callable(head):
-        raise WeightsError(
-            f"{name}: has no forward_features and forward_head to take features from; use one of "
-            "timm's networks"
-        )
-    values = head(body(images_BCHW), pre_logits=True)
-    if isinstance(values, Tensor) and values.ndim == 4 and values.shape[2:] == (1, 1):
-        values = values.flatten(1)
-    if not isinstance(values, Tensor) or values.ndim != 2:
-        kind = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-        raise WeightsError(
-            f"{name}: its pre-logits are {kind}, not one vector an image; set global_pool, for "
-            "instance avg, in the model's config.json"
-        )
-    return values.float()
-
-
 def identity_of(built: Built, sentence: str | None) -> dict[str, Any]:
     """Everything but the data that features depend on.
 
@@ -107,18 +88,26 @@ def identity_of(built: Built, sentence: str | None) -> dict[str, Any]:
         built: the network, before anything is done to its weights.
         sentence: evaluation's operations; None for those that the weights imply.
     Returns: for JSON; "weights" is the sha256 of the network's tensors as they were built, with
-        their names, so position embeddings resized in another way are other weights.
+        their names, so position embeddings resized in another way are other weights. Classifiers
+        are left out: no feature depends on them.
     """
     digest = hashlib.sha256()
+    after = tuple(f"{name}." for name in last_layers(built.model))
     for name, tensor in built.model.state_dict().items():
+        if name.startswith(after):
+            continue
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy().data)
+    sizes = {key: value for key, value in built.model_args.items() if key not in TRAINING_ONLY}
+    # what is left of it is in the sentence
+    cropping = ("crop_pct", "crop_mode")
+    pixels = {k: v for k, v in asdict(built.preprocessing).items() if k not in cropping}
     return {
         "weights": digest.hexdigest(),
         "architecture": built.architecture,
-        "model_args": built.model_args,
-        "preprocessing": asdict(built.preprocessing),
+        "model_args": sizes,
+        "preprocessing": pixels,
         "eval": sentence or default_eval(built.preprocessing),
         "versions": [__version__, torch.__version__, timm.__version__],
     }
@@ -132,17 +121,21 @@ def split_features(
     identity: Mapping[str, Any],
     section: DataSection,
     accelerator: Accelerator,
+    everywhere: bool = False,
+    timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> Features | None:
     """Take a split's features from the cache, or compute them on all processes and keep them.
 
     Args:
         split: labelled images; nothing is decoded when the cache has them.
-        network: on the accelerator's device, float32.
-        pipeline: of evaluation.
-        identity: of `identity_of`, for this network and this pipeline.
+        network: on the accelerator's device, float32; left in evaluation mode if it is used.
+        pipeline: without random operations.
+        identity: of `identity_of`, for this network and this pipeline; rank 0's counts.
         section: keep, workers, unreadable and eval_batch_size.
-        accelerator: from `engine.launch`, in float32.
-    Returns: on rank 0 the features, None on the others.
+        accelerator: from `engine.launch`; its precision is that of the features.
+        everywhere: give them to all ranks.
+        timeout_seconds: for which a batch is waited for before a worker counts as hanging.
+    Returns: on rank 0 the features, None on the others unless they are wanted everywhere.
     Raises: DataError for unreadable images, WeightsError for features that are not finite.
     """
     started = time.perf_counter()
@@ -152,35 +145,60 @@ def split_features(
     if accelerator.is_main_process:
         # a run that stops at unreadable images must not be served by one that left them out
         data = {"data": split.fingerprint(), "unreadable": section.unreadable}
-        everything = {**identity, **data, "device": accelerator.device.type}
+        place = {"device": accelerator.device.type, "precision": accelerator.mixed_precision}
+        everything = {**identity, **data, **place}
         key = hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
         values = read_cached(folder, key, num_images=len(split))
     flag = torch.tensor([int(values is not None)], device=accelerator.device)
     cached = bool(torch.as_tensor(accelerator.reduce(flag, "sum")).item())
     if not cached:
-        store = open_store(
-            split,
-            keep=section.keep,
-            device=accelerator.device,
-            workers=section.workers,
-            unreadable=section.unreadable,
-            local_processes=int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)),
-            progress=accelerator.is_main_process,
-            notice=say,
+        found = _computed(
+            split, network, pipeline, section, accelerator, timeout_seconds=timeout_seconds
         )
-        feed = Feed(store, pipeline, num_classes=1, device=accelerator.device)
-        found = compute(network, feed, accelerator, batch_size=section.eval_batch_size)
         if found is not None:
-            # rows of unreadable images stay NaN: a computed one never is
-            values = np.full((len(split), found.shape[1]), np.nan, dtype=np.float32)
-            values[places_of(store.split, split)] = found
-            values = write_cached(folder, key, values)
+            values = write_cached(folder, key, found)
+    if everywhere and accelerator.num_processes > 1:
+        values = _everywhere(values, key, len(split), accelerator)
     if values is None:
         return None
     places = np.flatnonzero(~np.isnan(values[:, 0]))
     kept = values if len(places) == len(values) else values[places]
     elapsed = round(time.perf_counter() - started, 3)
     return Features(kept, split.labels[places], places, cached, elapsed)
+
+
+def _computed(
+    split: Split,
+    network: nn.Module,
+    pipeline: Pipeline,
+    section: DataSection,
+    accelerator: Accelerator,
+    *,
+    timeout_seconds: float,
+) -> NDArray[np.float32] | None:
+    """Compute a split's features on all processes. Returns: (N, D) on rank 0, NaN if unreadable."""
+    device, main = accelerator.device, accelerator.is_main_process
+    store = open_store(
+        split,
+        keep=section.keep,
+        device=device,
+        workers=section.workers,
+        unreadable=section.unreadable,
+        local_processes=int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)),
+        progress=main,
+        notice=say if main else _silent,
+        timeout_seconds=timeout_seconds,
+    )
+    feed = Feed(store, pipeline, num_classes=1, device=device)
+    most = _CPU_BATCH if device.type == "cpu" else section.eval_batch_size
+    batch_size = min(section.eval_batch_size, most)
+    found = compute(network, feed, accelerator, batch_size=batch_size)
+    if found is None:
+        return None
+    # rows of unreadable images stay NaN: a computed one never is
+    values = np.full((len(split), found.shape[1]), np.nan, dtype=np.float32)
+    values[places_of(store.split, split)] = found
+    return values
 
 
 def compute(
@@ -211,7 +229,7 @@ def compute(
             # a process without a share of its own repeats the last: all go on in step
             share = min(first + rank, num_shares - 1)
             rows_BD = []
-            with torch.inference_mode():
+            with torch.inference_mode(), accelerator.autocast():
                 for batch in feed.once(rank=share, world=num_shares, batch_size=batch_size):
                     rows_BD.append(pre_logits(network, batch.images_BCHW)[: len(batch.labels_B)])
                     shown.update(min(world, num_shares - first) * len(batch.labels_B))
@@ -219,11 +237,47 @@ def compute(
                 padded = nn.functional.pad(own, (0, 0, 0, largest - len(own)))
                 everybodys = torch.as_tensor(accelerator.gather(padded))
             if not bool(everybodys.isfinite().all()):
-                raise WeightsError("the model's features are not finite; its weights are damaged")
+                numbers = accelerator.mixed_precision.replace("no", "fp32")
+                raise WeightsError(
+                    f"the model's features are not finite in {numbers}; its weights are damaged"
+                    + (", or need a wider run.precision" if numbers == "fp16" else "")
+                )
             for other, rows in enumerate(everybodys.split(largest)):
                 if main and (share := first + other) < num_shares:
                     gathered.append(rows[: bounds[share + 1] - bounds[share]].cpu())
     return torch.cat(gathered).numpy() if main else None
+
+
+def _everywhere(
+    values_ND: NDArray[np.float32] | None, key: str, num_images: int, accelerator: Accelerator
+) -> NDArray[np.float32]:
+    """Give rank 0's features to all: by its file where they can read it, else from its memory."""
+    device, main = accelerator.device, accelerator.is_main_process
+
+    def from_main(tensor: Tensor) -> Tensor:
+        zero = torch.zeros_like(tensor)
+        return torch.as_tensor(accelerator.reduce((tensor if main else zero).to(device), "sum"))
+
+    width = 0 if values_ND is None else values_ND.shape[1]
+    *letters, width = from_main(torch.tensor([*(key or "-" * 64).encode(), width])).tolist()
+    if not main:
+        # all processes of a host share the pages of one file
+        values_ND = read_cached(cache_folder(), bytes(letters).decode(), num_images=num_images)
+    missing = torch.tensor([int(values_ND is None)], device=device)
+    if not bool(torch.as_tensor(accelerator.reduce(missing, "sum")).item()):
+        assert values_ND is not None
+        return values_ND
+    whole = np.empty((num_images, width), np.float32) if values_ND is None else values_ND
+    at_once = max(_SENT_VALUES // width, 1)
+    for first in range(0, num_images, at_once):
+        rows_ND = from_main(torch.from_numpy(np.array(whole[first : first + at_once])))
+        if values_ND is None:
+            whole[first : first + at_once] = rows_ND.cpu().numpy()
+    return whole
+
+
+def _silent(message: str) -> None:
+    """Ranks other than 0 say nothing."""
 
 
 def places_of(part: Split, whole: Split) -> NDArray[np.int64]:

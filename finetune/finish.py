@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from finetune.claims import answer
-from finetune.data.feed import Feed
+from finetune.data.rows import AnyFeed
 from finetune.data.sources import Split
 from finetune.errors import FinetuneError
 from finetune.evidence import refresh, write_evidence
@@ -30,7 +30,7 @@ __all__ = ["answer_anew", "finish"]
 NUM_MISTAKES = 24  # of the test split, in results.json and the report
 
 
-def finish(live: Live, val_feed: Feed | None) -> dict[str, Any]:
+def finish(live: Live, val_feed: AnyFeed | None) -> dict[str, Any]:
     """Measure the best weights, read the test split once, and write results.json and model/.
 
     Args:
@@ -52,7 +52,7 @@ def finish(live: Live, val_feed: Feed | None) -> dict[str, Any]:
     results |= {"skipped_steps": live.counters.skipped}
     _publish(live, results, weights, final=False)
     if (test := job.source.splits.get("test")) is not None:
-        test_feed = job.feed(test, train=False)
+        test_feed = live.feeds.open(test, train=False)
         results["test"] = examine(
             live.evaluated(),
             test_feed,

@@ -18,6 +18,7 @@ import torch
 
 from finetune.data.augment import Pipeline
 from finetune.data.feed import Feed, Stream, crosses_epoch
+from finetune.data.lanes import lanes_of
 from finetune.data.sources import Source, Split
 from finetune.data.store import open_store
 from finetune.data_of import data_of
@@ -82,6 +83,7 @@ class Job:
             batch_size=self.recipe.data.batch_size,
             seed=self.recipe.run.seed,
             unit=2 if self.train_pipeline.mixes else 1,
+            lanes=lanes_of(self.source.splits["train"]),
         )
 
     @property

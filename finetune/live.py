@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,52 +17,23 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from finetune import state
+from finetune.counters import Counters
 from finetune.data.feed import Batch
+from finetune.echo import Echo
 from finetune.errors import DivergedError, RecipeError
+from finetune.frozen import Feeds
 from finetune.job import Job
+from finetune.keeper import Keeper
+from finetune.kernels import compiles, prefer_fast_attention, training_operations
 from finetune.models.head import set_train_mode
-from finetune.optim import build_optimizer, set_lr
+from finetune.optim import build_optimizer, can_mask, set_lr
 from finetune.progress import Meter
 from finetune.rundir import RunDir
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["Counters", "Live"]
-
-
-@dataclasses.dataclass
-class Counters:
-    """What a checkpoint remembers besides tensors.
-
-    Attributes:
-        step: optimiser steps done, with skipped ones.
-        best: the best value of `run.best` so far, and the step it was found at.
-        stale: evaluations since then.
-        skipped, skipped_in_row: steps left out because a gradient was not finite.
-        seconds: time spent.
-        pending: what the meter has summed since the last log line.
-        scaler: fp16's loss scale.
-    """
-
-    step: int = 0
-    best: float | None = None
-    best_step: int | None = None
-    stale: int = 0
-    skipped: int = 0
-    skipped_in_row: int = 0
-    seconds: float = 0.0
-    pending: list[float] = dataclasses.field(default_factory=list)
-    scaler: dict[str, float] | None = None
-
-    def note(self, metric: str, value: float) -> bool:
-        """Take an evaluation into account. Returns: whether it is the best so far."""
-        lower_is_better = metric.endswith("loss")
-        if self.best is None or (value < self.best if lower_is_better else value > self.best):
-            self.best, self.best_step, self.stale = value, self.step, 0
-            return True
-        self.stale += 1
-        return False
+__all__ = ["Live"]
 
 
 class Live:
@@ -77,10 +46,14 @@ class Live:
         self.run = run
         self.main = accelerator.is_main_process
         self.counters = Counters()
+        self.micro_batch = None if (m := recipe.data.micro_batch) == "auto" else m  # see `sizing`
+        self.keeper = Keeper(run, newest=recipe.run.keep_checkpoints)
+        self._finite, self._signals = Echo(accelerator.device), Echo(accelerator.device)
         network, optim = job.built.model, recipe.optim
-        if accelerator.device.type == "cpu":
-            _prefer_plain_attention(network)
         network.to(accelerator.device)
+        device, precision = accelerator.device, accelerator.mixed_precision
+        prefer_fast_attention(network, device=device, precision=precision)
+        self.feeds = Feeds(job, accelerator)  # before the network is copied and wrapped
         self.ema = ModelEmaV3(network, decay=optim.ema_decay) if optim.ema_decay else None
         optimizer = build_optimizer(
             network,
@@ -93,12 +66,22 @@ class Live:
             layer_decay=optim.layer_decay,
             args=optim.args,
         )
-        if recipe.model.compile:
+        self.sharded = "FSDP" in str(accelerator.distributed_type)
+        self.compiled = compiles(
+            recipe.model.compile,
+            device=device,
+            sharded=self.sharded,
+            images=0 if self.feeds.of_features else job.steps * recipe.data.batch_size,
+            operations=lambda: training_operations(network, job.preprocessing.image_size),
+            notice=job.notice,
+        )
+        if self.compiled:
             network.compile()
         self.model, self.optimizer = accelerator.prepare(network, optimizer)
-        self.sharded = "FSDP" in str(accelerator.distributed_type)
         if self.sharded and self.ema is not None:
             raise RecipeError("optim.ema_decay: not with FSDP; remove the key or train with DDP")
+        plain = not self.sharded and accelerator.scaler is None
+        self._masks = plain and can_mask(self.optimizer.optimizer)
 
     # One step ---------------------------------------------------------------------------------
 
@@ -119,20 +102,27 @@ class Live:
             losses.append((loss_sum.detach(), logits_BK.detach(), batch.labels_B))
         limit = optim.clip_norm if optim.clip_norm is not None else float("inf")
         norm = accelerator.clip_grad_norm_(self.model.parameters(), limit)
-        finite = math.isfinite(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+        finite = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).isfinite()
         set_lr(self.optimizer.optimizer, self.job.lr(counters.step))
-        if finite or accelerator.scaler is not None:  # a scaler leaves the step out by itself
-            self.optimizer.step()
+        self._update(finite)
         self.optimizer.zero_grad()
         counters.step += 1
-        if not finite:
-            self._count_skipped()
-            return
-        counters.skipped_in_row = 0
         if self.ema is not None:
             self.ema.update(accelerator.unwrap_model(self.model), step=counters.step)
         for each in losses:
-            meter.add(*each)
+            meter.add(*each, counts=finite)
+        self._finite.say(finite)
+        self._count_skipped(self._finite.heard())
+
+    def _update(self, finite: Tensor) -> None:
+        """Let the optimiser step, or leave the step out where the gradient is not finite."""
+        optimizer = self.optimizer.optimizer
+        # The first step makes the moments, and torch's fused SGD would leave them unset.
+        if self._masks and optimizer.state:  # on the device, which nobody waits for
+            optimizer.grad_scale, optimizer.found_inf = None, (~finite).float()
+            self.optimizer.step()
+        elif self.accelerator.scaler is not None or bool(finite):  # a scaler sees to it by itself
+            self.optimizer.step()
 
     def _seed_dropout(self, micro_batch: int) -> None:
         """Key dropout by (seed, step, rank, micro-batch): resuming needs no random state."""
@@ -143,20 +133,22 @@ class Live:
             mixed ^= mixed >> 29
         torch.manual_seed(mixed)
 
-    def _count_skipped(self) -> None:
+    def _count_skipped(self, finite: Iterable[float]) -> None:
+        """Count the steps that were left out, as far as they are known of."""
         counters, limit = self.counters, max(self.recipe.run.max_skipped, 1)
-        counters.skipped += 1
-        counters.skipped_in_row += 1
-        if counters.skipped_in_row >= limit:
-            raise DivergedError(
-                f"{self.run.path}: the gradient was not finite in {limit} steps in a row, up to "
-                f"step {counters.step}; lower optim.lr or set optim.clip_norm. "
-                + (
-                    f"The best checkpoint is of step {counters.best_step}."
-                    if counters.best_step is not None
-                    else ""
+        for was_finite in finite:
+            counters.skipped += not was_finite
+            counters.skipped_in_row = 0 if was_finite else counters.skipped_in_row + 1
+            if counters.skipped_in_row >= limit:
+                raise DivergedError(
+                    f"{self.run.path}: the gradient was not finite in {limit} steps in a row, up "
+                    f"to step {counters.step}; lower optim.lr or set optim.clip_norm. "
+                    + (
+                        f"The best checkpoint is of step {counters.best_step}."
+                        if counters.best_step is not None
+                        else ""
+                    )
                 )
-            )
 
     # Around the steps -------------------------------------------------------------------------
 
@@ -214,8 +206,9 @@ class Live:
         return patience is not None and self.counters.stale >= patience
 
     def save(self, meter: Meter) -> None:
-        """Publish a checkpoint of this step, and prune older ones."""
-        counters, run = self.counters, self.run
+        """Begin to publish a checkpoint of this step; `keeper` prunes older ones."""
+        counters = self.counters
+        self._count_skipped(self._finite.heard(all_of_it=True))
         counters.seconds = meter.seconds
         counters.pending = self._sum(meter.sums()).tolist()
         if self.accelerator.scaler is not None:
@@ -227,9 +220,11 @@ class Live:
             dataclasses.asdict(counters),
         )
         if self.main:
-            run.save(counters.step, snapshot.write, needed=snapshot.num_bytes())
-            newest = run.steps()[-self.recipe.run.keep_checkpoints :]
-            run.prune({*newest, *(best for step in newest if (best := _best_step(run, step)))})
+            self.keeper.write(counters.step, snapshot)
+
+    def saved(self) -> None:
+        """Wait, on every rank, until the last checkpoint is there."""
+        self.keeper.wait()
         self.accelerator.wait_for_everyone()
 
     def restore(self, step: int) -> None:
@@ -262,8 +257,9 @@ class Live:
         """Let a signal to any rank stop all of them at the same step. Returns: its number or 0."""
         if self.accelerator.num_processes == 1:
             return received
-        signals = torch.tensor([received], device=self.accelerator.device)
-        return int(self.accelerator.gather(signals).max())
+        signals = torch.full((1,), received, device=self.accelerator.device)
+        self._signals.say(torch.as_tensor(self.accelerator.gather(signals)).max())
+        return int(max(self._signals.heard(), default=0))
 
     def load_best(self) -> tuple[int, dict[str, Tensor]]:
         """Put the best weights into the network that evaluation sees.
@@ -271,6 +267,7 @@ class Live:
         Returns: their step, and the weights themselves.
         Raises: CheckpointError if no checkpoint verifies.
         """
+        self.saved()
         step = self.counters.best_step or self.counters.step
         if (problem := self.run.verify(step)) is not None:
             self.job.notice(f"the best checkpoint is damaged, the newest is taken: {problem}")
@@ -282,16 +279,6 @@ class Live:
         else:
             model.load_state_dict(weights)
         return step, weights
-
-
-def _best_step(run: RunDir, step: int) -> int | None:
-    """The step whose checkpoint holds the best weights, as the one of `step` knows it."""
-    try:
-        counters = json.loads((run.folder(step) / "state.json").read_text(encoding="utf-8"))
-        best: int | None = counters["best_step"]
-    except (OSError, ValueError, TypeError, KeyError):
-        return None  # an older checkpoint was damaged; a resume would pass it over, and its best
-    return best
 
 
 def _loss_sum(logits_BK: Tensor, batch: Batch, label_smoothing: float) -> Tensor:
@@ -308,10 +295,3 @@ def _unless_infinite(loss: Tensor, share: float) -> Tensor:
     The gradient carries it to all ranks, so that they leave the step out together.
     """
     return torch.where(loss.isfinite(), share, float("nan"))
-
-
-def _prefer_plain_attention(network: nn.Module) -> None:
-    """On CPU the plain product of matrices beats the fused kernel for the lengths of a ViT."""
-    for module in network.modules():
-        if getattr(module, "fused_attn", False):
-            module.fused_attn = False  # type: ignore[assignment]

@@ -7,6 +7,7 @@ The Accelerator is the engine's and only passed in.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from finetune.calibrate import HeldLogits
-from finetune.data.feed import Feed
+from finetune.data.rows import AnyFeed
 from finetune.metrics import Counts
 from finetune.mistakes import Mistakes, worst
 
@@ -36,7 +37,7 @@ class Watcher(Protocol):
 
 def evaluate(
     model: nn.Module,
-    feed: Feed,
+    feed: AnyFeed,
     accelerator: Accelerator,
     *,
     batch_size: int,
@@ -59,7 +60,7 @@ def evaluate(
     batches = feed.once(
         rank=accelerator.process_index, world=accelerator.num_processes, batch_size=batch_size
     )
-    with torch.no_grad(), accelerator.autocast():
+    with _uncompiled(model), torch.no_grad(), accelerator.autocast():
         for batch in batches:
             logits_BK = model(batch.images_BCHW).float()[: len(batch.labels_B)]
             counts.add(logits_BK, batch.labels_B)
@@ -70,9 +71,17 @@ def evaluate(
     return {**result, "images_per_second": round(result["examples"] / elapsed, 2)}
 
 
+def _uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Compute as the published model will, and compile nothing for the sizes of evaluation."""
+    if getattr(model, "_compiled_call_impl", None) is None:
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
 def examine(
     model: nn.Module,
-    feed: Feed,
+    feed: AnyFeed,
     accelerator: Accelerator,
     *,
     batch_size: int,

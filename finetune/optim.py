@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-__all__ = ["SCHEDULES", "build_optimizer", "lr_at", "param_groups", "set_lr"]
+__all__ = ["SCHEDULES", "build_optimizer", "can_mask", "lr_at", "param_groups", "set_lr"]
 
 SCHEDULES = ("constant", "linear", "cosine", "step")
 
@@ -197,6 +197,8 @@ def build_optimizer(
         extra["betas"] = tuple(betas)
     if name == "sgd":
         extra.setdefault("nesterov", False)
+    if "fused" in inspect.signature(optimizer_class).parameters and "foreach" not in extra:
+        extra.setdefault("fused", True)
     groups = param_groups(
         model, lr=lr, weight_decay=weight_decay, decay=decay, layer_decay=layer_decay
     )
@@ -204,6 +206,12 @@ def build_optimizer(
         return create_optimizer_v2(groups, opt=name, lr=lr, momentum=momentum, **extra)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         raise RecipeError(f"optim: '{name}' refuses its arguments: {error}") from error
+
+
+def can_mask(optimizer: Optimizer) -> bool:
+    """Whether the optimiser leaves a step out, on its device, where its `found_inf` is 1."""
+    able = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return bool(able) and all(group.get("fused") for group in optimizer.param_groups)
 
 
 def _spared(model: nn.Module) -> Iterator[str]:

@@ -50,17 +50,17 @@ class Meter:
         self._restart()
 
     def _restart(self) -> None:
-        self._images = 0
-        self._sums = torch.zeros(3, dtype=self._dtype, device=self._device)
+        self._sums = torch.zeros(4, dtype=self._dtype, device=self._device)
         self._since = time.perf_counter()
 
-    def add(self, loss_sum: Tensor, logits_BK: Tensor, labels_B: Tensor) -> None:
-        """Count one micro-batch of this rank."""
+    def add(self, loss_sum: Tensor, logits_BK: Tensor, labels_B: Tensor, *, counts: Tensor) -> None:
+        """Count one micro-batch of this rank if `counts`, on the device, is true."""
         ranked = logits_BK.topk(min(5, logits_BK.shape[1]), dim=1).indices
         hits = ranked == labels_B[:, None]
-        sums = (loss_sum, hits[:, 0].sum(), hits.sum())
-        self._sums += torch.stack([each.to(self._dtype) for each in sums])
-        self._images += len(labels_B)
+        images = torch.full_like(loss_sum, len(labels_B))
+        sums = (loss_sum, hits[:, 0].sum(), hits.sum(), images)
+        stacked = torch.stack([each.to(self._dtype) for each in sums])
+        self._sums += torch.where(counts, stacked, 0)
 
     @property
     def seconds(self) -> float:
@@ -69,13 +69,11 @@ class Meter:
 
     def sums(self) -> Tensor:
         """Loss, top-1 hits, top-5 hits and images of this rank, to be summed over ranks: (4,)."""
-        images = torch.tensor([self._images], dtype=self._dtype, device=self._device)
-        return torch.cat([self._sums, images])
+        return self._sums.clone()
 
     def take_over(self, sums: list[float]) -> None:
         """Go on from the sums that a checkpoint kept between two log lines."""
-        self._sums += torch.tensor(sums[:3], dtype=self._dtype, device=self._device)
-        self._images += int(sums[3])
+        self._sums += torch.tensor(sums, dtype=self._dtype, device=self._device)
 
     def line(self, sums: Tensor, *, step: int, samples_seen: int, lr: float) -> dict[str, Any]:
         """Make the log line from the sums over all ranks, and start anew."""

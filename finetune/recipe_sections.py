@@ -18,6 +18,7 @@ from finetune.recipe_types import (
     EvalSentence,
     Mean,
     Metric,
+    MicroBatch,
     Range,
     Real,
     Repository,
@@ -90,7 +91,9 @@ class ModelSection(Section):
     grad_checkpointing: StrictBool = Field(
         False, description="recompute activations: less memory, about a third more time"
     )
-    compile: StrictBool = Field(False, description="compile the network with torch.compile")
+    compile: StrictBool | Literal["auto"] = Field(
+        "auto", description="train through torch.compile; auto: where the run is long enough"
+    )
 
 
 class DataSection(Section):
@@ -128,10 +131,10 @@ class DataSection(Section):
         None, description="operations on evaluated images; null: what the weights ask for"
     )
     batch_size: Whole = Field(64, ge=1, description="images per step, over all processes")
-    micro_batch: Whole | None = Field(
+    micro_batch: MicroBatch | None = Field(
         None,
-        ge=1,
-        description="most images at once through the network on one process; null: its share",
+        description="most images at once through the network on one process; null: its share; "
+        "auto: the most that fit in memory",
     )
     eval_batch_size: Whole = Field(256, ge=1, description="images at once, on each process")
     mean: Mean | None = Field(None, description="per channel, 0 to 1; null: the weights' own")
@@ -143,12 +146,30 @@ class DataSection(Section):
         None, gt=0, le=1, description="evaluation's central crop; null: the weights' own"
     )
     keep: Literal["auto", "device", "memory", "none"] = Field(
-        "auto", description="where decoded images stay; none: decoded again in every epoch"
+        "auto",
+        description="where decoded images stay; none: decoded again in every epoch; auto: "
+        "on the device, else mapped from the cache on disk, else in memory, else none",
     )
-    workers: Whole = Field(2, ge=0, description="decoding processes when images are not kept")
+    workers: Whole = Field(
+        2, ge=0, description="decoding processes; at least one per core where all is kept"
+    )
     unreadable: Literal["stop", "quarantine"] = Field(
         "stop", description="what to do about images that cannot be decoded"
     )
+    streaming: StrictBool = Field(
+        False, description="read hub: and parquet: images where they are, never the whole set"
+    )
+
+    @classmethod
+    def conflicts(cls, values: Mapping[str, Any]) -> list[Conflict]:
+        if not values.get("streaming"):
+            return []
+        ways = {"source": ("hub:", "parquet:"), "keep": ("auto", "none"), "unreadable": ("stop",)}
+        return [
+            (key, {key, "streaming"}, f"with streaming {' or '.join(way)}; got {values[key]!r}")
+            for key, way in ways.items()
+            if key in values and not str(values[key]).startswith(way)
+        ]
 
 
 class OptimSection(Section):

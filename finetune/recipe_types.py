@@ -21,6 +21,7 @@ __all__ = [
     "EvalSentence",
     "Mean",
     "Metric",
+    "MicroBatch",
     "Range",
     "Real",
     "Repository",
@@ -112,6 +113,18 @@ def _freeze(value: Any) -> Any:
     return blocks
 
 
+def _micro_batch(value: Any) -> Any:
+    if value == "auto":
+        return value
+    try:
+        images = _whole(value)
+    except PydanticCustomError:
+        images = 0
+    if images < 1:
+        raise _expected("'auto' or a whole number of at least 1")
+    return images
+
+
 def _plain_values(value: Any) -> Any:
     if not isinstance(value, dict):
         raise _expected("a mapping of keyword arguments")
@@ -177,6 +190,7 @@ Real = Annotated[float, BeforeValidator(number)]
 Text = Annotated[str, BeforeValidator(_text)]
 Size = Annotated[int | tuple[int, int], BeforeValidator(_image_size)]
 Blocks = Annotated[Literal["none", "backbone"] | int, BeforeValidator(_freeze)]
+MicroBatch = Annotated[Literal["auto"] | int, BeforeValidator(_micro_batch)]
 Arguments = Annotated[dict[str, Any], BeforeValidator(_plain_values)]
 TrainSentence = Annotated[Text, AfterValidator(_train_sentence)]
 EvalSentence = Annotated[Text, AfterValidator(_eval_sentence)]

@@ -28,6 +28,12 @@ from finetune.errors import CheckpointError
 __all__ = ["Snapshot", "capture", "read_weights", "restore", "set_weights"]
 
 _WHOLE = StateDictOptions(full_state_dict=True)
+_HOW = {
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+}  # of an optimiser's group: this machine's
 _ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)  # empty on all others
 
 
@@ -143,7 +149,8 @@ def restore(
     if state:
         groups: Any = get_optimizer_state_dict(model, optimizer, options=_WHOLE)["param_groups"]
         for group, values in zip(groups, saved["groups"], strict=True):
-            group |= {key: _tuple(value) for key, value in values.items()}
+            kept = {key: value for key, value in values.items() if key not in _HOW}
+            group |= {key: _tuple(value) for key, value in kept.items()}
         set_optimizer_state_dict(
             model, optimizer, {"state": cast(Any, state), "param_groups": groups}, options=_WHOLE
         )

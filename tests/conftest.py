@@ -44,7 +44,10 @@ def _prepare_environment() -> None:
         del os.environ[name]
     hub_home = tempfile.mkdtemp(prefix="finetune-tests-hub-")
     atexit.register(shutil.rmtree, hub_home, ignore_errors=True)
+    cache = tempfile.mkdtemp(prefix="finetune-tests-cache-")
+    atexit.register(shutil.rmtree, cache, ignore_errors=True)
     os.environ.update(
+        FINETUNE_CACHE=cache,
         HF_HOME=hub_home,  # nobody's cache decides whether a test passes
         HF_HUB_OFFLINE="1",
         HF_HUB_DISABLE_TELEMETRY="1",

@@ -225,11 +225,19 @@ def train_until(moment: int, recipe: Recipe, out: Path) -> None:
 
 
 def killed_before(step: int, recipe: Recipe, out: Path) -> None:
-    """Train in a child that dies by SIGKILL before it takes the `step`-th step from now on."""
+    """Train in a child that dies by SIGKILL before it takes the `step`-th step from now on.
+
+    What it was to save before is saved.
+    """
 
     def work() -> None:
-        moments, take = Moments(step), Live.step
-        Live.step = moments._before(take)  # type: ignore[method-assign]
+        take = Moments(step)._before(Live.step)
+
+        def saved_first(live: Live, *arguments: Any) -> None:
+            live.keeper.wait()
+            take(live, *arguments)
+
+        Live.step = saved_first  # type: ignore[method-assign]
         train(recipe, out, resume=True)
 
     assert run_in_child(work) == -signal.SIGKILL

@@ -48,6 +48,7 @@ RESULT: dict[str, Any] = {
     "repeats": 3,
     "architecture": "vit_tiny",
     "precision": "bf16",
+    "compiled": False,
     "batch_size": 32,
     "image_size": [224, 192],
     "num_images": 1000,
@@ -65,8 +66,13 @@ RESULT: dict[str, Any] = {
     "machine": {
         "versions": {"python": "3.11", "torch": "2.15"},
         "device": {"type": "cpu", "name": "A Processor", "threads": 2},
+        "num_processes": 1,
+        "distributed": None,
         "commit": "abc",
     },
+    "inputs": None,
+    "losses": None,
+    "sizes": None,
     "profile": None,
 }
 PROFILE = {
@@ -164,3 +170,56 @@ def test_another_file_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"--out: .* is no page of benchmarks"):
         write_section(path, RESULT)
     assert path.read_text() == "# Something else\n"
+
+
+LOSSES = {
+    "rows": [
+        {"step": 20, "loss": 2.3021, "plain": 2.3026, "difference": -0.0005},
+        {"step": 40, "loss": 1.9, "plain": 1.8975, "difference": 0.0025},
+    ],
+    "largest": 0.0025,
+    "precision": "bf16",
+    "compiled": True,
+}
+
+
+@pytest.mark.parametrize("write", [describe, section])
+def test_losses_beside_those_in_float32(write: Any) -> None:
+    text = write({**RESULT, "losses": LOSSES})
+    table = [re.findall(r"[^\s|]+", line) for line in text.splitlines()]
+    assert ["20", "2.3021", "2.3026", "-0.0005"] in table
+    assert ["40", "1.9000", "1.8975", "+0.0025"] in table
+    assert "loss, bf16, compiled" in text
+    assert "at most 0.0025 apart" in text
+    assert "apart" not in write(RESULT)
+
+
+@pytest.mark.parametrize("write", [describe, section])
+def test_sets_of_other_sizes(write: Any) -> None:
+    rows = [
+        {"images": 1000, "train": spread(90.0, 100.0, 110.0), "own_bytes": 2**30},
+        {"images": 1_000_000, "train": spread(99.0), "own_bytes": 2**30 + 16 * 999_000},
+    ]
+    text = write({**RESULT, "sizes": {"rows": rows, "per_image": 16.0}})
+    table = [re.findall(r"[^\s|]+", line) for line in text.splitlines()]
+    assert ["1,000", "100.0", "90.0–110.0", "1,024", "MiB"] in table
+    assert ["1,000,000", "99.0", "99.0–99.0", "1,039", "MiB"] in table
+    assert "16 bytes of memory" in text
+    alone = write({**RESULT, "sizes": {"rows": rows[:1], "per_image": None}})
+    assert "each image more" not in alone
+
+
+def test_workers_beside_processes_that_only_decode() -> None:
+    inputs = {"decode": [90.0, 100.0, 400.0], "workers": [80.0, 91.0, 99.0], "share": 0.91}
+    text = describe({**RESULT, "inputs": inputs})
+    assert "the workers hand over 91.0 images/s" in text
+    assert "only decode reach 100.0: 91%" in text
+    assert "only decode" not in describe(RESULT)
+
+
+def test_a_compiled_network_is_said_to_be_one() -> None:
+    own, other = "finetune", "timm-loop"
+    lines = describe({**RESULT, "compiled": True}).splitlines()
+    said = {name: [line for line in lines if line.startswith(f"{name} ")] for name in (own, other)}
+    assert "compiled" in said[own][0]
+    assert "compiled" not in said[other][0]

@@ -13,8 +13,8 @@ from faults_runs import tiny
 from test_bench_subjects import Told
 from torch import nn
 
+from finetune.bench.clock import Clock
 from finetune.bench.peers import Peer
-from finetune.bench.subjects import Clock
 from finetune.errors import RecipeError
 from finetune.job import open_job
 

@@ -16,7 +16,7 @@ import pytest
 from doubles import Double, replace
 from faults_runs import TINY
 
-from finetune.bench import run
+from finetune.bench import run, studies
 from finetune.bench.run import WARMUP_STEPS, bench
 from finetune.cli import main
 from finetune.errors import FinetuneError, RecipeError, SetupError
@@ -65,10 +65,13 @@ class Stand:
         return {
             **{"device": "cpu", "precision": "bf16", "batch_size": BATCH, "image_size": [16, 16]},
             **{"num_images": 9, "architecture": "vit", "augmentation": "resize"},
+            **{"micro_batch": None, "compiled": False},
             **{"seconds_to_first_step": 1.0, "operations": BATCH * 1000},
             "machine": {
                 "versions": {"python": "3"},
                 "device": {"type": "cpu", "name": "A Processor", "threads": 1},
+                "num_processes": int(os.environ.get("WORLD_SIZE", "1")),
+                "distributed": "DDP",
                 "commit": None,
             },
         }
@@ -85,6 +88,19 @@ class Stand:
     def rest(self) -> None:
         """Nothing to give back."""
 
+    def losses(self, steps: int, every: int) -> dict[str, Any]:
+        plain = self.arguments["recipe"].run.precision == "fp32"
+        curve = [2.0 + 0.5 * (not plain)] * (steps // every)
+        return {"losses": curve, "precision": "bf16", "compiled": True}
+
+    def inputs(self, images: int, repeats: int) -> dict[str, Any]:
+        return {"decode": [float(images)] * repeats, "workers": [9.0] * repeats, "share": 0.9}
+
+    def grow(self, images: int, warmup: int, steps: int) -> dict[str, Any]:
+        self.told["steps"](warmup + 1 + steps)
+        self.turns += 1
+        return {"images": images, "rate": 100.0 * self.turns, "own_bytes": 1000 + 16 * images}
+
     def profile(self, folder: str) -> dict[str, Any]:
         assert Path(folder).is_dir()
         return {"trace": f"{folder}/trace.json", "steps": 3, "operations": []}
@@ -94,6 +110,7 @@ class Stand:
 def stands(monkeypatch: pytest.MonkeyPatch) -> list[Stand]:
     monkeypatch.setattr(Stand, "made", [])
     monkeypatch.setattr(run, "Host", Stand)
+    monkeypatch.setattr(studies, "Host", Stand)
     return Stand.made
 
 
@@ -172,6 +189,66 @@ def test_the_command_gives_the_same_again(recipe: str, stands: list[Stand], tmp_
     assert found["command"] in page.read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_of_several_processes_the_first_one_tells(
+    rank: str,
+    recipe: str,
+    stands: list[Stand],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    page = tmp_path / "B.md"
+    found = bench(recipe, against=["synthetic"], repeats=1, out=str(page))
+    assert [stand.name for stand in stands] == ["finetune"]
+    assert found["command"].startswith(
+        "env ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 -m finetune "
+    )
+    if rank == "1":
+        assert not page.exists()
+        assert not capsys.readouterr().err
+    else:
+        text = page.read_text(encoding="utf-8")
+        assert "A Processor, 2 processes\n" in text
+        assert "2 processes (DDP), 1 threads each" in text
+
+
+def test_beside_processes_that_only_decode(recipe: str, stands: list[Stand]) -> None:
+    found = bench(recipe, ["data.keep=none"], against=["decode"], steps=4, repeats=2)
+    assert [row["name"] for row in found["rows"]] == ["finetune"]
+    batch_size = found["batch_size"]
+    assert found["inputs"] == {"decode": [4.0 * batch_size] * 2, "workers": [9.0] * 2, "share": 0.9}
+    assert bench(recipe, repeats=1)["inputs"] is None
+
+
+def test_losses_beside_those_in_float32(recipe: str, stands: list[Stand]) -> None:
+    found = bench(recipe, ["run.precision=bf16"], repeats=1, losses=40)
+    assert found["command"].endswith("--repeats 1 --losses 40")
+    assert [row["difference"] for row in found["losses"]["rows"]] == [0.5, 0.5]
+    curves = [stand for stand in stands if stand.make == "Curve"]
+    assert len(curves) == 2
+    plain = curves[1].arguments["recipe"]
+    assert (plain.run.precision, plain.model.compile) == ("fp32", False)
+    assert all(stand.closed for stand in curves)
+
+
+def test_sets_of_other_sizes(recipe: str, stands: list[Stand]) -> None:
+    found = bench(recipe, repeats=3, steps=4, sizes=[1000, 10, 1000])
+    assert found["command"].endswith(
+        "--steps 4 --repeats 3 --images 1000 --images 10 --images 1000"
+    )
+    small, large = found["sizes"]["rows"]
+    assert small["train"] == large["train"] == {"median": 200, "min": 100, "max": 300}
+    assert (small["images"], large["images"]) == (10, 1000)
+    assert found["sizes"]["per_image"] == 16
+    grown = [stand for stand in stands if stand.make == "Grown"]
+    assert [stand.name for stand in grown] == ["10 images", "1,000 images"]
+    assert all(stand.closed for stand in grown)
+
+
 def refused(recipe: str, *overrides: str, **given: Any) -> FinetuneError:
     with pytest.raises(FinetuneError) as caught:
         bench(recipe, overrides, **given)
@@ -189,7 +266,12 @@ class TestRefused:
         error = refused(recipe, against=["timm"])
         assert isinstance(error, RecipeError)
         assert str(error).startswith("--against: unknown 'timm'")
-        assert "synthetic, transformers, timm-loop" in str(error)
+        assert "synthetic, decode, transformers, timm-loop" in str(error)
+
+    def test_decoding_what_is_kept(self, recipe: str) -> None:
+        for change in ("data.keep=memory", "data.workers=0"):
+            error = refused(recipe, "data.keep=none", change, against=["decode"])
+            assert "data.keep=none data.workers=2" in str(error)
 
     def test_a_loop_that_is_not_installed(
         self, recipe: str, monkeypatch: pytest.MonkeyPatch
@@ -199,10 +281,15 @@ class TestRefused:
         assert isinstance(error, SetupError)
         assert str(error).endswith("pip install 'finetune[transformers]'")
 
+    @pytest.mark.parametrize("steps", [0, -20, 50])
+    def test_a_curve_of_no_whole_points(self, steps: int, recipe: str) -> None:
+        assert "give a multiple of 20" in str(refused(recipe, losses=steps))
+
     def test_several_processes(self, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "add run.num_processes=1" in str(refused(recipe, "run.num_processes=2"))
         monkeypatch.setenv("WORLD_SIZE", "2")
-        assert "run it without accelerate launch" in str(refused(recipe))
+        for given in ({"against": ["timm-loop"]}, {"losses": 20}, {"sizes": [9]}, {"profile": "p"}):
+            assert "run it without accelerate launch" in str(refused(recipe, **given))
 
     def test_an_augmentation_that_the_others_have_not(self, recipe: str) -> None:
         change = "data.train=resize | mixup"
@@ -223,9 +310,21 @@ def test_the_verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     replace(monkeypatch, "finetune.bench.run", bench=double)
     replace(monkeypatch, "finetune.bench.page", describe=Double("a table"))
     arguments = ["--against", "synthetic", "--against", "timm-loop", "--steps", "7"]
-    arguments += ["--repeats", "2", "--profile", "p", "--out", "B.md"]
+    arguments += [
+        "--repeats",
+        "2",
+        "--losses",
+        "60",
+        "--images",
+        "9",
+        "--profile",
+        "p",
+        "--out",
+        "B.md",
+    ]
     assert main(["bench", "r.yaml", "optim.lr=1", *arguments]) == 0
-    asked = {"against": ("synthetic", "timm-loop"), "steps": 7, "repeats": 2, "profile": "p"}
+    asked = {"against": ("synthetic", "timm-loop"), "steps": 7, "repeats": 2}
+    asked |= {"losses": 60, "sizes": (9,), "profile": "p"}
     assert double.calls == [(("r.yaml", ("optim.lr=1",)), {**asked, "out": "B.md"})]
     assert capsys.readouterr().out == "a table\n"
     assert main(["bench", "r.yaml", "--out", ""]) == 2

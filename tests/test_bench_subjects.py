@@ -10,7 +10,8 @@ import pytest
 import torch
 from faults_runs import losses, tiny
 
-from finetune.bench.subjects import Clock, Ours, host_bytes, seconds_alive
+from finetune.bench.clock import host_bytes, seconds_alive
+from finetune.bench.subjects import Ours
 from finetune.data.feed import Batch
 from finetune.engine import train
 from finetune.models.anatomy import count_macs
@@ -156,14 +157,3 @@ def test_a_profile_is_a_trace_and_ten_operations(ours: Ours, tmp_path: Path) -> 
     assert costs == sorted(costs, reverse=True)
     assert 0 < sum(row["share"] for row in rows) <= 1
     json.dumps(found)
-
-
-def test_a_clock_leaves_the_warm_up_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([10.0, 12.0, 20.0])
-    told = Told()
-    monkeypatch.setattr("finetune.bench.subjects.time.perf_counter", lambda: next(now))
-    clock = Clock(torch.device("cpu"), warmup=3, steps=4, tick=told.tick)
-    for _ in range(7):
-        clock.step()
-    assert (clock.seconds, told.steps) == (8.0, 7)
-    assert clock.alive > 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from doubles import Double, replace
 
@@ -78,6 +81,36 @@ class TestLooking:
         assert main(["info", "resnet50", "--image-size", "96"]) == 0
         assert double.calls == [(("resnet50",), {"image_size": 96})]
         assert capsys.readouterr().out == "5 parameters\n"
+
+    def test_the_plan_of_a_recipe(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        double = Double({"memory": {"peak": 5}})
+        replace(monkeypatch, "finetune.forecast", forecast=double)
+        replace(monkeypatch, "finetune.outlook", describe=Double("peak 5"))
+        assert main(["info", "r.yaml", "--plan", "data.batch_size=8"]) == 0
+        assert double.calls == [(("r.yaml", ("data.batch_size=8",)), {})]
+        assert capsys.readouterr().out == "peak 5\n"
+        assert main(["info", "--plan", "r.yaml", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == {"memory": {"peak": 5}}
+        told = {
+            ("info", "r.yaml"): "is a recipe; add --plan",
+            ("info", "resnet50", "data.batch_size=8"): "info takes it with --plan",
+            ("info", "r.yaml", "--plan", "--image-size", "96"): "write model.image_size=96",
+            ("info", "r.yaml", "--plan", "optim.lr=1", "optim.lr=2"): "undoes 'optim.lr=1'",
+        }
+        for words, said in told.items():
+            assert main(list(words)) == 2
+            assert said in capsys.readouterr().err
+        assert len(double.calls) == 2
+
+    def test_the_plan_of_a_run(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        (tmp_path / "recipe.yaml").write_text("")
+        double = Double({})
+        replace(monkeypatch, "finetune.forecast", forecast=double)
+        replace(monkeypatch, "finetune.outlook", describe=Double(""))
+        assert main(["info", str(tmp_path), "--plan"]) == 0
+        assert double.calls == [((str(tmp_path / "recipe.yaml"), ()), {})]
 
     def test_show(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -19,7 +19,7 @@ import torch
 from faults_runs import FULL, TINY, killed_before, losses, run_in_child, tiny, weights
 from safetensors.torch import load_file
 
-from finetune import engine
+from finetune.data.feed import Feed
 from finetune.engine import train
 from finetune.errors import (
     DataError,
@@ -254,7 +254,7 @@ def test_early_stopping_and_the_best_weights_are_kept(tmp_path: Path) -> None:
 def test_gradients_that_are_not_finite_are_skipped_and_then_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = engine.Feed.train
+    original = Feed.train
 
     def poisoned(bad: set[int]) -> Callable[..., Any]:
         def steps(self: Any, stream: Any, numbers: range, **where: Any) -> Any:
@@ -268,11 +268,11 @@ def test_gradients_that_are_not_finite_are_skipped_and_then_end_the_run(
 
         return steps
 
-    monkeypatch.setattr(engine.Feed, "train", poisoned({1, 5}))
+    monkeypatch.setattr(Feed, "train", poisoned({1, 5}))
     results = train(tiny(), tmp_path / "some")
     assert results["skipped_steps"] == 2
     assert math.isfinite(results["test"]["loss"])
-    monkeypatch.setattr(engine.Feed, "train", poisoned(set(range(6, 12))))
+    monkeypatch.setattr(Feed, "train", poisoned(set(range(6, 12))))
     with pytest.raises(DivergedError, match=r"in 3 steps in a row, up to step 9.*is of step 4"):
         train(tiny("run.max_skipped=3"), tmp_path / "many")
     best = load_file(RunDir(tmp_path / "many").folder(4) / "model.safetensors")

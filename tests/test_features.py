@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from networks import NETWORKS, SMALL, built, images
 from samples import make_folder, store_of
 from torch import nn
 
@@ -28,7 +28,6 @@ from finetune.features import (
     split_features,
 )
 from finetune.models.build import Built, build
-from finetune.models.head import classifier_names
 from finetune.preprocess import make_pipeline
 from finetune.recipe import DataSection, RunSection
 
@@ -47,59 +46,12 @@ def small(seed: int = 0) -> Built:
     return build(name, num_classes=3, pretrained=False, image_size=8, args=DIGITS)
 
 
-class TestPreLogits:
-    @pytest.mark.parametrize("key", [key for key in NETWORKS if key not in ("distilled",)])
-    @torch.no_grad()
-    def test_they_are_what_the_classifier_sees(self, key: str) -> None:
-        made = built(key, num_classes=5)
-        model, seen = made.model.eval(), []
-        (name,) = classifier_names(model)
-        head = model.get_submodule(name)
-        head.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].flatten(1)))
-        pixels = images(NETWORKS[key][2])
-        model(pixels)
-        found = pre_logits(model, pixels)
-        assert len(seen) == 1, "pre-logits do not run the classifier"
-        assert found.shape == (2, model.head_hidden_size)
-        torch.testing.assert_close(found, seen[0], rtol=0, atol=0)
-
-    @torch.no_grad()
-    def test_a_network_with_two_heads_gives_the_mean_of_what_they_see(self) -> None:
-        model, seen = built("distilled").model.eval(), []
-        for name in classifier_names(model):
-            layer = model.get_submodule(name)
-            layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-        pixels = images(32)
-        model(pixels)
-        assert len(seen) == 2
-        torch.testing.assert_close(pre_logits(model, pixels), (seen[0] + seen[1]) / 2)
-
-    @torch.no_grad()
-    def test_a_representation_layer_is_part_of_them(self) -> None:
-        args = {**SMALL, "representation_size": 24}
-        made = build(
-            "vit_representation", num_classes=3, pretrained=False, image_size=32, args=args
-        )
-        model, pixels = made.model.eval(), images(32)
-        layer = model.fc_norm
-        found = pre_logits(model, pixels)
-        assert found.shape == (2, 24)
-        tokens = model.forward_features(pixels)
-        torch.testing.assert_close(found, torch.tanh(layer.fc(tokens[:, 0])))
-        torch.testing.assert_close(model.head(found), model(pixels))
-
-    def test_a_network_without_them_is_refused(self) -> None:
-        with pytest.raises(WeightsError, match="Linear: has no forward_features"):
-            pre_logits(nn.Linear(2, 2), images(8))
-        without_pool = built("vit", args={**NETWORKS["vit"][1], "global_pool": ""}).model
-        with pytest.raises(WeightsError, match=r"its pre-logits are \(2, 17, 32\)"):
-            pre_logits(without_pool, images(32))
-
-
 class Threads:
     """Stands for the accelerator of one of several processes: they are threads here."""
 
     device = torch.device("cpu")
+    mixed_precision = "no"
+    autocast = contextlib.nullcontext
 
     def __init__(self, rank: int, world: int, shared: dict[int, Any], barrier: Any) -> None:
         self.process_index, self.num_processes = rank, world
@@ -226,6 +178,11 @@ def test_the_identity_is_of_the_tensors_and_of_what_reads_them() -> None:
     with torch.no_grad():
         changed.model.cls_token[0, 0, 0] += 1e-6
     assert identity_of(changed, None)["weights"] != one["weights"]
+    headed = small()
+    nn.init.ones_(headed.model.head.weight)
+    assert identity_of(headed, None) == one, "no feature depends on the classifier"
+    dropping = replace(small(), model_args={**small().model_args, "drop_rate": 0.5})
+    assert identity_of(dropping, None) == one, "nor on what only training does"
     assert one["eval"].startswith("resize(")
     assert identity_of(small(), "resize(9) | center_crop")["eval"] != one["eval"]
 
@@ -259,6 +216,29 @@ def test_without_room_on_the_disk_the_features_are_there_all_the_same(
     assert found.values_ND.shape == (9, 16)
     assert "are not kept" in capsys.readouterr().err
     assert not take(split, small()).cached
+
+
+def test_numbers_of_another_precision_are_other_features() -> None:
+    split = open_source("embedded:digits").splits["test"].subset(np.arange(20))
+    made, section = small(), DataSection(source="embedded:digits")
+
+    def taken(precision: str) -> Features:
+        found = split_features(
+            split,
+            network=made.model,
+            pipeline=make_pipeline(made.preprocessing, None),
+            identity=identity_of(made, None),
+            section=section,
+            accelerator=launch(RunSection(precision=precision)),
+        )
+        assert found is not None
+        return found
+
+    exact, rounded = taken("fp32"), taken("bf16")
+    assert not rounded.cached
+    difference = np.abs(exact.values_ND - rounded.values_ND).max()
+    assert 1e-4 < difference < 0.1  # bf16 keeps 8 bits of numbers of size 1
+    assert taken("bf16").cached
 
 
 def test_an_empty_split_is_refused() -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from networks import (
     NAMES,
     NETWORKS,
+    TINY,
     built,
     images,
     logits,
@@ -79,6 +83,16 @@ def frozen(made: Built) -> set[str]:
     return {name for name, p in made.model.named_parameters() if not p.requires_grad}
 
 
+def all_frozen(module: nn.Module) -> bool:
+    """Whether a module computes with frozen parameters of its own."""
+    own = list(module.parameters(recurse=False))
+    return bool(own) and not any(p.requires_grad for p in own)
+
+
+def some_trained(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters(recurse=False))
+
+
 class TestFreezing:
     @pytest.mark.parametrize("key", NETWORKS)
     def test_backbone(self, key: str) -> None:
@@ -102,6 +116,56 @@ class TestFreezing:
         made = built("convnext", freeze=1)
         assert any(name.startswith("stages.0.blocks.0.") for name in frozen(made))
         assert not any(name.startswith(("stages.3.", "head.")) for name in frozen(made))
+
+    @pytest.mark.parametrize("checkpointing", [False, True])
+    @pytest.mark.parametrize("key", ["vit", "registers", "beit", "clip", "densenet"])
+    def test_backward_ends_at_the_last_trained_block(self, key: str, checkpointing: bool) -> None:
+        name, args, size, blocks = (
+            {
+                "clip": ("vit_base_patch32_clip_224", TINY, 32, 1),  # a norm before its blocks
+                # a change of resolution between its blocks
+                "densenet": ("densenet121", {"block_config": (1, 1), "growth_rate": 8}, 32, 2),
+            }.get(key)
+            or (*NETWORKS[key][:3], 1)
+        )
+        settings = {"num_classes": 5, "pretrained": False, "image_size": size, "args": args}
+        settings |= {"head_init": "default", "grad_checkpointing": checkpointing}
+        model = build(name, freeze=blocks, **settings).model
+        kept = {n: m for n, m in model.named_modules() if n and all_frozen(m)}
+        moved = {n: m for n, m in model.named_modules() if some_trained(m)}
+        assert kept
+        assert moved
+        calls, graphs, backward = Counter[str](), set[str](), set[str]()
+
+        def forward_hook(name: str) -> Callable[..., None]:
+            def note(module: nn.Module, inputs: Any, output: Any) -> None:
+                calls[name] += 1
+                if output.requires_grad:
+                    graphs.add(name)
+                    output.register_hook(lambda gradient: backward.add(name))
+
+            return note
+
+        for each, module in {**kept, **moved}.items():
+            module.register_forward_hook(forward_hook(each))
+        set_train_mode(model)
+        model(images(size)).square().sum().backward()
+        assert len(kept.keys() & calls.keys()) > 3  # BEiT takes some weights without a call
+        assert not graphs & kept.keys(), "no graph, so no activations are held"
+        assert not backward & kept.keys()
+        assert backward == moved.keys() & graphs, "and all that is trained gets a gradient"
+        assert all(calls[each] <= 1 for each in kept), "nor are they computed a second time"
+        parameters = dict(model.named_parameters())
+        assert {n for n, p in parameters.items() if p.grad is not None} == {
+            n for n, p in parameters.items() if p.requires_grad
+        }
+
+    def test_what_lies_between_frozen_blocks_is_frozen(self) -> None:
+        args = {"block_config": (1, 1, 1), "growth_rate": 8}
+        settings = {"num_classes": 5, "pretrained": False, "image_size": 64, "args": args}
+        made = build("densenet121", freeze=2, **settings)
+        assert "features.transition1.conv.weight" in frozen(made)
+        assert "features.transition2.conv.weight" not in frozen(made)
 
     def test_wrong_values(self) -> None:
         with pytest.raises(RecipeError, match="3 of 2 blocks"):

@@ -16,8 +16,10 @@ from finetune.progress import Meter, StopSignals
 def test_a_line_is_a_mean_over_images_not_over_batches() -> None:
     meter = Meter(torch.device("cpu"), 100.0)
     logits = torch.tensor([[3.0, 2, 1, 0, -1, -2, -3]])
-    meter.add(torch.tensor(6.0), logits.expand(3, -1), torch.tensor([0, 0, 4]))
-    meter.add(torch.tensor(1.0), logits, torch.tensor([6]))
+    yes, no = torch.tensor(True), torch.tensor(False)
+    meter.add(torch.tensor(6.0), logits.expand(3, -1), torch.tensor([0, 0, 4]), counts=yes)
+    meter.add(torch.tensor(float("nan")), logits, torch.tensor([6]), counts=no)
+    meter.add(torch.tensor(1.0), logits, torch.tensor([6]), counts=yes)
     line = meter.line(meter.sums(), step=7, samples_seen=28, lr=0.5)
     assert line["loss"] == pytest.approx(7 / 4)
     assert line["top1"] == 2 / 4
@@ -30,7 +32,8 @@ def test_a_line_is_a_mean_over_images_not_over_batches() -> None:
 
 def test_what_is_not_training_does_not_count_as_its_time() -> None:
     meter = Meter(torch.device("cpu"), 0.0)
-    meter.add(torch.tensor(1.0), torch.zeros(100, 2), torch.zeros(100, dtype=torch.long))
+    labels = torch.zeros(100, dtype=torch.long)
+    meter.add(torch.tensor(1.0), torch.zeros(100, 2), labels, counts=torch.tensor(True))
     paused = meter.pause()
     time.sleep(0.5)
     meter.resume(paused)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import multiprocessing
 import os
+import signal
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from samples import make_folder, make_parquet, png, write
 
+from finetune.data import canvas as canvas_module
 from finetune.data import decode as decode_module
 from finetune.data import scan as scan_module
+from finetune.data.canvas import Ragged
 from finetune.data.decode import decode
-from finetune.data.scan import decoded_bytes, info, load_images, readable, scan
-from finetune.data.sources import open_source
+from finetune.data.scan import decoded_bytes, info, load_images, paint, readable, scan
+from finetune.data.sources import Split, open_source
 from finetune.errors import DataError
 
 
@@ -24,6 +28,14 @@ from finetune.errors import DataError
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Notices are said once per process: each test starts anew."""
     monkeypatch.setattr(decode_module, "_said", set())
+
+
+@pytest.fixture(params=[0, 3])
+def workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """0: in this process; else as many others, also for the few images of a test."""
+    monkeypatch.setattr(scan_module, "SMALL_BYTES", 0)
+    number: int = request.param
+    return number
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -40,8 +52,8 @@ def damaged_folder(root: Path) -> str:
     return source
 
 
-def test_scan_lists_every_unreadable_image(tmp_path: Path) -> None:
-    found = scan(open_source(damaged_folder(tmp_path)), workers=3)
+def test_scan_lists_every_unreadable_image(tmp_path: Path, workers: int) -> None:
+    found = scan(open_source(damaged_folder(tmp_path)), workers=workers)
     assert [(item["name"], item["class"], item["split"]) for item in found] == [
         ("train/a/3.png", "a", "train"),
         ("train/b/3.jpg", "b", "train"),
@@ -56,9 +68,8 @@ def test_scan_lists_every_unreadable_image(tmp_path: Path) -> None:
     assert scan(open_source("embedded:digits")) == []
 
 
-@pytest.mark.parametrize("workers", [1, 4])
 def test_unreadable_images_far_apart_are_all_named_in_order(tmp_path: Path, workers: int) -> None:
-    number = 400  # several tasks of threads
+    number = 400  # several tasks
     images = [{"bytes": png(row), "path": None} for row in range(number)]
     bad = [3, 4, 140, 399]
     for row in bad:
@@ -117,10 +128,9 @@ def test_quarantine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         load_images(split, unreadable="quarantine")
 
 
-@pytest.mark.parametrize("workers", [1, 4])
 def test_loaded_images_are_those_of_read(tmp_path: Path, workers: int) -> None:
     generator = np.random.default_rng(0)
-    number = 300  # more than two tasks of threads
+    number = 300  # more than two tasks
     same = [{"bytes": png(row), "path": None} for row in range(number)]
     make_parquet(tmp_path / "a/a.parquet", [row % 2 for row in range(number)], images=same)
     split = open_source(f"parquet:{tmp_path}/a").splits["train"]
@@ -135,7 +145,7 @@ def test_loaded_images_are_those_of_read(tmp_path: Path, workers: int) -> None:
     make_parquet(tmp_path / "b/b.parquet", [row % 2 for row in range(number)], images=odd)
     split = open_source(f"parquet:{tmp_path}/b").splits["train"]
     images, kept = load_images(split, workers=workers)
-    assert isinstance(images, list)
+    assert isinstance(images, Ragged)
     assert [image.shape[:2] for image in images] == sizes
     assert all(np.array_equal(images[row], split.read(row)) for row in range(number))
 
@@ -147,21 +157,71 @@ def test_one_odd_size_that_the_sample_misses(tmp_path: Path) -> None:
     make_parquet(tmp_path / "a.parquet", [row % 2 for row in range(number)], images=images)
     split = open_source(f"parquet:{tmp_path}").splits["train"]
     loaded, kept = load_images(split)
-    assert isinstance(loaded, list)
+    assert isinstance(loaded, Ragged)
     assert len(kept) == number
     assert [image.shape for image in loaded].count((5, 4, 3)) == number - 1
     assert all(np.array_equal(loaded[row], split.read(row)) for row in range(number))
 
 
 def test_images_that_do_not_fit_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise MemoryError
+    def reserved(num_bytes: int) -> np.ndarray:
+        return np.zeros(num_bytes // 2, dtype=np.uint8)
 
-    split = open_source("embedded:digits").splits["train"]
-    without_memory = SimpleNamespace(**{**vars(np), "empty": refuse})  # numpy needs its own
-    monkeypatch.setattr(scan_module, "np", without_memory)
+    monkeypatch.setattr(canvas_module, "_reserved", reserved)
     with pytest.raises(DataError, match=r"do not fit in memory; set data.keep: none"):
-        load_images(split)
+        load_images(open_source("embedded:digits").splits["train"])
+
+
+def test_what_the_disk_refuses_comes_back_from_the_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    source = make_folder(tmp_path / "data", {"a": 150, "b": 150})
+    split = open_source(source).splits["train"]
+
+    def full(file: int, body: memoryview, offset: int) -> None:
+        if offset > 10_000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(canvas_module, "_write", full)
+    with (
+        (tmp_path / "file").open("w+b") as file,
+        pytest.raises(OSError, match="No space") as caught,
+    ):
+        paint(split, file.fileno(), workers=workers, progress=False)
+    assert caught.value.errno == errno.ENOSPC
+    assert not multiprocessing.active_children()
+
+
+def test_a_notice_of_several_processes_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, workers: int
+) -> None:
+    frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
+    for number in range(300):
+        path = tmp_path / f"{'ab'[number % 2]}/{number:03}.gif"
+        path.parent.mkdir(exist_ok=True)
+        moving = number in (7, 8, 150, 151)  # none of those that are looked at beforehand
+        frames[0].save(path, save_all=moving, append_images=frames[1:] if moving else ())
+    images, _ = load_images(open_source(f"folder:{tmp_path}").splits["train"], workers=workers)
+    assert len(images) == 300
+    assert [text for text in messages(caplog) if "first frame" in text] == messages(caplog)
+    assert len(messages(caplog)) == 1
+
+
+def test_an_image_that_crashes_the_decoder_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scan_module, "SMALL_BYTES", 0)
+    split = open_source(make_folder(tmp_path, {"a": 20, "b": 20})).splits["train"]
+    read, parent = Split.read, os.getpid()
+
+    def crashes(self: Split, index: int) -> np.ndarray:
+        if index == 7 and os.getpid() != parent:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return read(self, index)
+
+    monkeypatch.setattr(Split, "read", crashes)
+    with pytest.raises(DataError, match=rf"^{split.name_of(7)}: crashes the decoder"):
+        load_images(split, workers=2)
 
 
 def test_progress_goes_to_a_terminal_only(capsys: pytest.CaptureFixture[str]) -> None:

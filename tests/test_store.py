@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from samples import store_of
 
 from finetune.data import store as store_module
 from finetune.data.sources import open_source
+from finetune.data.store import Store
 from finetune.errors import DataError
 
 
@@ -34,7 +36,9 @@ def test_what_does_not_fit_in_memory_is_said(digits, monkeypatch) -> None:
     store = store_of(digits, notice=notices.append)
     assert store.images is None
     assert len(notices) == 1
-    assert "do not fit in memory" in notices[0]
+    assert "are not kept on disk" in notices[0]
+    assert "too little room" in notices[0]
+    assert "do not fit in memory; 1 workers decode it in every epoch" in notices[0]
 
 
 def test_a_containers_limit_counts(tmp_path: Path, monkeypatch) -> None:
@@ -56,3 +60,35 @@ def test_unreadable_images_are_left_out_of_a_store_that_keeps_nothing(image_fold
     assert len(store.split) == len(split) - 1
     (images,) = store.read_all([np.arange(len(store.split))])
     assert len(images) == len(split) - 1
+
+
+@pytest.mark.parametrize("image_bytes", [1, 2**20])
+def test_workers_hand_over_many_batches_in_the_same_memory(image_folder, image_bytes: int) -> None:
+    split = open_source(f"folder:{image_folder}").splits["train"]
+    store = Store(split, None, workers=2, image_bytes=image_bytes)  # 1: most do not fit
+    batches = [np.random.default_rng(n).integers(0, len(split), 1 + n % 3) for n in range(40)]
+    read = store.read_all(iter(batches))
+    for indices, images in zip(batches, read, strict=True):
+        time.sleep(0.005)  # the workers are ahead
+        for index, image in zip(indices.tolist(), images, strict=True):
+            assert image.is_contiguous()
+            np.testing.assert_array_equal(image.permute(1, 2, 0).numpy(), split.read(index))
+
+
+def test_a_mapped_file_is_said_where_memory_is_too_small(
+    image_folder, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(store_module, "SMALL_BYTES", 0)
+    monkeypatch.setattr(store_module, "_host_memory", lambda: 1000)
+    split = open_source(f"folder:{image_folder}").splits["train"]
+    notices: list[str] = []
+    store = store_of(split, notice=notices.append)
+    assert store.images is not None
+    assert len(notices) == 1
+    assert "do not fit in memory; they are read from" in notices[0]
+    monkeypatch.setattr(store_module, "kept_pixels", lambda *_, **__: "no disk")
+    with pytest.raises(DataError, match=r"do not fit in memory; set data.keep: none"):
+        store_of(split, "memory", notice=notices.append)
+    assert store_of(split, "auto", notice=notices.append).images is None
+    assert "not kept on disk (no disk) and do not fit in memory" in notices[-1]

@@ -167,9 +167,10 @@ def _serve(connection: Connection, make: Callable[..., Any], arguments: dict[str
     multiprocessing.set_start_method(None, force=True)
     with contextlib.suppress(OSError):  # standard error was closed
         os.dup2(2, 1)  # what libraries print is no answer
-    # One process is measured; a loop that finds several devices would spread over them.
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
+    if "WORLD_SIZE" not in os.environ:
+        # One process is measured; a loop that finds several devices would spread over them.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
     line, subject = Line(connection), None
     with contextlib.suppress(EOFError, ConnectionError, SystemExit):  # the one that asked has ended
         while True:

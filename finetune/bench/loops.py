@@ -143,7 +143,7 @@ def _with_transformers(setting: Setting, steps: int, on_step: Callable[[], None]
         max_grad_norm=optim.clip_norm or 0.0,
         bf16=setting.precision == "bf16",
         fp16=setting.precision == "fp16",
-        torch_compile=setting.recipe.model.compile,
+        torch_compile=setting.recipe.model.compile is True,
         use_cpu=setting.device.type == "cpu",
         dataloader_num_workers=setting.workers,
         dataloader_pin_memory=setting.device.type != "cpu",
@@ -191,7 +191,7 @@ def _with_timm(setting: Setting, steps: int, on_step: Callable[[], None]) -> Non
     images.transform = v2.Compose([*setting.augment, ToNumpy()])
     optimizer, loss = _timms_optimizer(setting), setting.loss()
     average = ModelEmaV3(network, decay=optim.ema_decay) if optim.ema_decay else None
-    model = torch.compile(network) if setting.recipe.model.compile else network
+    model = torch.compile(network) if setting.recipe.model.compile is True else network
     autocast = torch.autocast(
         device.type, DTYPES[setting.precision], enabled=setting.precision != "fp32"
     )

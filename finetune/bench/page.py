@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,10 @@ _COLUMNS = (
 def describe(result: dict[str, Any]) -> str:
     """Write the result for a terminal: what was measured, the table, and what it means."""
     lines = [*_facts(result), "", *_aligned(_table(result)), "", *_notes(result)]
+    if result["losses"]:
+        lines += ["", *_aligned(_losses(result["losses"])), _closeness(result["losses"])]
+    if result["sizes"]:
+        lines += ["", *_aligned(_sizes(result["sizes"])), *_growth(result["sizes"])]
     if result["profile"]:
         lines += ["", *_aligned(_profile(result["profile"])), result["profile"]["trace"]]
     return "\n".join(lines)
@@ -44,6 +49,11 @@ def section(result: dict[str, Any]) -> str:
     shown += [f"- {line}" for line in _facts(result)]
     shown += ["", *_piped(_table(result)), ""]
     shown += [f"- {line}" for line in _notes(result)]
+    if result["losses"]:
+        shown += ["", *_piped(_losses(result["losses"])), "", f"- {_closeness(result['losses'])}"]
+    if result["sizes"]:
+        shown += ["", *_piped(_sizes(result["sizes"])), ""]
+        shown += [f"- {line}" for line in _growth(result["sizes"])]
     if result["profile"]:
         shown += ["", *_piped(_profile(result["profile"]))]
     return "\n".join(shown) + "\n"
@@ -78,13 +88,18 @@ def write_section(path: Path, result: dict[str, Any]) -> None:
 def _heading(result: dict[str, Any]) -> str:
     """The section's identity: the recipe, what was changed of it, and the machine's device."""
     changes = [word for word in result["overrides"] if not word.startswith("data.source=")]
-    return f"## {' '.join([result['recipe'], *changes])}, {result['machine']['device']['name']}"
+    machine = result["machine"]
+    processes = machine["num_processes"]
+    spread = "" if processes == 1 else f", {processes} processes"
+    return f"## {' '.join([result['recipe'], *changes])}, {machine['device']['name']}{spread}"
 
 
 def _facts(result: dict[str, Any]) -> list[str]:
     machine, size = result["machine"], result["image_size"]
     device = machine["device"]
     on = f"{device['threads']} threads" if device["type"] == "cpu" else device["type"]
+    if machine["num_processes"] > 1:
+        on = f"{machine['num_processes']} processes ({machine['distributed']}), {on} each"
     versions = " ".join(f"{name} {number}" for name, number in machine["versions"].items())
     return [
         f"{result['architecture']} at {size[0]}×{size[1]}, {result['batch_size']} images a step, "
@@ -104,7 +119,7 @@ def _table(result: dict[str, Any]) -> list[list[str]]:
         rows.append(
             [
                 row["name"],
-                row["precision"],
+                _way(result) if row["name"] in ("finetune", "synthetic") else row["precision"],
                 _figure(train["median"]),
                 f"{_figure(train['min'])}–{_figure(train['max'])}",
                 "" if row["name"] == "finetune" else f"{row['ratio']:.2f} ×",
@@ -124,6 +139,13 @@ def _notes(result: dict[str, Any]) -> list[str]:
         f"input takes {share['median']:.1%} of a step ({share['min']:.1%}–{share['max']:.1%}): the "
         "rest is a step on the same batches again and again"
     ]
+    if result["inputs"] is not None:
+        rates = {name: statistics.median(result["inputs"][name]) for name in ("workers", "decode")}
+        notes.append(
+            f"without the network the workers hand over {_figure(rates['workers'])} images/s, and "
+            f"as many processes that only decode reach {_figure(rates['decode'])}: "
+            f"{result['inputs']['share']:.0%}"
+        )
     if matrix is not None:
         low, high = matrix["min"] / 1e9, matrix["max"] / 1e9
         notes.append(
@@ -140,6 +162,43 @@ def _notes(result: dict[str, Any]) -> list[str]:
             "their memory are without the others; each loop has a process of its own",
         ]
     return notes
+
+
+def _losses(losses: dict[str, Any]) -> list[list[str]]:
+    rows = [["up to step", f"loss, {_way(losses)}", "loss, fp32, not compiled", "difference"]]
+    return rows + [
+        [str(row["step"]), f"{row['loss']:.4f}", f"{row['plain']:.4f}", f"{row['difference']:+.4f}"]
+        for row in losses["rows"]
+    ]
+
+
+def _way(found: dict[str, Any]) -> str:
+    return f"{found['precision']}{', compiled' if found['compiled'] else ''}"
+
+
+def _closeness(losses: dict[str, Any]) -> str:
+    rows = losses["rows"]
+    return (
+        f"mean training losses of {rows[0]['step']} steps each, from the first one on: the same "
+        f"images, the same draws; at most {losses['largest']:.4f} apart"
+    )
+
+
+def _sizes(sizes: dict[str, Any]) -> list[list[str]]:
+    rows = [["images in the set", "train images/s", "min–max", "labels, rows and order"]]
+    for row in sizes["rows"]:
+        train = row["train"]
+        span = f"{_figure(train['min'])}–{_figure(train['max'])}"
+        own = _memory(row["own_bytes"])
+        rows.append([f"{row['images']:,}", _figure(train["median"]), span, own])
+    return rows
+
+
+def _growth(sizes: dict[str, Any]) -> list[str]:
+    said = "the set's images over and over in a file of uint8 that is mapped into memory, in turn"
+    if sizes["per_image"] is None:
+        return [said]
+    return [said, f"{sizes['per_image']:.0f} bytes of memory for each image more"]
 
 
 def _profile(profile: dict[str, Any]) -> list[list[str]]:

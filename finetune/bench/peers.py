@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from finetune.bench.clock import BATCHES_AHEAD, Clock, give_back, peak_memory
 from finetune.bench.loops import LOOPS, Images, Setting
-from finetune.bench.subjects import BATCHES_AHEAD, Clock, give_back, peak_memory
 from finetune.bench.transforms import translate
 from finetune.errors import RecipeError
 from finetune.job import Job, open_job
@@ -117,6 +117,7 @@ def _images(job: Job) -> Images:
 def _equal_parts(job: Job) -> int:
     """Micro-batches of a step. Raises: RecipeError if they are not of equal size."""
     data = job.recipe.data
+    assert data.micro_batch != "auto", "our own training has found it"
     parts = len(job.stream.micro_batches(0, micro_batch=data.micro_batch))
     if data.batch_size % parts:
         raise RecipeError(

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from finetune.bench.hosts import Host
 from finetune.bench.page import write_section
+from finetune.bench.studies import LOSSES_EVERY, PLAINLY, study_losses, study_sizes
 from finetune.errors import RecipeError, SetupError, masked, nearest
 from finetune.files import make_folder
 from finetune.progress import bar, say
@@ -24,7 +25,8 @@ from finetune.recipe import Recipe, load_recipe
 
 __all__ = ["AGAINST", "WARMUP_STEPS", "bench"]
 
-AGAINST = ("synthetic", "transformers", "timm-loop")
+AGAINST = ("synthetic", "decode", "transformers", "timm-loop")
+_NO_LOOPS = {"synthetic", "decode"}
 WARMUP_STEPS = 3  # before the clock starts, each time that a loop has waited for another
 _OWN = "finetune"
 _PACKAGES = {"transformers": "transformers", "timm-loop": "timm"}
@@ -37,6 +39,8 @@ def bench(
     against: Sequence[str] = (),
     steps: int = 20,
     repeats: int = 3,
+    losses: int | None = None,
+    sizes: Sequence[int] = (),
     profile: str | None = None,
     out: str | None = None,
 ) -> dict[str, Any]:
@@ -45,49 +49,68 @@ def bench(
     Args:
         path: of the recipe.
         overrides: `section.key=value` each.
-        against: of AGAINST; the same training without input, and in other loops.
+        against: of AGAINST; the same training without input, and in other loops; "decode": as many
+            processes as there are workers that only decode.
         steps: that are timed each time.
         repeats: how often each loop has its turn.
+        losses: of that many first steps, beside those in float32; a multiple of `LOSSES_EVERY`.
+        sizes: numbers of images to train on, besides the set's own.
         profile: a folder for a trace.
         out: a Markdown file, in which the recipe's section is added or replaced.
     Returns: "rows", each {"name", "precision", "train", "evaluation", "seconds_to_first_step",
         "host_bytes", "device_bytes", "workers", "ratio", "fraction"}; "matrix_rate",
-        "input_share"; "load", the processes that wanted to run before; what was measured, and on
-        which machine. Rates are {"median", "min", "max", "values"} of images (or operations) a
-        second; "ratio" is ours over this row's, "fraction" the share of the matrix rate.
+        "input_share"; "inputs" of `input_rates`, "losses" of `study_losses` and "sizes" of
+        `study_sizes`, or None; "load", the processes that wanted to run before; what was measured,
+        and on which machine. Rates are {"median", "min", "max", "values"} of images (or
+        operations) a second; "ratio" is ours over this row's, "fraction" the share of the matrix
+        rate.
     Raises: FinetuneError of the kind that DESIGN's exit codes list.
     """
     recipe, against = load_recipe(path, overrides), tuple(dict.fromkeys(against))
-    _check(recipe, against)
+    plain = load_recipe(path, (*overrides, *PLAINLY))
+    _check(recipe, against, alone=bool(sizes or losses or profile), losses=losses)
     load = os.getloadavg()[0]  # what else this machine is busy with is in every figure
     if profile is not None:
         make_folder(Path(profile), option="--profile")
+    measured = _measured(recipe, against, steps=steps, repeats=repeats, profile=profile)
+    counts = {"steps": steps, "repeats": repeats}
+    result = {
+        "recipe": path,
+        "overrides": [masked(word) for word in overrides],
+        "command": _command(path, overrides, against, losses=losses, sizes=sizes, **counts),
+        **counts,
+        "warmup_steps": WARMUP_STEPS,
+        "load": round(load, 2),
+        **measured,
+        "losses": None if losses is None else study_losses(recipe, plain, steps=losses),
+        "sizes": study_sizes(recipe, sizes, warmup=WARMUP_STEPS, **counts) if sizes else None,
+    }
+    if out is not None and _speaks():
+        write_section(Path(out), result)
+    return result
+
+
+def _measured(
+    recipe: Recipe, against: Sequence[str], *, steps: int, repeats: int, profile: str | None
+) -> dict[str, Any]:
+    """Let the loops take their turns. Returns: what was found, and the "profile"."""
     with (
         tempfile.TemporaryDirectory(prefix="finetune-bench-") as folder,
-        bar(total=1, start=0, shown=True) as shown,
+        bar(total=1, start=0, shown=_speaks()) as shown,
         contextlib.ExitStack() as hosts,
     ):
         session = _Session(recipe, folder, shown, hosts)
         session.prepare(against, steps=steps, repeats=repeats)
         for _ in range(repeats):
             session.take_turns(steps)
-        traced = None
+        own, traced, inputs = session.hosts[_OWN], None, None
+        if "decode" in against:
+            images = steps * recipe.data.batch_size
+            inputs = own.ask("inputs", images=images, repeats=repeats)
         if profile is not None:
-            traced = session.hosts[_OWN].ask("profile", folder=profile)
-    result = {
-        "recipe": path,
-        "overrides": [masked(word) for word in overrides],
-        "command": _command(path, overrides, against, steps, repeats),
-        "steps": steps,
-        "warmup_steps": WARMUP_STEPS,
-        "repeats": repeats,
-        "load": round(load, 2),
-        **session.result(shown_synthetic="synthetic" in against),
-        "profile": traced,
-    }
-    if out is not None:
-        write_section(Path(out), result)
-    return result
+            traced = own.ask("profile", folder=profile)
+        found = session.result(shown_synthetic="synthetic" in against)
+    return {**found, "inputs": inputs, "profile": traced}
 
 
 class _Session:
@@ -112,12 +135,15 @@ class _Session:
         self._start(_OWN, Ours, {"recipe": self.recipe, "folder": self.folder})
         facts = self.facts[_OWN]
         own = facts["precision"]
-        for loop in [name for name in against if name != "synthetic"]:
+        # what `auto` came to
+        data = self.recipe.data.model_copy(update={"micro_batch": facts["micro_batch"]})
+        recipe = self.recipe.model_copy(update={"data": data})
+        for loop in [name for name in against if name not in _NO_LOOPS]:
             from finetune.bench.peers import Peer
 
             for precision in dict.fromkeys((own, "fp32")):
                 arguments = {
-                    "recipe": self.recipe,
+                    "recipe": recipe,
                     "loop": loop,
                     "precision": precision,
                     "device": facts["device"],
@@ -133,7 +159,7 @@ class _Session:
 
     def _start(self, name: str, make: type, arguments: dict[str, Any]) -> None:
         self.shown.set_description(f"preparing {name}")
-        host = Host(name, make, arguments, steps=self._advance, notice=say)
+        host = Host(name, make, arguments, steps=self._advance, notice=_say)
         self.hosts[name] = self.stack.enter_context(host)
         self.facts[name] = host.ask("prepare")
 
@@ -168,7 +194,7 @@ class _Session:
         shares = [_share(real, without) for real, without in pairs]
         matrix = None if None in rates["matrix"] else _spread(rates["matrix"])
         per_image = facts["operations"] / facts["batch_size"]
-        kept = ("architecture", "precision", "batch_size", "image_size", "num_images")
+        kept = ("architecture", "precision", "compiled", "batch_size", "image_size", "num_images")
         machine = facts["machine"]
         machine["versions"] |= {
             package: version(package) for loop, package in _PACKAGES.items() if loop in self.hosts
@@ -226,17 +252,44 @@ def _spread(values: Sequence[float]) -> dict[str, Any]:
 
 
 def _command(
-    path: str, overrides: Sequence[str], against: Sequence[str], steps: int, repeats: int
+    path: str,
+    overrides: Sequence[str],
+    against: Sequence[str],
+    *,
+    steps: int,
+    repeats: int,
+    losses: int | None,
+    sizes: Sequence[int],
 ) -> str:
     """What gives these figures again."""
     words = ["finetune", "bench", path, *overrides]
-    for name in against:
-        words += ["--against", name]
-    return masked(shlex.join([*words, "--steps", str(steps), "--repeats", str(repeats)]))
+    if (started := os.environ.get("WORLD_SIZE", "1")) != "1":
+        on_cpu = os.environ.get("ACCELERATE_USE_CPU") == "true"
+        launch = ["accelerate", "launch", "--multi_gpu", "--num_processes", started, "-m"]
+        words = [*(["env", "ACCELERATE_USE_CPU=true"] if on_cpu else []), *launch, *words]
+    given = [("--against", name) for name in against]
+    given += [("--steps", str(steps)), ("--repeats", str(repeats))]
+    given += [] if losses is None else [("--losses", str(losses))]
+    given += [("--images", str(size)) for size in sizes]
+    return masked(shlex.join([*words, *(word for option in given for word in option)]))
 
 
-def _check(recipe: Recipe, against: Sequence[str]) -> None:
-    """Refuse at once what could only fail later."""
+def _speaks() -> bool:
+    """Whether this process is the one of a launch that tells and writes."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _say(message: str) -> None:
+    if _speaks():
+        say(message)
+
+
+def _check(recipe: Recipe, against: Sequence[str], *, alone: bool, losses: int | None) -> None:
+    """Refuse at once what could only fail later; `alone`: something is asked of one process."""
+    if losses is not None and (losses < 1 or losses % LOSSES_EVERY):
+        raise RecipeError(
+            f"--losses: {losses} steps; give a multiple of {LOSSES_EVERY}, such as 200"
+        )
     for name in against:
         if name not in AGAINST:
             raise RecipeError(
@@ -249,17 +302,22 @@ def _check(recipe: Recipe, against: Sequence[str]) -> None:
                 f"--against {name}: {package} is not installed; pip install 'finetune[{package}]'"
             )
     started = int(os.environ.get("WORLD_SIZE", "1"))
-    if started > 1:
+    if started > 1 and (set(against) - _NO_LOOPS or alone):
         raise SetupError(
-            f"bench: measures one process, and {started} were started; run it without accelerate "
-            "launch"
+            f"bench: other loops, --losses, --images and --profile are for one process, {started} "
+            "were started; leave them out, or run it without accelerate launch"
         )
-    if recipe.run.num_processes not in (None, 1):
+    if recipe.run.num_processes not in (None, started):
         raise RecipeError(
-            f"run.num_processes: bench measures one process, and the recipe asks for "
-            f"{recipe.run.num_processes}; add run.num_processes=1"
+            f"run.num_processes: the recipe asks for {recipe.run.num_processes} and {started} "
+            f"started; add run.num_processes={started}"
         )
-    if set(against) - {"synthetic"} and recipe.data.train is not None:
+    if "decode" in against and (recipe.data.keep != "none" or not recipe.data.workers):
+        raise RecipeError(
+            "--against decode: is for images that workers decode in every epoch; add "
+            "data.keep=none data.workers=2"
+        )
+    if set(against) - _NO_LOOPS and recipe.data.train is not None:
         from finetune.bench.transforms import translate
 
         translate(recipe.data.train, image_size=(1, 1), interpolation="bicubic")

@@ -1,25 +1,22 @@
-"""Our own training, measured as `train` does it; and the same steps without their input."""
+"""Our own training, on each process of a launch, measured as `train` does it; and without input."""
 
 from __future__ import annotations
 
 import contextlib
-import resource
-import sys
-import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from finetune.bench.clock import BATCHES_AHEAD, Clock, give_back, peak_memory
+from finetune.bench.inputs import input_rates
 from finetune.bench.rates import (
     Product,
     count_operations,
     matrix_rate,
     products,
-    synchronise,
 )
 from finetune.data.feed import Feed
 from finetune.data.store import Store
@@ -32,92 +29,17 @@ from finetune.progress import Meter
 from finetune.provenance import DTYPES, describe_machine
 from finetune.recipe import Recipe
 from finetune.rundir import RunDir
+from finetune.sizing import settle_micro_batch
 
-__all__ = [
-    "BATCHES_AHEAD",
-    "Clock",
-    "Ours",
-    "give_back",
-    "host_bytes",
-    "peak_memory",
-    "seconds_alive",
-]
+__all__ = ["Ours"]
 
-# That torch's loader keeps for each worker: what was loaded while the first steps ran would be a
-# present to the timed ones.
-BATCHES_AHEAD = 2
 _MOST_EVALUATED = 4096  # images that are decoded for it, where there is no validation split
 _TOP = 10  # operations of a profile
 _PROFILED_STEPS = 3
 
 
-class Clock:
-    """Times the steps after a warm-up; the device is waited for at both ends.
-
-    Args:
-        device: that computes.
-        warmup: steps that are left out, at least 1.
-        steps: that are timed; 0 for the first one of the warm-up alone.
-        tick: told of each step.
-    Attributes:
-        seconds: of the timed steps.
-        alive: seconds from the start of the process to the end of the first step.
-    """
-
-    def __init__(
-        self, device: torch.device, *, warmup: int, steps: int, tick: Callable[[], None]
-    ) -> None:
-        self.device = device
-        self.warmup = warmup
-        self.steps = steps
-        self.seconds = 0.0
-        self.alive = 0.0
-        self._tick = tick
-        self._done = 0
-        self._started = 0.0
-
-    def step(self) -> None:
-        """Note that a step was taken."""
-        self._done += 1
-        if self._done in (1, self.warmup, self.warmup + self.steps):
-            synchronise(self.device)
-            now = time.perf_counter()
-            if self._done == 1:
-                self.alive = seconds_alive()
-            if self._done == self.warmup:
-                self._started = now
-            self.seconds = now - self._started
-        self._tick()
-
-
-def seconds_alive() -> float:
-    """Seconds since this process was started, its imports among them."""
-    import psutil  # type: ignore[import-untyped]  # Accelerate brings it
-
-    return time.time() - psutil.Process().create_time()
-
-
-def host_bytes() -> int:
-    """The most memory that this process has had, without its workers."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak * (1 if sys.platform == "darwin" else 1024)
-
-
-def peak_memory(device: torch.device) -> dict[str, int | None]:
-    """The peaks of this process so far, in bytes: "host", and "device" where it is another one."""
-    is_gpu = device.type == "cuda"
-    on_device = torch.cuda.max_memory_allocated(device) if is_gpu else None
-    return {"host": host_bytes(), "device": on_device}
-
-
-def give_back(device: torch.device) -> None:
-    """Give back the device's memory that is kept for later."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 class Ours:
-    """A recipe's training on this process, a number of steps at a time.
+    """A recipe's training on the processes of a launch, a number of steps at a time.
 
     Args:
         line: told of steps and notices.
@@ -134,8 +56,8 @@ class Ours:
     def prepare(self) -> dict[str, Any]:
         """Open the job, take the first step, and count what one does.
 
-        Returns: "device", "precision", "batch_size", "image_size", "num_images",
-            "seconds_to_first_step", "operations" of a step, "machine".
+        Returns: "device", "precision", "compiled", "batch_size", "micro_batch", "image_size",
+            "num_images", "seconds_to_first_step", "operations" of a step, "machine".
         """
         recipe = self.recipe
         run = RunDir(self.folder / "run")
@@ -143,11 +65,13 @@ class Ours:
         self.device = self.accelerator.device
         self.job = open_job(recipe, device=self.device, notice=self.line.notice, progress=False)
         self.live = Live(self.job, self.accelerator, run)
-        run.open()
+        if self.live.main:
+            run.open()
         self.precision = self.accelerator.mixed_precision.replace("no", "fp32")
         self.feed = self.job.feed(
             self.job.source.splits["train"], train=True, dtype=DTYPES[self.precision]
         )
+        settle_micro_batch(self.live, self.feed, lambda work: work())
         self.val_feed = _evaluated(self.job)
         self.meter = Meter(self.device, 0.0)
         self.live.go_on(self.meter)
@@ -155,20 +79,29 @@ class Ours:
         self._real(clock)
         # The network itself: DDP and compilation have nothing to say about its layers.
         network = self.accelerator.unwrap_model(self.live.model)
-        self.operations = count_operations(self._one_step)
+        world = self.accelerator.num_processes
+        self.operations = world * count_operations(self._one_step)  # each has its share
         self.products: Counter[Product] = products(network, self._one_step)
         return {
             "device": self.device.type,
             "precision": self.precision,
+            "compiled": self.live.compiled,
             "batch_size": recipe.data.batch_size,
+            "micro_batch": self.live.micro_batch,
             "image_size": list(self.job.preprocessing.image_size),
             "num_images": self.job.num_samples,
             "architecture": self.job.built.architecture,
             "augmentation": self.job.train_pipeline.sentence,
             "seconds_to_first_step": clock.alive,
             "operations": self.operations,
-            "machine": describe_machine(self.device, 1),
+            "machine": describe_machine(self.device, world) | {"distributed": self._distributed()},
         }
+
+    def _distributed(self) -> str | None:
+        """How the network is spread over processes."""
+        if self.accelerator.num_processes == 1:
+            return None
+        return "FSDP" if self.live.sharded else "DDP"
 
     def train(self, *, warmup: int, steps: int, synthetic: bool = False) -> float:
         """Train on.
@@ -210,7 +143,9 @@ class Ours:
         return self.feed.train(
             self.job.stream,
             range(first, first + steps),
-            micro_batch=self.recipe.data.micro_batch,
+            rank=self.accelerator.process_index,
+            world=self.accelerator.num_processes,
+            micro_batch=self.live.micro_batch,
         )
 
     def _one_step(self) -> None:
@@ -231,8 +166,22 @@ class Ours:
         return float(evaluated(images)["images_per_second"])
 
     def matrix_rate(self) -> float | None:
-        """Measure the machine. Returns: operations a second at this network's shapes and dtype."""
-        return matrix_rate(self.products, dtype=DTYPES[self.precision], device=self.device)
+        """Measure the machine, with all processes at once.
+
+        Returns: operations a second at this network's shapes and dtype.
+        """
+        self.accelerator.wait_for_everyone()
+        own = matrix_rate(self.products, dtype=DTYPES[self.precision], device=self.device)
+        if own is None:
+            return None
+        rate = torch.tensor(own, device=self.device)
+        return float(torch.as_tensor(self.accelerator.reduce(rate, "sum")))
+
+    def inputs(self, *, images: int, repeats: int) -> dict[str, Any]:
+        """Read images as this training does, and only decode them: see `input_rates`."""
+        data, split = self.recipe.data, self.feed.store.split
+        counts = {"workers": data.workers, "images": images, "repeats": repeats}
+        return input_rates(split, batch_size=data.batch_size, **counts)
 
     def memory(self) -> dict[str, int | None]:
         """The peaks so far, in bytes: "host", and "device" where it is another one."""
@@ -291,7 +240,14 @@ def _first(feed: Feed, images: int) -> Feed:
     split = store.split.subset(np.arange(number))
     kept = None if store.images is None else store.images[:number]
     return Feed(
-        Store(split, kept, workers=store.workers, timeout_seconds=store.timeout_seconds),
+        Store(
+            split,
+            kept,
+            workers=store.workers,
+            timeout_seconds=store.timeout_seconds,
+            image_bytes=store.image_bytes,
+            device=feed.device,
+        ),
         feed.pipeline,
         num_classes=feed.num_classes,
         device=feed.device,

@@ -27,7 +27,15 @@ from PIL import Image, UnidentifiedImageError
 
 from finetune.errors import DataError, visible
 
-__all__ = ["LIMIT_PIXELS", "counted", "decode", "notice", "open_regular", "printable"]
+__all__ = [
+    "LIMIT_PIXELS",
+    "counted",
+    "decode",
+    "notice",
+    "open_regular",
+    "printable",
+    "relay_notices",
+]
 
 LIMIT_PIXELS = 64_000_000
 # An allow-list: PIL would also start Ghostscript for an EPS, and guess at unsigned files.
@@ -39,6 +47,7 @@ _log = logging.getLogger("finetune")
 # the limit here is lower and an error; PIL's warning would come besides it
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 _said: set[str] = set()
+_relayed: list[tuple[str, str | None]] | None = None  # a list in the processes that only decode
 
 
 def notice(message: str, *, key: str | None = None) -> None:
@@ -50,7 +59,21 @@ def notice(message: str, *, key: str | None = None) -> None:
     """
     if (key or message) not in _said:
         _said.add(key or message)
-        _log.warning(visible(message))
+        if _relayed is None:
+            _log.warning(visible(message))
+        else:
+            _relayed.append((message, key))
+
+
+def relay_notices() -> list[tuple[str, str | None]]:
+    """Leave it to another process to say notices, of which each of several would say its own.
+
+    Returns: those since the last call, as arguments for `notice` over there; from the first call
+        on nothing is said here any more.
+    """
+    global _relayed
+    held, _relayed = _relayed or [], []
+    return held
 
 
 def decode(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from finetune.data.augment import Pipeline
 from finetune.data.draws import sample_keys
+from finetune.data.lanes import Lanes
 from finetune.data.store import Store
 from finetune.errors import RecipeError
 
@@ -39,13 +40,23 @@ class Stream:
         batch_size: images per optimiser step over all processes.
         seed: of the run.
         unit: 2 when images are mixed in pairs, so that a pair stays on one rank, else 1.
+        lanes: how images that come in row groups are mixed; None: any image at any place.
     """
 
-    def __init__(self, num_samples: int, *, batch_size: int, seed: int, unit: int = 1) -> None:
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        batch_size: int,
+        seed: int,
+        unit: int = 1,
+        lanes: Lanes | None = None,
+    ) -> None:
         self.num_samples = num_samples
         self.batch_size = batch_size
         self.seed = seed
         self.unit = unit
+        self.lanes = lanes
         self._orders: dict[int, NDArray[np.int64]] = {}
 
     def order(self, epoch: int) -> NDArray[np.int64]:
@@ -53,8 +64,13 @@ class Stream:
         if epoch not in self._orders:
             # A batch touches two epochs, or more when it is larger than the data set.
             self._orders = {e: o for e, o in self._orders.items() if e >= epoch - 1}
-            generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
-            self._orders[epoch] = generator.permutation(self.num_samples)
+            if self.lanes is None:
+                generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
+                order = generator.permutation(self.num_samples)
+            else:
+                sizes = {"batch_size": self.batch_size, "unit": self.unit}
+                order = self.lanes.order(self.seed, epoch, **sizes)
+            self._orders[epoch] = order
         return self._orders[epoch]
 
     def micro_batches(
@@ -134,6 +150,10 @@ class Feed:
         self.device = device
         self.dtype = dtype
         self.labels = torch.from_numpy(np.asarray(store.split.labels, dtype=np.int64)).to(device)
+        self._side: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._side = torch.cuda.Stream(device, priority=-1)
+            self._side.wait_stream(torch.cuda.current_stream(device))  # for pixels and labels
 
     def train(
         self,
@@ -156,7 +176,28 @@ class Feed:
         ahead, behind = itertools.tee(plans)  # workers read ahead of the step they are asked for
         pixels = self.store.read_all(indices for plan in ahead for _, indices in plan)
         for plan in behind:
-            yield len(plan), (self._batch(next(pixels), *each) for each in plan)
+            yield len(plan), (self._beside(pixels, *each) for each in plan)
+
+    def _beside(
+        self,
+        pixels: Iterator[Tensor | list[Tensor]],
+        keys: NDArray[np.uint64],
+        indices: NDArray[np.int64],
+    ) -> Batch:
+        """Make a batch; on a GPU beside the step before, in a stream of its own.
+
+        The host waits for small copies on the way, and would there wait for that whole step.
+        """
+        if self._side is None:
+            return self._batch(next(pixels), keys, indices)
+        main = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self._side):
+            batch = self._batch(next(pixels), keys, indices)
+        main.wait_stream(self._side)
+        for tensor in (batch.images_BCHW, batch.labels_B, batch.targets_BK):
+            if tensor is not None:
+                tensor.record_stream(main)  # its memory is the side stream's
+        return batch
 
     def _batch(
         self,

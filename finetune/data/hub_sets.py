@@ -18,7 +18,7 @@ from finetune.errors import DataError, HubError
 from finetune.hub.calls import clean
 from finetune.hub.reads import Fault, checked, refusal, retried, say_once, was_cut, watching
 
-__all__ = ["load_hub"]
+__all__ = ["asked_for", "explained", "last_seen", "load_hub", "offline", "snapshot_of"]
 
 _ANSWER_SECONDS = 10.0
 
@@ -46,7 +46,7 @@ def load_hub(
     try:
         return retried(where, lambda: _try(where, name, config, revision), has_copy=has_copy)
     except Fault as fault:
-        with _offline():
+        with offline():
             return _from_cache(where, name, config, revision, fault)
 
 
@@ -55,7 +55,7 @@ def _try(where: str, name: str, config: str | None, revision: str | None) -> tup
 
     loaded, error, started = None, None, time.time()
     with watching(everywhere=True) as watch:
-        commit = _asked_for(where, name, revision)
+        commit = asked_for(where, name, revision)
         try:
             loaded = datasets.load_dataset(name, config, revision=revision)
         except Exception as caught:  # it lets through what its builders and readers raise
@@ -68,21 +68,26 @@ def _try(where: str, name: str, config: str | None, revision: str | None) -> tup
         raise watch.fault or Fault("the connection was cut")
     if error is None:
         raise Fault(f"the revision became {commit} while it was read")
-    raise _explained(where, revision, watch.refusal() or error) from None
+    raise explained(where, revision, watch.refusal() or error) from None
 
 
-def _asked_for(where: str, name: str, revision: str | None) -> str:
-    """The commit that a revision stands for now; definite refusals are told apart here."""
+def asked_for(where: str, name: str, revision: str | None) -> str:
+    """The commit that a revision stands for now; definite refusals are told apart here.
+
+    Args: as for `load_hub`.
+    Raises: as `load_hub`; Fault under `watching`.
+    """
     failure: Exception
     try:
         info = HfApi().dataset_info(name, revision=revision, timeout=_ANSWER_SECONDS)
         return str(info.sha)
     except (HfHubHTTPError, HFValidationError) as error:
         failure = error
-    raise _explained(where, revision, failure)
+    raise explained(where, revision, failure)
 
 
-def _explained(where: str, revision: str | None, error: Exception) -> Exception:
+def explained(where: str, revision: str | None, error: Exception) -> Exception:
+    """The user's error for what the client or `datasets` raised."""
     answer: BaseException | None = error
     while answer is not None and not isinstance(answer, HfHubHTTPError):
         answer = answer.__cause__
@@ -95,7 +100,7 @@ def _explained(where: str, revision: str | None, error: Exception) -> Exception:
 
 def _refuse_damaged(name: str, commit: str, loaded: Any, started: float) -> None:
     """Check the files that came during this call, and drop what was made of damaged ones."""
-    snapshot = _repository(name) / "snapshots" / commit
+    snapshot = snapshot_of(name, commit)
     files = [path for path in snapshot.rglob("*") if path.is_file()]
     fresh = [path for path in files if path.stat().st_mtime >= started - 1]
     damaged = [path for path in fresh if checked(path) is None]
@@ -118,7 +123,7 @@ def _from_cache(
     """What `datasets` has of a revision; without a fault it is the user who set the hub offline."""
     import datasets
 
-    wanted = _last_seen(name, revision)
+    wanted = last_seen(name, revision)
     for copy in _copies(name):
         if copy.name == wanted:
             os.utime(copy)  # `datasets` takes the newest one, whichever was asked for
@@ -132,7 +137,7 @@ def _from_cache(
         ) from None
     except Exception as error:
         if fault is None:
-            raise _explained(where, revision, error) from None
+            raise explained(where, revision, error) from None
         detail = clean(str(error), get_token())
         raise HubError(f"{where}: {cause}, and not cached ({detail}); try again later") from None
     commit = _commit(loaded)
@@ -147,12 +152,17 @@ def _from_cache(
     return loaded, commit
 
 
-def _last_seen(name: str, revision: str | None) -> str | None:
+def last_seen(name: str, revision: str | None) -> str | None:
     """The commit that a revision stood for when the hub was last asked."""
     if revision and re.fullmatch(r"[0-9a-f]{40}", revision):
         return revision
     reference = _repository(name) / "refs" / (revision or "main")
     return reference.read_text().strip() if reference.is_file() else None
+
+
+def snapshot_of(name: str, commit: str) -> Path:
+    """Where the client keeps the files of a commit, whether or not there are any."""
+    return _repository(name) / "snapshots" / commit
 
 
 def _repository(name: str) -> Path:
@@ -184,7 +194,7 @@ def _commit(loaded: Any) -> str | None:
 
 
 @contextlib.contextmanager
-def _offline() -> Iterator[None]:
+def offline() -> Iterator[None]:
     """Let `datasets` look in its cache alone, without waiting for a hub that does not answer."""
     from datasets import config
 

@@ -4,22 +4,48 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
-from finetune.data.decode import counted, notice
+from finetune.data.canvas import Canvas, Ragged, arranged
+from finetune.data.decode import counted, notice, relay_notices
 from finetune.data.sources import Source, Split
+from finetune.data.workers import Desk, spread
 from finetune.errors import DataError
 
-__all__ = ["decoded_bytes", "info", "load_images", "readable", "scan"]
+__all__ = [
+    "SMALL_BYTES",
+    "TIMEOUT_SECONDS",
+    "decoded_bytes",
+    "info",
+    "load_images",
+    "paint",
+    "readable",
+    "scan",
+    "without_unreadable",
+]
 
-_CHUNK = 128  # images per task: handing over a small image costs as much as decoding it
-_SMALL_PIXELS = 64 * 64  # below, threads mostly wait for Python's lock: two are slower than one
+TIMEOUT_SECONDS = 900.0
+_CHUNK = 128  # images per task: handing one over costs about as much as decoding a small image
+_CHUNK_BYTES = 2**21  # of pixels per task: large images come one at a time, with their progress
+# Below, processes and files cost more than they save: it is less than a second of decoding.
+SMALL_BYTES = 2**24
+_AHEAD = 4  # tasks that wait for each process: none of them is idle while another hands over
 _LISTED = 20
+
+
+class _Done(NamedTuple):
+    """A task's (index, message) of unreadable images, its notices, and the disk's refusal or 0."""
+
+    failed: list[tuple[int, str]]
+    notices: list[tuple[str, str | None]]
+    error: int = 0
 
 
 def _sample(split: Split, number: int) -> tuple[list[tuple[int, int]], int]:
@@ -71,39 +97,65 @@ def decoded_bytes(split: Split) -> int:
 
 
 def _visit(
-    split: Split, keep: Callable[[int, np.ndarray], None], *, workers: int, progress: bool
+    split: Split,
+    keep: Callable[[int, np.ndarray], None] | None = None,
+    *,
+    workers: int,
+    progress: bool,
+    timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> list[tuple[int, str]]:
-    """Decode every image of a split in threads.
+    """Decode every image of a split, in processes where that pays.
 
     Args:
-        keep: receives index and (H, W, 3) uint8 of each image that could be read, in any order.
-        workers: threads; PIL decodes without holding Python's lock. Small images get one thread.
+        keep: receives index and (H, W, 3) uint8 of each image that could be read, in any order and
+            in other processes; what it keeps must be shared with them. None to drop them.
+        workers: processes; 0 for none.
+        timeout_seconds: for which some images are waited for before a process counts as hanging.
     Returns: (index, message) of those that could not be read, in order.
+    Raises: OSError where `keep` does; DataError for an image that crashes the decoder; SetupError
+        if a process was killed or hangs.
     """
+    mean = decoded_bytes(split) / max(len(split), 1)
+    chunk = int(min(max(_CHUNK_BYTES // max(mean, 1), 1), _CHUNK))
+    desk = Desk(workers)
 
-    def decode_some(start: int) -> list[tuple[int, str]]:
+    def decode_some(task: int) -> _Done:
+        relay = relay_notices if desk.taken else list[tuple[str, str | None]]
+        relay()
         failed = []
-        for index in range(start, min(start + _CHUNK, len(split))):
+        for index in range(task * chunk, min((task + 1) * chunk, len(split))):
             try:
-                keep(index, split.read(index))
+                with desk.at_work(index):
+                    image = split.read(index)
             except DataError as error:
                 failed.append((index, str(error)))
-        return failed
+                continue
+            try:
+                if keep is not None:
+                    keep(index, image)
+            except OSError as error:  # torch would hand over its text alone
+                return _Done(failed, relay(), error.errno or errno.EIO)
+        return _Done(failed, relay())
 
+    num_tasks = -(-len(split) // chunk)
+    if workers and mean * len(split) >= SMALL_BYTES:
+        limits: dict[str, Any] = {"name_of": split.name_of, "timeout_seconds": timeout_seconds}
+        order: dict[str, Any] = {"in_order": False, "ahead": _AHEAD}
+        done = spread(decode_some, range(num_tasks), desk=desk, workers=workers, **limits, **order)
+    else:
+        done = (decode_some(task) for task in range(num_tasks))
     # disable=None: no bar where standard error is not a terminal
     bar = tqdm(total=len(split), desc=split.name, unit="image", disable=None if progress else True)
-    sizes, _ = _sample(split, 4)
-    small = all(height * width <= _SMALL_PIXELS for height, width in sizes)
-    pool = ThreadPoolExecutor(1 if small else max(1, workers))
     failed: list[tuple[int, str]] = []
-    try:
-        for number, some in enumerate(pool.map(decode_some, range(0, len(split), _CHUNK))):
-            failed += some
-            bar.update(min(_CHUNK, len(split) - number * _CHUNK))
-    finally:
-        pool.shutdown(cancel_futures=True)  # at Ctrl-C too: leave what has not begun
-        bar.close()
-    return failed
+    with contextlib.closing(done), bar:
+        for number, some in enumerate(done):
+            for message, key in some.notices:
+                notice(message, key=key)
+            if some.error:
+                raise OSError(some.error, os.strerror(some.error))
+            failed += some.failed
+            bar.update(min(chunk, len(split) - number * chunk))
+    return sorted(failed)
 
 
 def scan(source: Source, workers: int = 2, *, progress: bool = True) -> list[dict[str, Any]]:
@@ -114,7 +166,7 @@ def scan(source: Source, workers: int = 2, *, progress: bool = True) -> list[dic
     """
     unreadable = []
     for split in source.splits.values():
-        found = _visit(split, lambda index, image: None, workers=workers, progress=progress)
+        found = _visit(split, workers=workers, progress=progress)
         for index, message in found:
             name = split.name_of(index)
             unreadable.append(
@@ -129,28 +181,64 @@ def scan(source: Source, workers: int = 2, *, progress: bool = True) -> list[dic
     return unreadable
 
 
+def paint(
+    split: Split,
+    file: int | None = None,
+    *,
+    workers: int,
+    progress: bool,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> tuple[Canvas, list[tuple[int, str]]]:
+    """Decode a whole split once.
+
+    Args:
+        file: a descriptor, open for reading and writing; None for memory.
+        workers, progress, timeout_seconds: as for `load_images`.
+    Returns: the canvas, and (index, message) of the images that could not be read, in order.
+    Raises: OSError if there is no room; DataError and SetupError as `load_images`.
+    """
+    sizes = set(_sample(split, 16)[0])
+    size = sizes.pop() if len(sizes) == 1 else None
+    canvas = Canvas(len(split), size=size, num_bytes=decoded_bytes(split), file=file)
+    failed = _visit(
+        split, canvas.keep, workers=workers, progress=progress, timeout_seconds=timeout_seconds
+    )
+    return canvas, failed
+
+
 def load_images(
     split: Split,
     *,
     workers: int = 2,
     unreadable: Literal["stop", "quarantine"] = "stop",
     progress: bool = True,
-) -> tuple[np.ndarray | list[np.ndarray], np.ndarray]:
-    """Decode a whole split once.
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> tuple[np.ndarray | Ragged, np.ndarray]:
+    """Decode a whole split once, into memory.
 
     Args:
-        workers: threads.
+        workers: processes; a small split needs none.
         unreadable: what to do about images that cannot be read: stop, naming them all, or leave
             them out, saying so.
         progress: a bar on standard error where that is a terminal.
+        timeout_seconds: for which some images are waited for before a process counts as hanging.
     Returns: images, (M, H, W, 3) uint8 if all are of one size, else M arrays (H, W, 3); and the
         (M,) int64 indices into the split that they belong to, ascending.
-    Raises: DataError: unreadable images, a class with no image left, or not enough memory.
+    Raises: DataError: unreadable images, a class with no image left, not enough memory, or an
+        image that crashes the decoder; SetupError if a process was killed or hangs.
     """
-    store = _Store(split)
-    failed = _visit(split, store.keep, workers=workers, progress=progress)
-    kept = _without(split, failed, unreadable)
-    return store.images(kept), kept
+    try:
+        canvas, failed = paint(
+            split, workers=workers, progress=progress, timeout_seconds=timeout_seconds
+        )
+    except (OSError, MemoryError) as error:
+        raise DataError(
+            f"split '{split.name}': {decoded_bytes(split) / 2**30:.0f} GiB of decoded images do "
+            "not fit in memory; set data.keep: none"
+        ) from error
+    kept = without_unreadable(split, failed, unreadable)
+    rows = canvas.close_up(kept)
+    return arranged(canvas.images(), rows), kept
 
 
 def readable(
@@ -159,19 +247,27 @@ def readable(
     workers: int = 2,
     unreadable: Literal["stop", "quarantine"] = "stop",
     progress: bool = True,
+    timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> np.ndarray:
     """Decode a whole split once and keep nothing.
 
     Args: as for `load_images`.
     Returns: (M,) int64, the indices of the images that can be read, ascending.
-    Raises: DataError: as `load_images`.
+    Raises: as `load_images`.
     """
-    failed = _visit(split, lambda index, image: None, workers=workers, progress=progress)
-    return _without(split, failed, unreadable)
+    failed = _visit(split, workers=workers, progress=progress, timeout_seconds=timeout_seconds)
+    return without_unreadable(split, failed, unreadable)
 
 
-def _without(split: Split, failed: list[tuple[int, str]], unreadable: str) -> np.ndarray:
-    """Indices of the images that did not fail; stop or say so when some did."""
+def without_unreadable(split: Split, failed: list[tuple[int, str]], unreadable: str) -> np.ndarray:
+    """Leave out the images that could not be read, or stop.
+
+    Args:
+        failed: (index, message) in order.
+        unreadable: "stop" or "quarantine".
+    Returns: (M,) int64, the indices of the others, ascending; what is left out is said.
+    Raises: DataError naming them all, or a class with no image left.
+    """
     if failed and unreadable == "stop":
         raise DataError(_unreadable_message(split, failed))
     kept = np.setdiff1d(np.arange(len(split)), [index for index, _ in failed]).astype(np.int64)
@@ -198,38 +294,3 @@ def _unreadable_message(
         return f"{head}; they are left out (data.unreadable: quarantine):\n  {listed}{rest}"
     hint = "mend them (all are listed by: finetune data scan SOURCE)"
     return f"{head}:\n  {listed}{rest}\n{hint}, or leave them out with data.unreadable: quarantine"
-
-
-class _Store:
-    """Decoded images: one array as long as all have one size, so that nothing is held twice."""
-
-    def __init__(self, split: Split) -> None:
-        sizes = set(_sample(split, 16)[0])
-        self._odd: dict[int, np.ndarray] = {}
-        self._array: np.ndarray | None = None
-        if len(sizes) == 1:
-            shape = (len(split), *sizes.pop(), 3)
-            try:
-                self._array = np.empty(shape, dtype=np.uint8)
-            except MemoryError:
-                raise DataError(
-                    f"split '{split.name}': {np.prod(shape) / 2**30:.0f} GiB of decoded images do "
-                    "not fit in memory; set data.keep: none"
-                ) from None
-
-    def keep(self, index: int, image: np.ndarray) -> None:
-        """Store one image; called from several threads, never twice for one index."""
-        if self._array is not None and image.shape == self._array.shape[1:]:
-            self._array[index] = image
-        else:
-            self._odd[index] = image
-
-    def images(self, kept: np.ndarray) -> np.ndarray | list[np.ndarray]:
-        """The images with these indices, in one array if they have one size."""
-        if self._array is not None and not self._odd:
-            return self._array if len(kept) == len(self._array) else self._array[kept]
-        array = self._array
-        return [
-            self._odd[index] if array is None or index in self._odd else array[index]
-            for index in kept.tolist()
-        ]

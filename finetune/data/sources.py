@@ -25,6 +25,7 @@ import numpy as np
 from finetune.data.columns import SPLITS, in_order, refuse_alike
 from finetune.data.decode import counted, notice, printable
 from finetune.data.items import ArrayItems, FileItems, Items, Links, walk_images
+from finetune.data.streaming import ShardItems
 from finetune.data.tables import read_hub, read_parquet
 from finetune.errors import DataError, nearest
 
@@ -78,10 +79,13 @@ class Split:
     def fingerprint(self) -> str:
         """SHA-256 over every image's encoded bytes and label, in order.
 
-        Above 1 GiB of images, names and sizes in bytes stand for the bytes themselves. Images that
-        cannot be opened count as such.
+        Above 1 GiB of images, names and sizes in bytes stand for the bytes themselves, and for
+        those that are streamed the names of their shards' contents. Images that cannot be opened
+        count as such.
         """
         rows = np.arange(len(self)) if self.rows is None else self.rows
+        if isinstance(self.items, ShardItems):
+            return self.items.fingerprint(rows, self.labels)
         sizes = self.items.sizes()
         whole = int(sizes[rows].sum()) <= _FINGERPRINT_BYTES
         digest = hashlib.sha256(b"content" if whole else b"names and sizes")
@@ -121,13 +125,18 @@ class Source:
 
 
 def open_source(
-    source: str, *, image_column: str | None = None, label_column: str | None = None
+    source: str,
+    *,
+    image_column: str | None = None,
+    label_column: str | None = None,
+    streaming: bool = False,
 ) -> Source:
     """Open a data set without decoding an image.
 
     Args:
         source: see the head of this file.
         image_column, label_column: columns of hub: and parquet: sources; None to find them.
+        streaming: leave the images of hub: and parquet: sources where they are.
     Returns: the splits that the source has; see split_train for a missing validation split.
     Raises: DataError: no such source, or one that cannot be trained on.
     """
@@ -147,7 +156,7 @@ def open_source(
             f"data.image_column, data.label_column: {kind}: sources have no columns; remove them"
         )
     try:
-        opened = _open(source, kind, rest, image_column, label_column)
+        opened = _open(source, kind, rest, image_column, label_column, streaming=streaming)
     except (OSError, ValueError) as error:  # a name that no system takes, a folder of others
         cause = getattr(error, "strerror", None) or error
         raise DataError(f"{source[:200]!r}: cannot be read ({cause}); check the path") from error
@@ -156,13 +165,20 @@ def open_source(
 
 
 def _open(
-    source: str, kind: str, rest: str, image_column: str | None, label_column: str | None
+    source: str,
+    kind: str,
+    rest: str,
+    image_column: str | None,
+    label_column: str | None,
+    *,
+    streaming: bool,
 ) -> Source:
     if kind == "folder":
         return _open_folder(source, rest)
     if kind == "embedded":
         return _open_embedded(source, rest)
-    tables = (read_hub if kind == "hub" else read_parquet)(rest, image_column, label_column)
+    read = read_hub if kind == "hub" else read_parquet
+    tables = read(rest, image_column, label_column, streaming=streaming)
     splits = {name: Split(name, tables.labels[name], tables.items[name]) for name in tables.labels}
     return Source(source, splits, tables.class_names, tables.description)
 

@@ -9,6 +9,7 @@ import numpy as np
 from finetune.data.columns import in_order
 from finetune.data.items import Items
 from finetune.data.sources import Source
+from finetune.data.streaming import ShardItems
 from finetune.errors import DataError
 
 __all__ = ["merge_val", "split_train", "take_train"]
@@ -31,7 +32,7 @@ def merge_val(source: Source) -> Source:
     splits["train"] = dataclasses.replace(
         train,
         labels=np.concatenate([train.labels, val.labels]),
-        items=_Joined(train.items, val.items),
+        items=_joined(train.items, val.items),
         rows=np.concatenate([rows[0], rows[1] + len(train.items)]),
     )
     return dataclasses.replace(source, splits=splits)
@@ -110,6 +111,12 @@ def split_train(source: Source, val_fraction: float, seed: int) -> Source:
     val = dataclasses.replace(train.subset(np.flatnonzero(in_val)), name="val")
     splits = {**source.splits, "train": train.subset(np.flatnonzero(~in_val)), "val": val}
     return dataclasses.replace(source, splits=in_order(splits))
+
+
+def _joined(first: Items, second: Items) -> Items:
+    if isinstance(first, ShardItems) and isinstance(second, ShardItems):
+        return first.joined(second)
+    return _Joined(first, second)
 
 
 class _Joined:

@@ -1,7 +1,7 @@
-"""Where decoded pixels live: on the device, in memory, or still in their files.
+"""Where decoded pixels live: on the device, in memory, in a mapped file, or still encoded.
 
-Images that fit are decoded once and kept as uint8; larger sets are decoded by workers in every
-epoch, to the same pixels.
+Images are decoded once and kept as uint8; sets for which there is no room are decoded by workers in
+every epoch, to the same pixels.
 """
 
 # B batch, N images, C channels, H W pixels
@@ -9,20 +9,32 @@ epoch, to the same pixels.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-from collections.abc import Callable, Generator, Iterable
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
-from finetune.data.scan import decoded_bytes, load_images, readable
+from finetune.data.canvas import Ragged
+from finetune.data.pixels import Kept, kept_pixels
+from finetune.data.prefetch import is_streamed, prefetch_of
+from finetune.data.scan import (
+    SMALL_BYTES,
+    TIMEOUT_SECONDS,
+    decoded_bytes,
+    load_images,
+    readable,
+)
+from finetune.data.slots import Put, Slots
 from finetune.data.sources import Split
-from finetune.data.workers import POLL_SECONDS, Desk
+from finetune.data.upload import uploaded
+from finetune.data.workers import Desk, spread
 from finetune.errors import DataError
 
 __all__ = ["Store", "open_store"]
@@ -30,43 +42,40 @@ __all__ = ["Store", "open_store"]
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMORY_SHARE = 0.4  # of the host's memory, over all processes on it
 _DEVICE_SHARE = 0.25  # of what is free on the device
-TIMEOUT_SECONDS = 900.0
-
-
-class _Decoded(Dataset[Tensor | str]):
-    """Decodes one image in a worker; a failure travels as text and must not kill the loader."""
-
-    def __init__(self, split: Split, desk: Desk) -> None:
-        self.split = split
-        self.desk = desk
-
-    def __getitem__(self, index: int) -> Tensor | str:
-        with self.desk.at_work(int(index)):
-            try:
-                return _to_chw(self.split.read(int(index)))
-            except DataError as error:
-                return str(error)
+_AHEAD = 2  # batches for each worker
+_SPREAD_OF_SIZES = 4  # how much more than the mean a batch may take; memory is only promised
+_MOST = 32  # processes that decode at once
+_REMEDY = "free space, or set FINETUNE_CACHE to another folder"
 
 
 def _to_chw(image: NDArray[np.uint8]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)))
 
 
-def _packed(images: list[Tensor | str]) -> tuple[Tensor, list[torch.Size]] | str:
-    """Collate a batch into one tensor: each one that a worker sends costs a file descriptor."""
-    for image in images:
-        if isinstance(image, str):
-            return image
-    whole = [image for image in images if isinstance(image, Tensor)]
-    return torch.cat([image.reshape(-1) for image in whole]), [image.shape for image in whole]
+def _tensor(image: NDArray[np.uint8]) -> Tensor:
+    """The same memory as a tensor, which nobody writes to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(image)
 
 
-def _unpacked(packed: tuple[Tensor, list[torch.Size]] | str) -> list[Tensor]:
-    if isinstance(packed, str):
-        raise DataError(packed)
-    flat, shapes = packed
-    parts = flat.split([shape.numel() for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+class _Planes(Sequence[Tensor]):
+    """Images of several sizes, (C, H, W) each, made when they are asked for."""
+
+    def __init__(self, images: Ragged) -> None:
+        self._images = images
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> _Planes: ...
+    def __getitem__(self, index: int | slice) -> Tensor | _Planes:
+        if isinstance(index, slice):
+            return _Planes(self._images[index])
+        return _to_chw(self._images[int(index)])
 
 
 class Store:
@@ -74,21 +83,27 @@ class Store:
 
     Attributes:
         split: the labelled items, without those in quarantine.
-        images: (N, H, W, C) uint8 when all have one size, a list of (C, H, W) when not, or None.
+        images: (N, H, W, C) uint8 when all have one size, a sequence of (C, H, W) when not, or
+            None. Never to be written to: it may be a mapped file.
     """
 
     def __init__(
         self,
         split: Split,
-        images: Tensor | list[Tensor] | None,
+        images: Tensor | Sequence[Tensor] | None,
         *,
         workers: int = 0,
         timeout_seconds: float = TIMEOUT_SECONDS,
+        image_bytes: int = 2**20,
+        device: torch.device | None = None,
     ) -> None:
         self.split = split
         self.images = images
         self.workers = workers
         self.timeout_seconds = timeout_seconds
+        self.image_bytes = image_bytes  # about as many as a decoded image takes
+        self.device = device or torch.device("cpu")  # where workers' batches are brought
+        self.prefetch = prefetch_of(split, workers=workers, timeout_seconds=timeout_seconds)
 
     def read_all(
         self, batches: Iterable[NDArray[np.int64]]
@@ -105,24 +120,64 @@ class Store:
         elif self.images is not None:
             for indices in batches:
                 yield [self.images[i] for i in indices]
+        elif self.prefetch is not None:
+            with contextlib.closing(self.prefetch.read_all(batches)) as read_ahead:
+                yield from read_ahead
+        elif self.workers:
+            with contextlib.closing(self._from_workers(batches)) as read:
+                if self.device.type == "cuda":
+                    yield from uploaded(read, self.device)
+                else:
+                    for images in read:
+                        yield [_to_chw(image) for image in images]
         else:
-            desk = Desk(self.workers)
-            loader = DataLoader(
-                _Decoded(self.split, desk),
-                batch_sampler=(indices.tolist() for indices in batches),
-                num_workers=self.workers,
-                collate_fn=_packed,
-                worker_init_fn=desk.sit_down,
-                prefetch_factor=2 if self.workers else None,
-                timeout=POLL_SECONDS if self.workers else 0,
-                # An iterator draws a seed when it is made: never from the global generator.
-                generator=torch.Generator(),
-            )
-            read = desk.watched(
-                loader, name_of=self.split.name_of, timeout_seconds=self.timeout_seconds
-            )
-            with contextlib.closing(read):
-                yield from map(_unpacked, read)
+            for indices in batches:
+                yield [_to_chw(self.split.read(index)) for index in indices.tolist()]
+
+    def _from_workers(
+        self, batches: Iterable[NDArray[np.int64]]
+    ) -> Generator[list[NDArray[np.uint8]], None, None]:
+        """Batches that worker processes decode, two for each of them ahead, (H, W, C) each.
+
+        They are there until the next batch is asked for.
+        """
+        coming = iter(batches)
+        first = next(coming, None)
+        if first is None:
+            return
+        desk = Desk(self.workers)
+        # One more than are under way: the one that is looked at. A batch may be one image larger.
+        largest = (len(first) + 1) * self.image_bytes * _SPREAD_OF_SIZES
+        slots = Slots(self.workers * _AHEAD + 1, largest)
+
+        def decoded(indices: NDArray[np.int64]) -> Iterator[NDArray[np.uint8]]:
+            for index in indices.tolist():
+                with desk.at_work(index):
+                    image = self.split.read(index)
+                yield image
+
+        def decode_all(task: tuple[int, NDArray[np.int64]]) -> tuple[int, Put | str]:
+            slot, indices = task
+            try:
+                return slot, slots.put(slot, decoded(indices))
+            except DataError as error:  # must not kill the worker
+                return slot, str(error)
+
+        tasks = zip(itertools.cycle(range(slots.number)), itertools.chain([first], coming))
+        read = spread(
+            decode_all,
+            tasks,
+            desk=desk,
+            workers=self.workers,
+            name_of=self.split.name_of,
+            timeout_seconds=self.timeout_seconds,
+            ahead=_AHEAD,
+        )
+        with contextlib.closing(read):
+            for slot, put in read:
+                if isinstance(put, str):
+                    raise DataError(put)
+                yield slots.take(slot, put)
 
 
 def open_store(
@@ -141,38 +196,93 @@ def open_store(
 
     Args:
         split: labelled items.
-        keep: "device", "memory", "none", or "auto" for the first that has room.
+        keep: "device" or "memory" (both kept on disk, too, and mapped, unless the set is small or
+            the disk has no room), "none", or "auto" for the first that has room.
         device: where training runs.
-        workers: threads that decode now, and processes that decode later if nothing is kept.
+        workers: processes that decode; a set that is kept is decoded by at least as many as there
+            are cores. 0 for none.
         unreadable: "stop" or "quarantine".
         local_processes: processes that share this host's memory.
         progress: show a progress bar.
         notice: told where the pixels went when that is not what was asked.
         timeout_seconds: for which a batch is waited for before a worker counts as hanging.
     Returns: the store.
-    Raises: DataError listing every image that cannot be read.
+    Raises: DataError listing every image that cannot be read, or if there is no memory for what is
+        to be kept; SetupError if a process that decodes was killed or hangs.
     """
-    needed = decoded_bytes(split)
-    fits = needed < _host_memory() * _MEMORY_SHARE / local_processes
-    if keep == "none" or (keep == "auto" and not fits):
-        if keep == "auto":
-            notice(
-                f"{split.name}: about {needed / 2**30:.1f} GiB decoded do not fit in memory; "
-                f"{workers} workers decode it in every epoch"
-            )
-        kept = readable(split, workers=workers, unreadable=unreadable, progress=progress)
-        return Store(split.subset(kept), None, workers=workers, timeout_seconds=timeout_seconds)
-    images, kept = load_images(split, workers=workers, unreadable=unreadable, progress=progress)
-    if len(kept) < len(split):
-        split = split.subset(kept)
-    if isinstance(images, list):
-        return Store(split, [_to_chw(image) for image in images])
-    tensor = torch.from_numpy(images)
+    if is_streamed(split):  # what cannot be read shows when it is read
+        return Store(split, None, workers=workers, timeout_seconds=timeout_seconds)
+    needed, memory = decoded_bytes(split), _host_memory()
+    size = f"{split.name}: about {needed / 2**30:.1f} GiB decoded"
+    decoding: dict[str, Any] = {
+        "unreadable": unreadable,
+        "progress": progress,
+        "timeout_seconds": timeout_seconds,
+    }
+    kept: Kept | str = ""
+    if keep != "none" and needed >= SMALL_BYTES:
+        every = min(max(workers * local_processes, _cores()), _MOST) if workers else 0
+        kept = kept_pixels(split, num_bytes=needed, workers=every, notice=notice, **decoding)
+    if isinstance(kept, Kept):
+        if needed >= memory * _MEMORY_SHARE:
+            notice(f"{size} do not fit in memory; they are read from {kept.path} as needed")
+        split = split.subset(kept.indices) if len(kept.indices) < len(split) else split
+        return Store(split, _placed(kept.images, keep, device))
+    unkept = f" are not kept on disk ({kept})" if kept else ""
+    if keep == "auto" and needed >= memory * _MEMORY_SHARE / local_processes:
+        both = f"{unkept} and" if unkept else ""
+        notice(f"{size}{both} do not fit in memory; {workers} workers decode it in every epoch")
+        keep = "none"
+    elif unkept:
+        notice(f"{size}{unkept}, so the next run decodes them again; {_REMEDY}")
+    if keep != "none" and needed > memory:
+        raise DataError(f"{size} do not fit in memory; set data.keep: none")
+    return _decoded_anew(split, keep, needed=needed, device=device, workers=workers, **decoding)
+
+
+def _decoded_anew(
+    split: Split,
+    keep: str,
+    *,
+    needed: int,
+    device: torch.device,
+    workers: int,
+    timeout_seconds: float,
+    **decoding: Any,
+) -> Store:
+    """A split that is not on disk: in this process's memory, or checked and left encoded."""
+    decoding = {"workers": workers, "timeout_seconds": timeout_seconds, **decoding}
+    if keep == "none":
+        return Store(
+            split.subset(readable(split, **decoding)),
+            None,
+            workers=workers,
+            timeout_seconds=timeout_seconds,
+            image_bytes=-(-needed // max(len(split), 1)),
+            device=device,
+        )
+    images, indices = load_images(split, **decoding)
+    split = split.subset(indices) if len(indices) < len(split) else split
+    return Store(split, _placed(images, keep, device))
+
+
+def _cores() -> int:
+    """One process decodes for all of a host: it may use every core."""
+    return len(os.sched_getaffinity(0))
+
+
+def _placed(
+    images: NDArray[np.uint8] | Ragged, keep: str, device: torch.device
+) -> Tensor | _Planes:
+    """Images as a store has them, on the device where they are to be there or there is room."""
+    if isinstance(images, Ragged):
+        return _Planes(images)
+    tensor = _tensor(images)
     if device.type == "cuda" and keep in ("auto", "device"):
         free, _ = torch.cuda.mem_get_info(device)
         if keep == "device" or tensor.numel() < free * _DEVICE_SHARE:
-            tensor = tensor.to(device)
-    return Store(split, tensor)
+            return tensor.to(device)
+    return tensor
 
 
 def _host_memory() -> int:

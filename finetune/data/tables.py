@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import glob
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +24,11 @@ from finetune.data.columns import (
 )
 from finetune.data.decode import counted, notice, open_regular
 from finetune.data.hub_sets import load_hub
+from finetune.data.hub_shards import find_shards
 from finetune.data.items import Chunk, RowItems
+from finetune.data.ranges import HubFile, LocalFile
+from finetune.data.shards import chunk_of, label_column, open_shards
+from finetune.data.streaming import ShardItems
 from finetune.errors import DataError, nearest
 
 __all__ = ["Tables", "read_hub", "read_parquet"]
@@ -32,29 +36,36 @@ __all__ = ["Tables", "read_hub", "read_parquet"]
 # Above this the files are not held in memory: `datasets` turns them into memory-mapped Arrow once.
 _MEMORY_BYTES = 2 * 2**30
 _BATCH_ROWS = 4096  # keeps a chunk of nested binary far below Arrow's 2 GiB
+_Found = TypeVar("_Found")
 
 
 @dataclass
 class Tables:
     """What was found in tables, by split."""
 
-    items: dict[str, RowItems]
+    items: dict[str, RowItems] | dict[str, ShardItems]
     labels: dict[str, np.ndarray]
     class_names: list[str]
     description: str
 
 
-def read_parquet(path: str, image_column: str | None, label_column: str | None) -> Tables:
+def read_parquet(
+    path: str, image_column: str | None, label_column: str | None, *, streaming: bool = False
+) -> Tables:
     """Read a parquet file, a glob of them, or a folder in the hub's layout.
 
     Args:
         path: what follows `parquet:`.
         image_column, label_column: None to find them.
+        streaming: leave the images in their files, whatever their size.
     Raises: DataError for anything missing or damaged.
     """
     files = _split_files(_find_files(path), path)
     for file in (file for group in files.values() for file in group):
         _refuse_other(file)
+    if streaming:
+        local = {split: [LocalFile.at(file) for file in group] for split, group in files.items()}
+        return _streamed(local, image_column, label_column)
     if sum(file.stat().st_size for group in files.values() for file in group) > _MEMORY_BYTES:
         # paths in a table start from its folder, which `datasets` does not keep
         parents = {file.parent for group in files.values() for file in group}
@@ -162,7 +173,7 @@ def _load_files(files: Iterable[Path], column: str) -> list[Chunk]:
         row = 0
         try:
             for batch in pq.ParquetFile(file).iter_batches(_BATCH_ROWS, columns=[column]):
-                chunks.append(_chunk(file.name, (file.parent,), row, batch.column(column)))
+                chunks.append(chunk_of(file.name, (file.parent,), row, batch.column(column)))
                 row += batch.num_rows
         except KeyError:
             raise DataError(
@@ -173,25 +184,15 @@ def _load_files(files: Iterable[Path], column: str) -> list[Chunk]:
     return chunks
 
 
-def _chunk(title: str, folders: tuple[Path, ...], first_row: int, array: pa.Array) -> Chunk:
-    kind = array.type
-    if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
-        paths = array.field("path") if kind.get_field_index("path") >= 0 else None
-        return Chunk(title, first_row, array.field("bytes"), paths, folders)
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        return Chunk(title, first_row, array, None, folders)
-    raise DataError(
-        f"{title}: the image column holds {kind}; expected encoded images as bytes; name another "
-        "with data.image_column, or use a folder: source for image files"
-    )
-
-
-def read_hub(text: str, image_column: str | None, label_column: str | None) -> Tables:
+def read_hub(
+    text: str, image_column: str | None, label_column: str | None, *, streaming: bool = False
+) -> Tables:
     """Load a data set of the hub, from the cache when it is there.
 
     Args:
         text: `owner/name[@revision][:config]`.
         image_column, label_column: None to find them.
+        streaming: leave the images on the hub.
     Raises: DataError: no such data set, revision or configuration; HubError: no access, or no hub.
     """
     match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([^:]+))?(?::(.+))?", text)
@@ -200,8 +201,14 @@ def read_hub(text: str, image_column: str | None, label_column: str | None) -> T
     name, revision, config = match.groups()
     if Path(name).is_dir():  # `datasets` would read it instead of the hub
         raise DataError(f"hub:{text}: there is a folder {name!r} here; use parquet: or folder:")
-    loaded, commit = load_hub(f"hub:{text}", name, config, revision)
-    tables = _from_datasets(loaded, f"hub:{text}", image_column, label_column, _caches())
+    commit: str | None
+    if streaming:
+        shards = find_shards(f"hub:{text}", name, config, revision)
+        files, commit = _known_splits(shards.files, f"hub:{text}"), shards.commit
+        tables = _streamed(files, image_column, label_column, shards.schema)
+    else:
+        loaded, commit = load_hub(f"hub:{text}", name, config, revision)
+        tables = _from_datasets(loaded, f"hub:{text}", image_column, label_column, _caches())
     tables.description += f", revision {commit or revision or 'unknown'}"
     return tables
 
@@ -230,14 +237,7 @@ def _from_datasets(
     folders: tuple[Path, ...],
 ) -> Tables:
     """Take the splits that we know out of a `datasets.DatasetDict`; for folders see Chunk."""
-    found = in_order({SPLITS[name]: data for name, data in loaded.items() if name in SPLITS})
-    if not found and len(loaded) == 1:
-        found = {"train": next(iter(loaded.values()))}
-    if not found:
-        raise DataError(f"{title}: no split is called train, validation or test: {list(loaded)}")
-    others = [name for name in loaded if name not in SPLITS]
-    if others and len(loaded) > 1:
-        notice(f"{title}: splits of unknown use are left out: {', '.join(others)}")
+    found = _known_splits(loaded, title)
     schemas = {split: data.features.arrow_schema for split, data in found.items()}
     image, label = find_columns(next(iter(schemas.values())), image_column, label_column)
     names = {split: declared_names(features_of(schema), label) for split, schema in schemas.items()}
@@ -251,11 +251,44 @@ def _from_datasets(
     return Tables(items, numbered, class_names, f"columns {image!r} and {label!r}")
 
 
+def _known_splits(there: Mapping[str, _Found], title: str) -> dict[str, _Found]:
+    """The splits that we know, by our names for them."""
+    found = in_order({SPLITS[name]: data for name, data in there.items() if name in SPLITS})
+    if not found and len(there) == 1:
+        found = {"train": next(iter(there.values()))}
+    if not found:
+        raise DataError(f"{title}: no split is called train, validation or test: {list(there)}")
+    others = [name for name in there if name not in SPLITS]
+    if others and len(there) > 1:
+        notice(f"{title}: splits of unknown use are left out: {', '.join(others)}")
+    return found
+
+
+def _streamed(
+    files: Mapping[str, Sequence[LocalFile | HubFile]],
+    image_column: str | None,
+    named_label: str | None,
+    declared: pa.Schema | None = None,
+) -> Tables:
+    """Tables of which only the labels are read; `declared` is what a data set's card says."""
+    shards = {split: open_shards(group) for split, group in files.items()}
+    schemas = {split: declared or group[0].schema for split, group in shards.items()}
+    image, label = find_columns(next(iter(schemas.values())), image_column, named_label)
+    labels = {split: label_column(group, label, image) for split, group in shards.items()}
+    names = {split: declared_names(features_of(schema), label) for split, schema in schemas.items()}
+    numbered, class_names = number_labels(labels, names)
+    items = {split: ShardItems(shards[split], image) for split in numbered}
+    groups = counted(sum(len(one.starts) - 1 for one in items.values()), "row group")
+    number = counted(sum(map(len, shards.values())), "parquet file")
+    description = f"{number}, columns {image!r} and {label!r}, streamed in {groups}"
+    return Tables(items, numbered, class_names, description)
+
+
 def _load_dataset(dataset: Any, column: str, title: str, folders: tuple[Path, ...]) -> list[Chunk]:
     # straight from its memory-mapped Arrow table: `datasets` would decode, and turn by EXIF, itself
     chunks = []
     row = 0
     for array in dataset.data.column(column).chunks:
-        chunks.append(_chunk(title, folders, row, array))
+        chunks.append(chunk_of(title, folders, row, array))
         row += len(array)
     return chunks

@@ -11,19 +11,22 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from finetune.errors import DataError, FinetuneError, SetupError
 from finetune.watch import end_with_parent
 
-__all__ = ["POLL_SECONDS", "Desk"]
+__all__ = ["POLL_SECONDS", "Desk", "spread"]
 
 POLL_SECONDS = 1.0
 
 _Item = TypeVar("_Item")
+_Task = TypeVar("_Task")
 _Processes = list[multiprocessing.process.BaseProcess]
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 
@@ -38,7 +41,7 @@ class Desk:
     def __init__(self, workers: int) -> None:
         # a row for each worker: its process, and the index of its image or -1
         self._rows = torch.full((max(workers, 1), 2), -1, dtype=torch.int64).share_memory_()
-        self._mine: int | None = None
+        self._mine: Any = None  # a worker's own row; as numpy's, which is quick to write to
         # The kernel looks at the thread that forked a worker, and only the main one surely stays.
         self._from_main = threading.current_thread() is threading.main_thread()
 
@@ -49,17 +52,22 @@ class Desk:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if self._from_main:
             end_with_parent()
-        self._mine = worker
-        self._rows[worker, 0] = os.getpid()
+        self._mine = self._rows[worker].numpy()
+        self._mine[0] = os.getpid()
+
+    @property
+    def taken(self) -> bool:
+        """Whether this process is one of the workers."""
+        return self._mine is not None
 
     @contextlib.contextmanager
     def at_work(self, index: int) -> Iterator[None]:
         """Note the image that is decoded meanwhile."""
         if self._mine is not None:
-            self._rows[self._mine, 1] = index
+            self._mine[1] = index
         yield
         if self._mine is not None:
-            self._rows[self._mine, 1] = -1
+            self._mine[1] = -1
 
     def watched(
         self, loader: Iterable[_Item], *, name_of: Callable[[int], str], timeout_seconds: float
@@ -74,7 +82,7 @@ class Desk:
             another reason or hangs.
         """
         before = set(multiprocessing.active_children())
-        with _child_signal_kept():
+        with _child_signal_kept(), _as_many_as_asked():
             items = iter(loader)
         workers = [child for child in multiprocessing.active_children() if child not in before]
 
@@ -160,6 +168,60 @@ class Desk:
         return 0, None  # ended before it sat down
 
 
+class _Tasks(Dataset[_Item]):
+    """Something to be done for each task, where the loader asks for it."""
+
+    def __init__(self, work: Callable[[Any], _Item]) -> None:
+        self.work = work
+
+    def __getitem__(self, task: Any) -> _Item:
+        return self.work(task)
+
+
+def _as_it_is(item: _Item) -> _Item:
+    return item
+
+
+def spread(
+    work: Callable[[_Task], _Item],
+    tasks: Iterable[_Task],
+    *,
+    desk: Desk,
+    workers: int,
+    name_of: Callable[[int], str],
+    timeout_seconds: float,
+    in_order: bool = True,
+    ahead: int = 2,
+) -> Generator[_Item, None, None]:
+    """Do tasks in processes that are forked from this one.
+
+    Args:
+        work: a task → what is yielded for it; it notes its images on the desk.
+        tasks: small, as they are sent; read as they are needed.
+        desk, workers: for as many processes; at least 1.
+        name_of, timeout_seconds: as for `Desk.watched`.
+        in_order: yield in the tasks' order; else as they are done.
+        ahead: tasks that are given to each worker before their results are asked for.
+    Raises: as `Desk.watched`.
+    """
+    with _as_many_as_asked():
+        loader: DataLoader[_Item] = DataLoader(
+            _Tasks(work),
+            batch_size=None,
+            sampler=tasks,
+            collate_fn=_as_it_is,
+            num_workers=workers,
+            worker_init_fn=desk.sit_down,
+            prefetch_factor=ahead,
+            timeout=POLL_SECONDS,
+            multiprocessing_context="fork",  # open files and shared memory come along
+            in_order=in_order,
+            # An iterator draws a seed when it is made: never from the global generator.
+            generator=torch.Generator(),
+        )
+    return desk.watched(loader, name_of=name_of, timeout_seconds=timeout_seconds)
+
+
 def _wait_for_one(workers: _Processes) -> None:
     """Wait a little for a worker's end, until its exit code is known too."""
     sentinels = {worker.sentinel: worker for worker in workers}
@@ -217,6 +279,14 @@ class _Guard:
                 self._error = self._explain()
                 self._end()
                 return
+
+
+@contextlib.contextmanager
+def _as_many_as_asked() -> Iterator[None]:
+    """Without torch's advice against more workers than cores: they also wait for disks."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        yield
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -66,12 +66,15 @@ class Watch:
     Attributes:
         fault: the last one, also where a library caught it and went on with something else.
         etag: of the last file that was asked for.
+
+    Args:
+        stores: hosts that are known to send the hub's large files.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stores: Iterable[str] = ()) -> None:
         self.fault: Fault | None = None
         self._refused: Any = None
-        self._stores: set[str] = set()  # where the hub sends its large files from
+        self._stores = set(stores)  # where the hub sends its large files from
         self.etag: str | None = None
         self._begun: Counter[tuple[str, str]] = Counter()
 

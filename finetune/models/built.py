@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from finetune.errors import FinetuneError
 
-__all__ = ["Built", "Preprocessing", "save_model"]
+__all__ = ["TRAINING_ONLY", "Built", "Preprocessing", "save_model"]
 
 # Whoever loads the model did not ask for the dropout of the run that made it.
-_TRAINING_ONLY = {
+TRAINING_ONLY = {
     "drop_rate",
     "pos_drop_rate",
     "patch_drop_rate",
@@ -145,6 +145,6 @@ def _saved_config(
         "num_classes": len(class_names),
         "num_features": getattr(built.model, "num_features", None),
         "label_names": list(class_names),
-        "model_args": {k: v for k, v in built.model_args.items() if k not in _TRAINING_ONLY},
+        "model_args": {k: v for k, v in built.model_args.items() if k not in TRAINING_ONLY},
         "pretrained_cfg": pretrained_cfg,
     }

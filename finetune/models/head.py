@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from timm.models import group_parameters
@@ -57,8 +58,9 @@ def zero_head(model: nn.Module, architecture: str) -> None:
 def freeze_parameters(model: nn.Module, freeze: str | int) -> None:
     """Switch off gradients: "none", "backbone" (all but the head), or the first blocks.
 
-    With a number, the patch, position and class-token embeddings are frozen too: a block means
-    little on top of embeddings that move.
+    With a number, the patch, position and class-token embeddings are frozen too, and what lies
+    between two frozen blocks: a block means little on top of what moves. So no gradient is computed
+    below the last block that is trained.
     """
     if freeze == "none":
         return
@@ -76,6 +78,10 @@ def freeze_parameters(model: nn.Module, freeze: str | int) -> None:
                 f"0 (the embeddings alone) and that, or backbone"
             )
         frozen = {name for group in groups[: freeze + 1] for name in group}
+        names = [name for name, _ in model.named_parameters()]
+        blocks = [name for group in groups[1 : freeze + 1] for name in group]
+        last = max((names.index(name) for name in blocks), default=0)
+        frozen |= {name for name in names[:last] if _is_between(model, name)}
     heads = tuple(f"{name}." for name in classifier_names(model))
     for name, parameter in model.named_parameters():
         if name in frozen and not name.startswith(heads):
@@ -98,6 +104,14 @@ def _blocks(model: nn.Module) -> list[list[str]]:
     blocks = [groups[index] for index in sorted(groups)][:-1]
     tokens = [name for name, _ in model.named_parameters() if name in EMBEDDED_TOKENS]
     return [[*blocks[0], *tokens], *blocks[1:]] if blocks else []
+
+
+def _is_between(model: nn.Module, name: str) -> bool:
+    """Whether timm counts a parameter to the block before it, like a change of resolution."""
+    group_matcher: Any = model.group_matcher
+    groups = group_matcher(coarse=False).values()
+    rules = [rule for group in groups if isinstance(group, list | tuple) for rule in group]
+    return any(mark == AFTER_BLOCKS and re.match(pattern, name) for pattern, mark in rules)
 
 
 def set_train_mode(model: nn.Module) -> None:

@@ -1,0 +1,79 @@
+"""Memory in which workers hand over their images: written once, read once, and used again.
+
+A tensor that a worker sends costs a new piece of shared memory, whose pages the system first has to
+find and clear: as much as half of decoding. Pages that are used again cost nothing.
+"""
+
+# B batch, C channels, H W pixels
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Put", "Slots", "shared_memory"]
+
+Put = list[tuple[int, ...] | NDArray[np.uint8]]
+
+_MAP_NORESERVE = 0x4000  # Linux, mmap(2); Python 3.13 has a name for it
+
+
+def shared_memory(num_bytes: int) -> NDArray[np.uint8]:
+    """Zeros that processes forked from here share; what is not written to takes no memory.
+
+    Raises: OSError where the system promises no more than it has.
+    """
+    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    memory = mmap.mmap(-1, max(num_bytes, 1), flags=flags)
+    return np.frombuffer(memory, dtype=np.uint8, count=num_bytes)
+
+
+class Slots:
+    """Places for batches of images, shared with the processes that are forked after this.
+
+    Args:
+        number: how many batches are under way at once.
+        num_bytes: of the largest batch that is expected; a larger one goes its own way.
+    """
+
+    def __init__(self, number: int, num_bytes: int) -> None:
+        self.number = number
+        self._slots = shared_memory(number * num_bytes).reshape(number, num_bytes)
+
+    def put(self, slot: int, images: Iterable[NDArray[np.uint8]]) -> Put:
+        """Put images, (H, W, 3) each, into a slot, one as soon as it comes.
+
+        Returns: what `take` needs; with the images themselves where the slot has no room for them.
+        """
+        place, start = self._slots[slot], 0
+        put: Put = []
+        for image in images:
+            end = start + image.size
+            if end > len(place):
+                put.append(image)
+                continue
+            place[start:end].reshape(image.shape)[...] = image
+            put.append(image.shape)
+            start = end
+        return put
+
+    def take(self, slot: int, put: Put) -> list[NDArray[np.uint8]]:
+        """Look at the images of a slot, which are there until it is used again.
+
+        Args:
+            put: what `put` returned in the worker.
+        Returns: (H, W, 3) each.
+        """
+        place, start, found = self._slots[slot], 0, []
+        for one in put:
+            if isinstance(one, np.ndarray):
+                found.append(one)
+                continue
+            size = math.prod(one)
+            found.append(place[start : start + size].reshape(one))
+            start += size
+        return found

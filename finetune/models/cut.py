@@ -1,0 +1,171 @@
+"""A network cut before its classifier: what that sees, and what follows from this alone."""
+
+# B batch, D width, K classes, C channels, H W pixels
+
+from __future__ import annotations
+
+from types import MethodType
+
+import torch
+from torch import Tensor, nn
+
+from finetune.errors import WeightsError
+from finetune.models.head import classifier_names, set_train_mode
+
+__all__ = ["accept_features", "last_layers", "pre_logits"]
+
+_RATES = ("p", "drop_prob", "prob")  # as dropout layers of every kind call theirs
+_TOLERANCE = 1e-4  # of the largest pre-logit: a device may sum in another order, dropout is more
+
+
+def pre_logits(model: nn.Module, images_BCHW: Tensor) -> Tensor:
+    """What the last layer of a timm network sees, its representation layer included.
+
+    Returns: (B, D) float32.
+    Raises: WeightsError if the network cannot say it.
+    """
+    body, head = (getattr(model, name, None) for name in ("forward_features", "forward_head"))
+    name = type(model).__name__
+    if not callable(body) or not callable(head):
+        raise WeightsError(
+            f"{name}: has no forward_features and forward_head to take features from; use one of "
+            "timm's networks"
+        )
+    values = head(body(images_BCHW), pre_logits=True)
+    if isinstance(values, Tensor) and values.ndim == 4 and values.shape[2:] == (1, 1):
+        values = values.flatten(1)
+    if not isinstance(values, Tensor) or values.ndim != 2:
+        kind = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise WeightsError(
+            f"{name}: its pre-logits are {kind}, not one vector an image; set global_pool, for "
+            "instance avg, in the model's config.json"
+        )
+    return values.float()
+
+
+def last_layers(model: nn.Module) -> list[str]:
+    """Names of the linear classifiers: no pre-logit depends on them."""
+    names = classifier_names(model)
+    return [name for name in names if isinstance(model.get_submodule(name), nn.Linear)]
+
+
+def accept_features(model: nn.Module, image_size: tuple[int, int], *, training: bool) -> str | None:
+    """Let a network take its own pre-logits in the place of images, if they decide its logits.
+
+    Afterwards `model(features_BD)` gives what `model(images_BCHW)` would, from the classifier and
+    the dropout right before it alone; images are taken as before. Names, copies and wrappers of
+    the network stay as they are.
+
+    Args:
+        model: in float32; nothing is changed where the answer is no.
+        image_size: (height, width) in pixels.
+        training: also while it trains, so nothing before the classifier may learn or be random.
+            The network is left in training mode then, else in evaluation mode.
+    Returns: None, or why it cannot be.
+    """
+    names = classifier_names(model)
+    if len(names) != 1 or last_layers(model) != names:
+        return "the network has no single linear classifier"
+    after = (f"{names[0]}.",)
+    if training and any(
+        parameter.requires_grad and not name.startswith(after)
+        for name, parameter in model.named_parameters()
+    ):
+        return "more than the classifier is trained"
+    device = next(model.parameters()).device
+    noise = torch.randn(2, 3, *image_size, generator=torch.Generator().manual_seed(0)).to(device)
+    model.eval()
+    try:
+        with torch.no_grad():
+            expected_BD = pre_logits(model, noise)
+    except WeightsError as error:
+        return str(error)
+    head = _head(model, noise, names[0], expected_BD)
+    if head is None:
+        return "the network's logits are not its classifier on its pre-logits"
+    if training and (reason := _varies(model, noise, head, expected_BD)) is not None:
+        return reason
+
+    def forward(self: nn.Module, values: Tensor) -> Tensor:
+        if values.ndim != 2:
+            logits: Tensor = type(self).forward(self, values)
+            return logits
+        for name in head:
+            values = self.get_submodule(name)(values)
+        return values
+
+    # bound to the network, so that a copy's is bound to the copy
+    model.forward = MethodType(forward, model)
+    return None
+
+
+@torch.no_grad()
+def _watched(
+    model: nn.Module, images_BCHW: Tensor, names: list[str]
+) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+    """Run a network. Returns: its logits, and what went into and came out of some modules."""
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+    handles = []
+    for name in names:
+
+        def note(
+            module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor, name: str = name
+        ) -> None:
+            seen[name] = (inputs[0], output)
+
+        handles.append(model.get_submodule(name).register_forward_hook(note))
+    try:
+        logits: Tensor = model(images_BCHW)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return logits, seen
+
+
+def _head(
+    model: nn.Module, images_BCHW: Tensor, classifier: str, expected_BD: Tensor
+) -> list[str] | None:
+    """Names of the modules that make logits of pre-logits; None if there is more to it."""
+    dropouts = [name for name, module in model.named_modules() if _is_random(module)]
+    logits, seen = _watched(model, images_BCHW, [*dropouts, classifier])
+    if classifier not in seen:
+        return None
+    entering, leaving = seen.pop(classifier)
+    if not _is_at(leaving, logits) or not _close(entering.float(), expected_BD):
+        return None
+    # without training dropout hands on what it is given
+    before = [name for name, (_, out) in seen.items() if _is_at(out, entering)]
+    return [*before[-1:], classifier]
+
+
+def _varies(
+    model: nn.Module, images_BCHW: Tensor, head: list[str], expected_BD: Tensor
+) -> str | None:
+    """Why pre-logits would not be the same at each step of training; None if they are."""
+    set_train_mode(model)
+    for name, module in model.named_modules():
+        if name not in head and _is_random(module):
+            return f"there is dropout before the classifier ({name})"
+        if isinstance(getattr(module, "running_mean", None), Tensor) and module.training:
+            return f"batch norm goes on counting ({name})"
+    _, seen = _watched(model, images_BCHW, [head[0]])
+    if not _close(seen[head[0]][0].float(), expected_BD):
+        return "the network computes otherwise while it trains"
+    return None
+
+
+def _is_random(module: nn.Module) -> bool:
+    """Whether it is a dropout layer, of whatever kind, whose rate is not 0."""
+    drops = "drop" in type(module).__name__.lower()
+    return drops and any(bool(getattr(module, rate, 0)) for rate in _RATES)
+
+
+def _is_at(one: Tensor, other: Tensor) -> bool:
+    """Whether they are the same memory, so that nothing was computed between them."""
+    return one.shape == other.shape and one.data_ptr() == other.data_ptr()
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    return bool((one - other).abs().max() <= _TOLERANCE * other.abs().max())

@@ -1,0 +1,30 @@
+"""The clock leaves the warm-up out and waits for the device at both ends."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from test_bench_subjects import Told
+
+from finetune.bench.clock import Clock, host_bytes, peak_memory, seconds_alive
+
+
+def test_a_clock_leaves_the_warm_up_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([10.0, 12.0, 20.0])
+    told = Told()
+    monkeypatch.setattr("finetune.bench.clock.time.perf_counter", lambda: next(now))
+    clock = Clock(torch.device("cpu"), warmup=3, steps=4, tick=told.tick)
+    for _ in range(7):
+        clock.step()
+    assert (clock.seconds, told.steps) == (8.0, 7)
+    assert clock.alive > 0
+
+
+def test_what_this_process_has_had() -> None:
+    assert peak_memory(torch.device("cpu")) == {"host": host_bytes(), "device": None}
+    assert host_bytes() > 50 * 2**20
+    before = seconds_alive()
+    time.sleep(0.05)
+    assert before < seconds_alive() < before + 600

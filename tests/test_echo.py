@@ -1,0 +1,39 @@
+"""What steps say is heard in order, at once or one step later, and never lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from finetune.echo import Echo
+
+CPU = torch.device("cpu")
+
+
+def test_at_once_where_nobody_waits() -> None:
+    echo = Echo(CPU)
+    assert echo.heard() == []
+    echo.say(torch.tensor(True))
+    echo.say(torch.tensor([2.5]))
+    assert echo.heard() == [1.0, 2.5]
+    assert echo.heard(all_of_it=True) == []
+
+
+def test_one_step_later() -> None:
+    echo, heard = Echo(CPU, late=True), []
+    value = torch.tensor(0.0)
+    for step in range(4):
+        value.fill_(step)  # what was said stays said
+        echo.say(value)
+        heard.append(echo.heard())
+    assert heard == [[], [0.0], [1.0], [2.0]]
+    assert echo.heard(all_of_it=True) == [3.0]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_from_a_gpu() -> None:
+    echo, value = Echo(torch.device("cuda")), torch.zeros(1, device="cuda")
+    for step in range(3):
+        echo.say(value.fill_(step))
+    assert echo.heard() == [0.0, 1.0]
+    assert echo.heard(all_of_it=True) == [2.0]

@@ -1,0 +1,116 @@
+"""The forecast of a run: a few real steps, memory by part, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults_runs import TINY, tiny
+from test_bench_subjects import Told
+
+from finetune.errors import FinetuneError, RecipeError, SetupError
+from finetune.forecast import Trial, forecast
+from finetune.models.anatomy import count_parameters
+
+CHANGES = (
+    *("data.batch_size=24", "data.micro_batch=12", "data.num_train=120", "run.test=false"),
+    *("optim.ema_decay=0.9", "run.eval_every=5"),
+)
+
+
+@pytest.fixture(scope="module")
+def trial(tmp_path_factory: pytest.TempPathFactory) -> Trial:
+    made = Trial(Told(), recipe=tiny(*CHANGES), folder=str(tmp_path_factory.mktemp("trial")))
+    made.prepare()
+    made.measured = made.measure()  # type: ignore[attr-defined]
+    made.predicted = made.predict()  # type: ignore[attr-defined]
+    return made
+
+
+def test_memory_is_the_sum_of_its_parts(trial: Trial) -> None:
+    predicted: dict[str, Any] = trial.predicted  # type: ignore[attr-defined]
+    memory, one = predicted["memory"], 4 * count_parameters(trial.job.built.model.parameters())
+    parts = memory["parts"]
+    assert parts["weights"] == parts["gradients"] == parts["average"] == one
+    assert parts["moments"] == pytest.approx(2 * one, rel=0.01)
+    assert parts["snapshot"] == parts["weights"] + parts["moments"] + parts["average"]
+    assert parts["images"] == 120 * 8 * 8 * 3
+    each = parts["activations_per_image"]
+    assert parts["activations"] == pytest.approx(12 * each, rel=0.1)
+    steady = [value for key, value in parts.items() if not key.startswith("activations")]
+    assert memory["phases"]["training"] == sum(steady) + parts["activations"]
+    assert memory["peak"] == max(memory["phases"].values())
+    assert (memory["where"], predicted["micro_batch"]) == ("host", 12)
+    # the process is this one, with all that the other tests have left in it
+    assert parts["program"] > 2**27
+    assert memory["measured"] > parts["program"]
+
+
+def test_time_follows_from_the_rates(trial: Trial) -> None:
+    measured: dict[str, Any] = trial.measured  # type: ignore[attr-defined]
+    time = measured["time"]
+    rate = time["images_per_second"]
+    assert rate == pytest.approx(sum(time["turns"]) / len(time["turns"]))
+    assert time["epoch_seconds"] == pytest.approx(trial.job.num_samples / rate)
+    assert (time["run_steps"], time["evaluations"]) == (12, 3)
+    val = 120 - trial.job.num_samples
+    evaluated = 4 * val / time["evaluated_per_second"]
+    assert time["run_seconds"] == pytest.approx(12 * 24 / rate + evaluated)
+    assert 0 <= time["input_share"] < 1
+
+
+def test_disk_holds_the_last_the_best_and_the_one_that_is_written(trial: Trial) -> None:
+    predicted: dict[str, Any] = trial.predicted  # type: ignore[attr-defined]
+    disk, parts = predicted["disk"], predicted["memory"]["parts"]
+    assert disk["checkpoint"] == parts["snapshot"]
+    assert disk["needed"] == (2 + 2) * disk["checkpoint"] + 2 * parts["average"]
+    json.dumps(predicted)
+
+
+def test_without_a_checkpoint_on_the_way_there_is_no_snapshot(tmp_path: Path) -> None:
+    changes = ("data.val_fraction=0", "run.eval_every=12", "model.freeze=backbone")
+    made = Trial(Told(), recipe=tiny(*CHANGES, *changes), folder=str(tmp_path))
+    made.prepare()
+    made.measure()
+    predicted = made.predict()
+    parts = predicted["memory"]["parts"]
+    assert parts["snapshot"] == 0
+    assert 0 < parts["gradients"] < parts["weights"] / 10
+    assert "evaluation" not in predicted["memory"]["phases"]
+    assert predicted["parameters"]["trained"] == parts["gradients"] // 4
+
+
+@pytest.mark.slow
+def test_a_forecast_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary, here = tmp_path / "temporary", tmp_path / "here"
+    temporary.mkdir()
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(TINY)
+    found = forecast(str(recipe), CHANGES)
+    assert list(temporary.iterdir()) == list(here.iterdir()) == []
+    assert found["batch_size"] == 24
+    assert found["disk"]["free_here"] > 0
+    assert found["options"]
+    json.dumps(found)
+    # an error of the other process is an error here, of its kind
+    with pytest.raises(FinetuneError) as caught:
+        forecast(str(recipe), ["data.source=folder:nowhere"])
+    assert caught.value.exit_code == 3
+    assert list(temporary.iterdir()) == []
+
+
+def test_one_process_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(TINY)
+    with pytest.raises(RecipeError, match=r"add run\.num_processes=1"):
+        forecast(str(recipe), ["run.num_processes=2"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SetupError, match="without accelerate launch"):
+        forecast(str(recipe))

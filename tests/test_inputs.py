@@ -1,0 +1,39 @@
+"""Batches from workers beside bare decoding: both read the same images, and both are counted."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from finetune.bench.inputs import input_rates
+from finetune.data.sources import Split, open_source
+from finetune.errors import DataError
+
+
+def test_both_read_every_image_in_every_turn(
+    image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split = open_source(f"folder:{image_folder}").splits["train"]
+    read, parent, log = Split.read, os.getpid(), tmp_path / "log"
+
+    def noted(self: Split, index: int) -> np.ndarray:
+        with log.open("a") as file:  # appended as a whole, whoever else does
+            file.write(f"{index} {os.getpid() != parent}\n")
+        return read(self, index)
+
+    monkeypatch.setattr(Split, "read", noted)
+    found = input_rates(split, workers=2, batch_size=5, images=2 * len(split), repeats=2)
+    assert [len(found[name]) for name in ("decode", "workers")] == [2, 2]
+    assert found["share"] > 0
+    expected = sorted(f"{index} True" for index in range(len(split))) * 8
+    assert sorted(log.read_text().splitlines()) == sorted(expected)
+
+
+def test_an_image_that_cannot_be_read_is_an_error(image_folder: Path) -> None:
+    (image_folder / "train" / "red" / "red-0.png").write_bytes(b"")
+    split = open_source(f"folder:{image_folder}").splits["train"]
+    with pytest.raises(DataError, match="finetune data scan"):
+        input_rates(split, workers=1, batch_size=5, images=len(split), repeats=1)

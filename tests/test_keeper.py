@@ -1,0 +1,95 @@
+"""Checkpoints are written while training goes on, one at a time, and no error of theirs is lost."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from finetune.errors import DivergedError, SetupError
+from finetune.keeper import Keeper
+from finetune.rundir import RunDir
+from finetune.state import Snapshot
+
+
+class Slow(Snapshot):
+    """Writes when it may."""
+
+    def __init__(self, value: float = 0.0, *, full: bool = False) -> None:
+        counters = {"best_step": None}
+        super().__init__({"weight": torch.tensor(value)}, {}, {}, None, counters)
+        self.may = threading.Event()
+        self.full = full
+
+    def write(self, folder: Path) -> None:
+        assert self.may.wait(60)
+        if self.full:
+            raise OSError(28, "No space left on device")
+        super().write(folder)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    made = RunDir(tmp_path / "run")
+    made.open()
+    return made
+
+
+def test_the_trainer_goes_on_while_it_is_written(run: RunDir) -> None:
+    keeper, first, second = Keeper(run, newest=2), Slow(), Slow()
+    with keeper.at_work():
+        keeper.write(1, first)
+        keeper.look()
+        assert run.steps() == []
+        threading.Timer(0.3, first.may.set).start()
+        keeper.write(2, second)  # waits for the first
+        assert run.steps() == [1]
+        second.may.set()
+        keeper.wait()
+        assert run.steps() == [1, 2]
+    assert run.verify(2) is None
+
+
+def test_leaving_waits_for_the_last_one(run: RunDir) -> None:
+    keeper, snapshot = Keeper(run, newest=2), Slow()
+
+    def train() -> None:
+        with keeper.at_work():
+            keeper.write(1, snapshot)
+            threading.Timer(0.3, snapshot.may.set).start()
+            raise DivergedError("the run has ended meanwhile")
+
+    with pytest.raises(DivergedError):
+        train()
+    assert run.verify(1) is None
+
+
+def test_a_full_disk_ends_the_run_at_the_next_step(run: RunDir) -> None:
+    keeper, good, full = Keeper(run, newest=2), Slow(), Slow(full=True)
+    good.may.set()
+    keeper.write(1, good)
+    keeper.write(2, full)
+    keeper.look()  # still under way
+    full.may.set()
+    with pytest.raises(SetupError, match="disk is full"):
+        keeper.wait()
+    assert run.steps() == [1]
+    assert not list(run.checkpoints.glob(".*"))
+
+
+@pytest.mark.parametrize("error", [None, DivergedError("first")])
+def test_a_full_disk_at_the_end_is_told(error: DivergedError | None, run: RunDir) -> None:
+    """Unless something else has ended the run."""
+    keeper, full = Keeper(run, newest=2), Slow(full=True)
+    full.may.set()
+
+    def train() -> None:
+        with keeper.at_work():
+            keeper.write(1, full)
+            if error is not None:
+                raise error
+
+    with pytest.raises(SetupError if error is None else DivergedError):
+        train()

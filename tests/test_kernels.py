@@ -1,0 +1,81 @@
+"""Kernels follow from the recipe and the device: attention's, and whether a run is compiled."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+import torch
+
+from finetune.kernels import LONG_SECONDS, compiles, prefer_fast_attention, training_operations
+
+CPU = torch.device("cpu")
+
+
+def network() -> torch.nn.Module:
+    torch.manual_seed(0)
+    made: torch.nn.Module = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3
+    )
+    return made.eval()
+
+
+def fused(model: torch.nn.Module) -> list[bool]:
+    return [module.fused_attn for module in model.modules() if hasattr(module, "fused_attn")]
+
+
+@pytest.mark.parametrize(
+    "device, precision, kept",
+    [("cpu", "bf16", False), ("cpu", "no", True), ("cuda", "bf16", True), ("cuda", "fp16", True)],
+)
+def test_plain_attention_on_a_cpu_in_bf16_alone(device: str, precision: str, kept: bool) -> None:
+    model = network()
+    assert fused(model) == [True, True]
+    prefer_fast_attention(model, device=torch.device(device), precision=precision)
+    assert fused(model) == [kept, kept]
+
+
+def test_both_attentions_give_the_same() -> None:
+    model, images = network().double(), torch.rand(2, 3, 32, 32, dtype=torch.float64)
+    with torch.no_grad():
+        before = model(images)
+        prefer_fast_attention(model, device=CPU, precision="bf16")
+        after = model(images)
+    assert fused(model) == [False, False]
+    torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
+
+
+def test_operations_of_a_step() -> None:
+    layer = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 4 * 5, 7))
+    assert training_operations(layer, (4, 5)) == 3 * 2 * 60 * 7
+
+
+def decided(choice: bool | str, seconds: float, *, device: str = "cpu", **given: bool) -> bool:
+    return compiles(
+        choice,
+        device=torch.device(device),
+        sharded=given.get("sharded", False),
+        images=1000,
+        operations=lambda: int(seconds * {"cpu": 3e11, "cuda": 3e14}[device] / 1000),
+        notice=pytest.fail,
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_long_runs_are_compiled(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    assert decided("auto", 1.01 * LONG_SECONDS, device=device)
+    assert not decided("auto", 0.99 * LONG_SECONDS, device=device)
+    assert not decided("auto", 2 * LONG_SECONDS, device=device, sharded=True)
+    assert decided(True, 0, device=device)
+    assert not decided(False, 2 * LONG_SECONDS, device=device)
+
+
+def test_without_a_compiler_the_user_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    told: list[str] = []
+    common = {"device": CPU, "sharded": False, "images": 1, "notice": told.append}
+    assert not compiles("auto", operations=lambda: 10**15, **common)
+    assert len(told) == 1
+    assert "g++" in told[0]
+    assert not compiles("auto", operations=lambda: 1, **common)
+    assert len(told) == 1

@@ -1,0 +1,46 @@
+"""What workers hand over: the same pixels, in a slot or beside it, and no new memory each time."""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+
+import numpy as np
+import pytest
+
+from finetune.data.slots import Slots, shared_memory
+
+
+def image(number: int, size: tuple[int, int] = (3, 4)) -> np.ndarray:
+    return np.random.default_rng(number).integers(0, 256, (*size, 3), dtype=np.uint8)
+
+
+def test_images_come_over_from_another_process() -> None:
+    slots = Slots(2, 1000)
+    images = [image(0), image(1, (5, 2))[:, ::-1], image(2)]
+    fork = multiprocessing.get_context("fork")
+    queue = fork.SimpleQueue()
+    process = fork.Process(target=lambda: queue.put(slots.put(1, iter(images))))
+    process.start()
+    put = queue.get()
+    process.join(30)
+    assert put == [(3, 4, 3), (5, 2, 3), (3, 4, 3)]  # no pixels in the queue
+    for mine, other in zip(slots.take(1, put), images, strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
+@pytest.mark.parametrize("room", [0, 35, 36, 71, 72, 200])
+def test_images_without_room_come_beside_the_slot(room: int) -> None:
+    slots = Slots(1, room)
+    images = [image(0), image(1, (9, 9)), image(2)]
+    put = slots.put(0, images)
+    assert sum(isinstance(one, tuple) for one in put) == min(room // 36, 2)
+    for mine, other in zip(slots.take(0, put), images, strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
+def test_memory_is_only_promised() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    memory = shared_memory(2**36)
+    memory[[0, -1]] = 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**16  # KiB

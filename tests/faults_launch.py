@@ -150,6 +150,16 @@ def launcher(kind: str, processes: int) -> list[str]:
 
 
 @contextlib.contextmanager
+def heeding_interrupts() -> Iterator[None]:
+    """What is started meanwhile heeds SIGINT; started in the background, a suite does not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
 def launched(
     folder: Path,
     *overrides: str,
@@ -186,7 +196,7 @@ def launched(
     command = [*before, *words, *program, "train", str(path), *overrides]
     command += ["--out", str(out)]
     variables = {"ACCELERATE_USE_CPU": "true", "PYTHONUNBUFFERED": "1", **(environment or {})}
-    with log.open("ab") as stream:
+    with log.open("ab") as stream, heeding_interrupts():
         process = subprocess.Popen(
             command,
             cwd=REPOSITORY,

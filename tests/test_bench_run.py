@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import pytest
 from doubles import Double, replace
+from faults_launch import heeding_interrupts
 from faults_runs import TINY
 
 from finetune.bench import run, studies
@@ -374,9 +375,8 @@ def group_lives(group: int) -> bool:
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """A suite that was started in the background ignores interrupts, and so would its children."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+    with heeding_interrupts():
+        yield
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ The set's own images, over and over, in one file of uint8 that is mapped into me
 
 from __future__ import annotations
 
+import os
 import tracemalloc
 from typing import Any
 
@@ -67,9 +68,12 @@ class Grown(Ours):
         shape = (number, *images_NHWC.shape[1:])
         path = self.folder / f"{number}.uint8"
         own = images_NHWC.cpu().numpy()
-        with disk_errors(path, needed=int(np.prod(shape))), path.open("wb") as file:
-            for start in range(0, number, len(own)):
-                file.write(own[: number - start].data)
+        if not path.exists():
+            with disk_errors(path, needed=int(np.prod(shape))), path.open("wb") as file:
+                for start in range(0, number, len(own)):
+                    file.write(own[: number - start].data)
+                file.flush()
+                os.fsync(file.fileno())  # else the system writes it while the clock runs
         return torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="r+", shape=shape))
 
 

@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from finetune.recipe_types import (
     Arguments,
+    Auto,
     Betas,
     Blocks,
     EvalSentence,
@@ -91,7 +92,7 @@ class ModelSection(Section):
     grad_checkpointing: StrictBool = Field(
         False, description="recompute activations: less memory, about a third more time"
     )
-    compile: StrictBool | Literal["auto"] = Field(
+    compile: Auto = Field(
         "auto", description="train through torch.compile; auto: where the run is long enough"
     )
 

@@ -16,6 +16,7 @@ from finetune.errors import RecipeError
 
 __all__ = [
     "Arguments",
+    "Auto",
     "Betas",
     "Blocks",
     "EvalSentence",
@@ -125,6 +126,12 @@ def _micro_batch(value: Any) -> Any:
     return images
 
 
+def _auto_or_not(value: Any) -> Any:
+    if value == "auto" or isinstance(value, bool):
+        return value
+    raise _expected("'auto', true or false")
+
+
 def _plain_values(value: Any) -> Any:
     if not isinstance(value, dict):
         raise _expected("a mapping of keyword arguments")
@@ -190,6 +197,7 @@ Real = Annotated[float, BeforeValidator(number)]
 Text = Annotated[str, BeforeValidator(_text)]
 Size = Annotated[int | tuple[int, int], BeforeValidator(_image_size)]
 Blocks = Annotated[Literal["none", "backbone"] | int, BeforeValidator(_freeze)]
+Auto = Annotated[bool | Literal["auto"], BeforeValidator(_auto_or_not)]
 MicroBatch = Annotated[Literal["auto"] | int, BeforeValidator(_micro_batch)]
 Arguments = Annotated[dict[str, Any], BeforeValidator(_plain_values)]
 TrainSentence = Annotated[Text, AfterValidator(_train_sentence)]

@@ -31,6 +31,14 @@ class TestGoodValues:
         recipe = parse_recipe(with_line(f"args: {args}", section="optim"))
         assert recipe.optim.args == {"eps": 1e-8, "note": "1e-8", "amsgrad": False}
 
+    @pytest.mark.parametrize("value", ["auto", True, False])
+    def test_compilation_can_be_left_to_the_run(self, value: Any) -> None:
+        line = f"compile: {json.dumps(value)}"
+        assert parse_recipe(with_line(line, section="model")).model.compile == value
+        wrong = problems(with_line("compile: maybe", section="model"))
+        assert len(wrong) == 1
+        assert "expected 'auto', true or false, got 'maybe'" in wrong[0]
+
     @pytest.mark.parametrize("text", ["2024-01-01", "1:30", "0o17", "hf-hub:a/b@c", "a#b"])
     def test_what_yaml_1_1_would_change_stays_text(self, text: str) -> None:
         assert parse_recipe(BASE.replace("vit_tiny", text)).model.name == text

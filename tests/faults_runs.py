@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from tqdm import tqdm
 
 from finetune import state
 from finetune.cli import main
@@ -127,6 +129,8 @@ def fork(work: Callable[[], object], stderr: int) -> int:
     try:
         os.dup2(stderr, 2)
         sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+        # Forked processes share the lock of the bars; who is killed while holding it keeps it.
+        tqdm.set_lock(threading.RLock())
         work()
         code = 0
     except FinetuneError as error:

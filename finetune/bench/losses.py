@@ -6,33 +6,15 @@ Plainly is in float32 and not compiled: what differs is what the fast path does 
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 from typing import Any
 
-from finetune.engine import launch
-from finetune.job import open_job
-from finetune.live import Live
-from finetune.progress import Meter
-from finetune.provenance import DTYPES
-from finetune.recipe import Recipe
-from finetune.rundir import RunDir
+from finetune.bench.subjects import Ours
 
 __all__ = ["Curve", "compared"]
 
 
-class Curve:
-    """A recipe's training on this process, from its first step.
-
-    Args:
-        line: told of steps and notices.
-        recipe: to be trained as `train` would.
-        folder: for the run directory; whoever made it removes it.
-    """
-
-    def __init__(self, line: Any, *, recipe: Recipe, folder: str) -> None:
-        self.line = line
-        self.recipe = recipe
-        self.folder = Path(folder)
+class Curve(Ours):
+    """A recipe's training on this process, from its first step."""
 
     def losses(self, *, steps: int, every: int) -> dict[str, Any]:
         """Train.
@@ -42,25 +24,15 @@ class Curve:
             every: over how many steps each mean goes.
         Returns: "losses", the means; "precision"; "compiled".
         """
-        run = RunDir(self.folder / "curve")
-        accelerator = launch(self.recipe.run, out=run.path)
-        job = open_job(
-            self.recipe, device=accelerator.device, notice=self.line.notice, progress=False
-        )
-        live = Live(job, accelerator, run)
-        precision = accelerator.mixed_precision.replace("no", "fp32")
-        feed = job.feed(job.source.splits["train"], train=True, dtype=DTYPES[precision])
-        meter, found = Meter(accelerator.device, 0.0), []
-        batches = feed.train(job.stream, range(steps), micro_batch=live.micro_batch)
-        with contextlib.closing(run), contextlib.closing(batches) as planned:
-            run.open()
-            live.go_on(meter)
+        self._open()
+        live, found = self.live, []
+        with contextlib.closing(live.run), contextlib.closing(self._batches(steps)) as planned:
             for number, micro_batches in planned:
-                live.step(number, micro_batches, meter)
+                live.step(number, micro_batches, self.meter)
                 self.line.tick()
                 if live.counters.step % every == 0:
-                    found.append(live.log(meter)["loss"])
-        return {"losses": found, "precision": precision, "compiled": live.compiled}
+                    found.append(live.log(self.meter)["loss"])
+        return {"losses": found, "precision": self.precision, "compiled": live.compiled}
 
 
 def compared(own: dict[str, Any], plain: dict[str, Any], *, every: int) -> dict[str, Any]:

@@ -59,22 +59,8 @@ class Ours:
         Returns: "device", "precision", "compiled", "batch_size", "micro_batch", "image_size",
             "num_images", "seconds_to_first_step", "operations" of a step, "machine".
         """
-        recipe = self.recipe
-        run = RunDir(self.folder / "run")
-        self.accelerator = launch(recipe.run, out=run.path)
-        self.device = self.accelerator.device
-        self.job = open_job(recipe, device=self.device, notice=self.line.notice, progress=False)
-        self.live = Live(self.job, self.accelerator, run)
-        if self.live.main:
-            run.open()
-        self.precision = self.accelerator.mixed_precision.replace("no", "fp32")
-        self.feed = self.job.feed(
-            self.job.source.splits["train"], train=True, dtype=DTYPES[self.precision]
-        )
-        settle_micro_batch(self.live, self.feed, lambda work: work())
+        self._open()
         self.val_feed = _evaluated(self.job)
-        self.meter = Meter(self.device, 0.0)
-        self.live.go_on(self.meter)
         clock = Clock(self.device, warmup=1, steps=0, tick=self.line.tick)
         self._real(clock)
         # The network itself: DDP and compilation have nothing to say about its layers.
@@ -86,7 +72,7 @@ class Ours:
             "device": self.device.type,
             "precision": self.precision,
             "compiled": self.live.compiled,
-            "batch_size": recipe.data.batch_size,
+            "batch_size": self.recipe.data.batch_size,
             "micro_batch": self.live.micro_batch,
             "image_size": list(self.job.preprocessing.image_size),
             "num_images": self.job.num_samples,
@@ -96,6 +82,24 @@ class Ours:
             "operations": self.operations,
             "machine": describe_machine(self.device, world) | {"distributed": self._distributed()},
         }
+
+    def _open(self) -> None:
+        """Open the job as `train` does, up to its first step."""
+        run = RunDir(self.folder / "run")
+        self.accelerator = launch(self.recipe.run, out=run.path)
+        self.device = self.accelerator.device
+        notice = self.line.notice
+        self.job = open_job(self.recipe, device=self.device, notice=notice, progress=False)
+        self.live = Live(self.job, self.accelerator, run)
+        if self.live.main:
+            run.open()
+        self.precision = self.accelerator.mixed_precision.replace("no", "fp32")
+        self.feed = self.job.feed(
+            self.job.source.splits["train"], train=True, dtype=DTYPES[self.precision]
+        )
+        settle_micro_batch(self.live, self.feed, lambda work: work())
+        self.meter = Meter(self.device, 0.0)
+        self.live.go_on(self.meter)
 
     def _distributed(self) -> str | None:
         """How the network is spread over processes."""
@@ -160,7 +164,7 @@ class Ours:
             network = self.live.evaluated()
             return evaluate(network, feed, self.accelerator, batch_size=batch_size)
 
-        if not self._evaluated:  # a compiled network is compiled again for evaluation
+        if not self._evaluated:  # the first one takes the memory that the others use again
             evaluated(batch_size)
             self._evaluated = True
         return float(evaluated(images)["images_per_second"])

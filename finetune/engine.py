@@ -36,7 +36,7 @@ from finetune.job import open_job
 from finetune.live import Live
 from finetune.measure import evaluate
 from finetune.models.build import set_train_mode
-from finetune.progress import Meter, StopSignals, bar, say
+from finetune.progress import Meter, StopSignals, bar, say, say_nothing
 from finetune.provenance import DTYPES, pick_precision, requested_processes
 from finetune.recipe import Recipe, RunSection
 from finetune.record import begin, note_plan, status_kept
@@ -143,7 +143,7 @@ def train(
                 recipe,
                 device=accelerator.device,
                 local_processes=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
-                notice=say if main else _silent,
+                notice=say if main else say_nothing,
                 progress=main,
             )
             # Before the data is decoded: whatever of the recipe does not fit together shows here.
@@ -316,7 +316,3 @@ def _validation(result: dict[str, Any], step: int, *, best: bool) -> str:
     """What a validation found, in a line."""
     figures = "  ".join(f"{key} {result[key]:.4f}" for key in ("loss", "top1", "top5"))
     return f"step {step}: val {figures}{'  (the best so far)' if best else ''}"
-
-
-def _silent(message: str) -> None:
-    """Ranks other than 0 say nothing."""

@@ -38,7 +38,7 @@ from finetune.feature_cache import cache_folder, read_cached, write_cached
 from finetune.models.built import TRAINING_ONLY, Built
 from finetune.models.cut import last_layers, pre_logits
 from finetune.preprocess import default_eval
-from finetune.progress import say
+from finetune.progress import say, say_nothing
 from finetune.recipe import DataSection
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def _computed(
         unreadable=section.unreadable,
         local_processes=int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)),
         progress=main,
-        notice=say if main else _silent,
+        notice=say if main else say_nothing,
         timeout_seconds=timeout_seconds,
     )
     feed = Feed(store, pipeline, num_classes=1, device=device)
@@ -274,10 +274,6 @@ def _everywhere(
         if values_ND is None:
             whole[first : first + at_once] = rows_ND.cpu().numpy()
     return whole
-
-
-def _silent(message: str) -> None:
-    """Ranks other than 0 say nothing."""
 
 
 def places_of(part: Split, whole: Split) -> NDArray[np.int64]:

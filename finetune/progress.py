@@ -18,12 +18,16 @@ from tqdm import tqdm
 from finetune.errors import Interrupted, visible
 from finetune.watch import Launcher
 
-__all__ = ["Meter", "StopSignals", "bar", "say"]
+__all__ = ["Meter", "StopSignals", "bar", "say", "say_nothing"]
 
 
 def say(message: str) -> None:
     """Tell the user one line on standard error, without breaking a progress bar."""
     tqdm.write(f"finetune: {visible(message)}", file=sys.stderr)
+
+
+def say_nothing(message: str) -> None:
+    """What ranks other than 0 do instead of `say`."""
 
 
 def bar(*, total: int, start: int, shown: bool) -> tqdm[Any]:

@@ -31,4 +31,5 @@ def whole_data_of(section: DataSection) -> Source:
         image_column=section.image_column,
         label_column=section.label_column,
         streaming=section.streaming,
+        decode_size=section.decode_size,
     )

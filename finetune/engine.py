@@ -37,7 +37,7 @@ from finetune.live import Live
 from finetune.measure import evaluate
 from finetune.models.build import set_train_mode
 from finetune.progress import Meter, StopSignals, bar, say, say_nothing
-from finetune.provenance import DTYPES, pick_precision, requested_processes
+from finetune.provenance import DTYPES, pick_precision, precision_of, requested_processes
 from finetune.recipe import Recipe, RunSection
 from finetune.record import begin, note_plan, status_kept
 from finetune.rundir import RunDir
@@ -150,7 +150,7 @@ def train(
             job.try_pipelines()
             live = Live(job, accelerator, run)
             job.stream.micro_batches(0, rank=accelerator.process_index, world=world)
-            precision = accelerator.mixed_precision.replace("no", "fp32")
+            precision = precision_of(accelerator)
             if recipe.run.precision == "auto":
                 job.notice(f"run.precision: auto is {precision} on this {accelerator.device.type}")
             _on_main(accelerator, lambda: _check_destination(recipe))

@@ -146,7 +146,9 @@ def _name_of(model: str) -> str:
 def _pictures(model: str, pipeline: Pipeline, paths: Sequence[str]) -> tuple[Tensor, str]:
     """Real images, prepared. Returns: (N, 3, h, w), and what they are of."""
     if paths:
-        return _prepared(pipeline, map(_decoded, _spread(list_files(paths)))), "--images"
+        chosen = _spread(list_files(paths))
+        images = (_decoded(path, error, pipeline.decode_size) for path, error in chosen)
+        return _prepared(pipeline, images), "--images"
     if recipe := recipe_of(model):
         section = recipe.data
         try:
@@ -156,12 +158,11 @@ def _pictures(model: str, pipeline: Pipeline, paths: Sequence[str]) -> tuple[Ten
     return _some_of(open_source(_DIGITS), pipeline), _DIGITS
 
 
-def _decoded(found: tuple[str, str | None]) -> np.ndarray:
-    path, error = found
+def _decoded(path: str, error: str | None, size: int | None) -> np.ndarray:
     if error is not None:
         raise DataError(f"--images: {path}: {error}; name another")
     try:
-        return decode(path)
+        return decode(path, size=size)
     except DataError as cause:
         raise DataError(f"--images: {cause}; name another") from None
 

@@ -39,6 +39,7 @@ from finetune.models.built import TRAINING_ONLY, Built
 from finetune.models.cut import last_layers, pre_logits
 from finetune.preprocess import default_eval
 from finetune.progress import say, say_nothing
+from finetune.provenance import precision_of
 from finetune.recipe import DataSection
 
 if TYPE_CHECKING:
@@ -144,7 +145,11 @@ def split_features(
     key, values, folder = "", None, cache_folder()
     if accelerator.is_main_process:
         # a run that stops at unreadable images must not be served by one that left them out
-        data = {"data": split.fingerprint(), "unreadable": section.unreadable}
+        data = {
+            "data": split.fingerprint(),
+            "decode_size": split.decode_size,
+            "unreadable": section.unreadable,
+        }
         place = {"device": accelerator.device.type, "precision": accelerator.mixed_precision}
         everything = {**identity, **data, **place}
         key = hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
@@ -237,7 +242,7 @@ def compute(
                 padded = nn.functional.pad(own, (0, 0, 0, largest - len(own)))
                 everybodys = torch.as_tensor(accelerator.gather(padded))
             if not bool(everybodys.isfinite().all()):
-                numbers = accelerator.mixed_precision.replace("no", "fp32")
+                numbers = precision_of(accelerator)
                 raise WeightsError(
                     f"the model's features are not finite in {numbers}; its weights are damaged"
                     + (", or need a wider run.precision" if numbers == "fp16" else "")

@@ -237,7 +237,8 @@ class Trial(Ours):
         if images is None:
             return 0
         whole = [images] if isinstance(images, torch.Tensor) else images
-        return num_bytes(image for image in whole if image.device.type == self.device.type)
+        # not num_bytes: an image that is made when it is asked for has another one's id afterwards
+        return sum(image.nbytes for image in whole if image.device.type == self.device.type)
 
     def _saves_before_the_end(self) -> bool:
         job: Job = self.job

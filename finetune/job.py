@@ -234,6 +234,7 @@ def open_job(
             f"data.eval: timm's hub format cannot say '{evaluation}'; whoever loads the published "
             f"model evaluates it with '{default_eval(preprocessing)}'"
         )
+    _check_decode_size(data.decode_size, preprocessing.image_size, notice)
     return Job(
         recipe=recipe,
         source=source,
@@ -275,6 +276,23 @@ def _named(key: str) -> Iterator[None]:
         yield
     except RecipeError as error:
         raise RecipeError(f"data.{key}: {error}") from error
+
+
+def _check_decode_size(
+    size: int | None, image_size: tuple[int, int], notice: Callable[[str], None]
+) -> None:
+    """Refuse to decode to less than is needed, and say what others cannot know."""
+    if size is None:
+        return
+    if size < max(image_size):
+        raise RecipeError(
+            f"data.decode_size: {size} is less than the {max(image_size)} pixels that the network "
+            "takes; raise it, or remove it"
+        )
+    notice(
+        "data.decode_size: timm's hub format has no such key; whoever loads the published model "
+        "decodes JPEGs at their own size"
+    )
 
 
 def _read(split: Split, index: int) -> torch.Tensor | None:

@@ -189,9 +189,10 @@ class Classifier:
         """Prepare files in order: (3, h, w) on the device, or what is wrong with the file."""
         # a few at a time: 64 decoded photos of 48 megapixels would be 9 GB
         ahead: deque[tuple[str, Future[Tensor | str]]] = deque()
+        size = self.pipeline.decode_size
         with ThreadPoolExecutor(_DECODERS) as pool:
             for place, (path, error) in enumerate(found):
-                ahead.append((path, pool.submit(_decoded, path, error, place, look)))
+                ahead.append((path, pool.submit(_decoded, path, error, place, size, look)))
                 if len(ahead) == _DECODERS:
                     yield self._prepared(*ahead.popleft())
             while ahead:
@@ -250,8 +251,8 @@ def evaluation(
         )
     names = built.class_names or [str(index) for index in range(num_classes)]
     recipe = recipe_of(model) if as_recorded else None
-    sentence = recipe.data.eval if recipe else None
-    return make_pipeline(built.preprocessing, sentence, train=False), names
+    sentence, size = (recipe.data.eval, recipe.data.decode_size) if recipe else (None, None)
+    return make_pipeline(built.preprocessing, sentence, decode_size=size), names
 
 
 def predict(
@@ -311,13 +312,17 @@ def predict(
 
 
 def _decoded(
-    path: str, error: str | None, place: int, look: Callable[[int, np.ndarray], None] | None
+    path: str,
+    error: str | None,
+    place: int,
+    size: int | None,
+    look: Callable[[int, np.ndarray], None] | None,
 ) -> Tensor | str:
     """(3, H, W) uint8, or what is wrong with the file."""
     if error is not None:
         return error
     try:
-        pixels_HWC = decode(path)
+        pixels_HWC = decode(path, size=size)
     except DataError as cause:
         return str(cause).removeprefix(f"{printable(path)}: ")
     if look is not None:

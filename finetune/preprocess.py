@@ -35,7 +35,11 @@ def default_eval(preprocessing: Preprocessing) -> str:
 
 
 def make_pipeline(
-    preprocessing: Preprocessing, sentence: str | None = None, *, train: bool = False
+    preprocessing: Preprocessing,
+    sentence: str | None = None,
+    *,
+    train: bool = False,
+    decode_size: int | None = None,
 ) -> Pipeline:
     """Connect a sentence with what the weights expect.
 
@@ -43,6 +47,7 @@ def make_pipeline(
         preprocessing: size, mean, std and interpolation.
         sentence: operations; None for the evaluation that the configuration implies.
         train: whether random operations are allowed.
+        decode_size: see `Pipeline`.
     Raises: RecipeError if the sentence does not lead to the image size.
     """
     return Pipeline(
@@ -52,6 +57,7 @@ def make_pipeline(
         std=preprocessing.std,
         interpolation=preprocessing.interpolation,
         train=train,
+        decode_size=decode_size,
     )
 
 

@@ -8,14 +8,23 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
 
 from finetune.errors import SetupError, masked
 
-__all__ = ["DTYPES", "describe_machine", "pick_precision", "requested_processes"]
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+__all__ = [
+    "DTYPES",
+    "describe_machine",
+    "pick_precision",
+    "precision_of",
+    "requested_processes",
+]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -103,6 +112,11 @@ def pick_precision(wanted: str, device: torch.device) -> str:
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     native = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
     return "bf16" if device.type == "cpu" and native else "fp32"
+
+
+def precision_of(accelerator: Accelerator) -> str:
+    """The numbers that an accelerator computes with: "fp32", "bf16" or "fp16"."""
+    return str(accelerator.mixed_precision).replace("no", "fp32")
 
 
 def requested_processes() -> int | None:

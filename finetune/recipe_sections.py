@@ -151,6 +151,12 @@ class DataSection(Section):
         description="where decoded images stay; none: decoded again in every epoch; auto: "
         "on the device, else mapped from the cache on disk, else in memory, else none",
     )
+    decode_size: Whole | None = Field(
+        None,
+        ge=1,
+        description="decode a JPEG at 1/2, 1/4 or 1/8 of its size where no side falls below these "
+        "pixels: less work for photos much larger than image_size; null: at its own size",
+    )
     workers: Whole = Field(
         2, ge=0, description="decoding processes; at least one per core where all is kept"
     )
@@ -265,9 +271,7 @@ class RunSection(Section):
         None, ge=1, description="refuse to run on any other number; null: any"
     )
     threads: Whole | None = Field(None, ge=1, le=1024, description="CPU threads of each process")
-    timeout_seconds: Real = Field(
-        1800.0, gt=0, description="for which a process waits for the others before it gives up"
-    )
+    timeout_seconds: Real = Field(1800.0, gt=0, description="of waiting for other processes")
     max_skipped: Whole = Field(
         10, ge=0, description="steps in a row with a loss that is not finite before giving up"
     )

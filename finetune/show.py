@@ -71,8 +71,8 @@ def show(
         raise RecipeError("--out: is empty; name a folder")
     built, recipe = build(str(model)), recipe_of(model)
     network = built.model.eval()
-    sentence = recipe.data.eval if recipe is not None else None
-    pipeline = make_pipeline(built.preprocessing, sentence)
+    sentence, size = (recipe.data.eval, recipe.data.decode_size) if recipe else (None, None)
+    pipeline = make_pipeline(built.preprocessing, sentence, decode_size=size)
     paths, batch_BCHW = read_images(images, pipeline)
     prepared = built.preprocessing
     drawings: dict[str, Callable[[], Figure]] = {
@@ -121,7 +121,7 @@ def read_images(images: Sequence[str | Path], pipeline: Pipeline) -> tuple[list[
         if error is not None:
             raise DataError(f"{path}: {error}; name another")
         try:
-            pixels_CHW = torch.from_numpy(decode(path)).permute(2, 0, 1)
+            pixels_CHW = torch.from_numpy(decode(path, size=pipeline.decode_size)).permute(2, 0, 1)
         except DataError as cause:
             raise DataError(f"{cause}; name another") from None
         prepared.append(pipeline(pixels_CHW[None], device=torch.device("cpu"))[0])

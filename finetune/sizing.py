@@ -6,10 +6,8 @@ The global batch stays what the recipe says; only its parts change. What a part 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +16,9 @@ from torch import nn
 from finetune.data.feed import Feed, Stream
 from finetune.data.rows import AnyFeed
 from finetune.errors import RecipeError, SetupError
+from finetune.host_memory import free_bytes
 from finetune.live import Live
-from finetune.provenance import DTYPES
+from finetune.provenance import DTYPES, precision_of
 from finetune.recipe import OptimSection
 from finetune.rehearse import need_of, num_bytes, pass_once, state_bytes, twin_of
 from finetune.rundir import RunDir
@@ -35,7 +34,6 @@ __all__ = [
 ]
 
 SHARE = 0.8  # of the memory that is free: kernels take some for themselves, and leave gaps
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def settle_micro_batch(
@@ -74,7 +72,7 @@ def find_micro_batch(live: Live, *, tries: Callable[[int], bool] | None = None) 
         raise RecipeError("data.micro_batch: auto is not possible with FSDP; give a number")
     job, accelerator = live.job, live.accelerator
     network = accelerator.unwrap_model(live.model)
-    dtype = DTYPES[accelerator.mixed_precision.replace("no", "fp32")]
+    dtype = DTYPES[precision_of(accelerator)]
     size, device = job.preprocessing.image_size, accelerator.device
     parts = _parts(job.stream, rank=accelerator.process_index, world=accelerator.num_processes)
     share = max(parts)
@@ -164,16 +162,7 @@ def available_bytes(device: torch.device, local_processes: int) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(free + unused)
-    import psutil  # type: ignore[import-untyped]  # Accelerate brings it
-
-    free = int(psutil.virtual_memory().available)
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        with contextlib.suppress(OSError, ValueError):  # no such limit, or "max"
-            free = min(free, int((_CGROUP / limit).read_text()) - int((_CGROUP / used).read_text()))
-    return max(free, 0) // max(local_processes, 1)
+    return free_bytes() // max(local_processes, 1)
 
 
 def _gib(number: int) -> str:

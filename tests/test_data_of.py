@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
+import numpy as np
 import pytest
-from samples import make_folder
+from PIL import Image
+from samples import make_folder, make_parquet, write
 
+from finetune.data.prefetch import prefetch_of
 from finetune.data.sources import Split
 from finetune.data_of import data_of, whole_data_of
 from finetune.errors import DataError
@@ -40,3 +44,29 @@ def test_own_validation_images_are_trained_on_if_asked(tmp_path: Path) -> None:
     assert {name: len(split) for name, split in chosen.items()} == {"train": 16, "val": 4}
     with pytest.raises(DataError, match=r"data\.merge_val"):
         data_of(DataSection(source="embedded:digits", merge_val=True), 0)
+
+
+@pytest.mark.parametrize("kind", ["folder", "parquet", "streaming"])
+def test_each_way_to_a_photo_decodes_it_to_the_same_size(tmp_path: Path, kind: str) -> None:
+    stream = io.BytesIO()
+    Image.fromarray(np.full((80, 60, 3), 99, dtype=np.uint8)).save(stream, "JPEG")
+    photo = stream.getvalue()
+    for split in ("train", "val"):
+        if kind == "folder":
+            for number in range(4):
+                write(tmp_path / split / "ab"[number % 2] / f"{number}.jpg", photo)
+        else:
+            images = [{"bytes": photo, "path": None}] * 4
+            make_parquet(tmp_path / f"{split}.parquet", [0, 1, 0, 1], images=images)
+    source = f"{kind.replace('streaming', 'parquet')}:{tmp_path}"
+    keys = {"source": source, "streaming": kind == "streaming", "merge_val": True}
+    for size, shape in ((None, (80, 60, 3)), (15, (20, 15, 3))):
+        section = DataSection(**keys, decode_size=size, val_fraction=0.5)
+        splits = data_of(section, 0).splits
+        assert set(splits) == {"train", "val"}
+        for split in splits.values():
+            assert split.read(len(split) - 1).shape == shape
+            ahead = prefetch_of(split, workers=1, timeout_seconds=60.0)
+            if ahead is not None:
+                ((image, *_),) = ahead.read_all([np.arange(len(split))])
+                assert tuple(image.permute(1, 2, 0).shape) == shape

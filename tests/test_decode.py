@@ -184,6 +184,45 @@ def test_float_tiff_is_scaled_or_refused() -> None:
             decode(encoded(bad, "TIFF"))
 
 
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize(
+    "size, factor", [(300, 1), (151, 1), (150, 2), (76, 2), (75, 4), (38, 4), (37, 8), (1, 8)]
+)
+def test_a_jpeg_is_decoded_smaller_where_no_side_falls_short(
+    mode: str, size: int, factor: int
+) -> None:
+    smooth = Image.fromarray(picture(6, 8)).resize((400, 300), Image.Resampling.BICUBIC)
+    data = encoded(smooth.convert(mode), "JPEG", quality=95)
+    whole, smaller = decode(data), decode(data, size=size)
+    assert smaller.shape == (-(-300 // factor), 400 // factor, 3)
+    exact = whole.astype(float)
+    if factor == 1:
+        np.testing.assert_array_equal(smaller, whole)
+    elif 300 % factor == 0:
+        means = exact.reshape(300 // factor, factor, 400 // factor, factor, 3).mean(axis=(1, 3))
+        assert np.abs(smaller - means).mean() < 1.0
+
+
+def test_only_what_can_be_decoded_smaller_is(tmp_path: Path) -> None:
+    large = Image.fromarray(picture(64, 48))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = encoded(large, "JPEG", exif=exif)
+    (tmp_path / "a.jpg").write_bytes(data)
+    assert decode(data, size=12).shape == (12, 16, 3)
+    np.testing.assert_array_equal(decode(tmp_path / "a.jpg", size=12), decode(data, size=12))
+    for kind in ("PNG", "BMP", "WEBP"):
+        assert decode(encoded(large, kind), size=12).shape == (64, 48, 3)
+    narrow = encoded(large.resize((1, 400)), "JPEG")
+    np.testing.assert_array_equal(decode(narrow, size=2), decode(narrow))
+
+
+def test_the_limit_is_of_the_size_in_the_file() -> None:
+    data = encoded(Image.fromarray(picture(64, 48)), "JPEG")
+    with pytest.raises(DataError, match="48 x 64 pixels"):
+        decode(data, size=8, limit_pixels=64 * 48 - 1)
+
+
 def test_cmyk() -> None:
     inks = np.array([[[0, 0, 0, 0], [255, 0, 0, 0], [0, 0, 0, 255]]], dtype=np.uint8)
     image = Image.fromarray(inks, "CMYK")

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from faults_runs import TINY, tiny
+from samples import make_parquet, png, store_of
 from test_bench_subjects import Told
 
+from finetune.data.sources import open_source
 from finetune.errors import FinetuneError, RecipeError, SetupError
 from finetune.forecast import Trial, forecast
 from finetune.models.anatomy import count_parameters
@@ -47,6 +52,15 @@ def test_memory_is_the_sum_of_its_parts(trial: Trial) -> None:
     # the process is this one, with all that the other tests have left in it
     assert parts["program"] > 2**27
     assert memory["measured"] > parts["program"]
+
+
+@pytest.mark.parametrize("sizes", [[(5, 4)] * 40, [(5, 4), (9, 7)] * 20])
+def test_images_of_any_size_are_all_counted(sizes: list[tuple[int, int]], tmp_path: Path) -> None:
+    images = [{"bytes": png(n, size), "path": None} for n, size in enumerate(sizes)]
+    file = make_parquet(tmp_path / "a.parquet", [0, 1] * 20, images=images)
+    store = store_of(open_source(f"parquet:{file}").splits["train"], "memory")
+    here = SimpleNamespace(device=torch.device("cpu"))
+    assert Trial._kept(here, store) == sum(3 * math.prod(size) for size in sizes)  # type: ignore[arg-type]
 
 
 def test_time_follows_from_the_rates(trial: Trial) -> None:

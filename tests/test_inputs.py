@@ -25,10 +25,12 @@ def test_both_read_every_image_in_every_turn(
         return read(self, index)
 
     monkeypatch.setattr(Split, "read", noted)
-    found = input_rates(split, workers=2, batch_size=5, images=2 * len(split), repeats=2)
+    short = {"repeats": 2, "seconds": 0.0}
+    found = input_rates(split, workers=2, batch_size=5, images=2 * len(split), **short)
     assert [len(found[name]) for name in ("decode", "workers")] == [2, 2]
     assert found["share"] > 0
-    expected = sorted(f"{index} True" for index in range(len(split))) * 8
+    # two turns each, and one that does not count
+    expected = sorted(f"{index} True" for index in range(len(split))) * 10
     assert sorted(log.read_text().splitlines()) == sorted(expected)
 
 

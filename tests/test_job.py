@@ -67,6 +67,16 @@ def test_an_evaluation_that_timm_cannot_say_is_said() -> None:
     assert "cannot say" in notices[0]
 
 
+def test_jpegs_decoded_smaller_are_said_and_never_too_small() -> None:
+    notices: list[str] = []
+    job = job_of("data.decode_size=32", notices=notices)
+    assert {split.decode_size for split in job.source.splits.values()} == {32}
+    assert len(notices) == 1
+    assert "decodes JPEGs at their own size" in notices[0]
+    with pytest.raises(RecipeError, match=r"data\.decode_size: 31 is less than the 32 pixels"):
+        job_of("data.decode_size=31", notices=notices)
+
+
 def test_one_more_image_is_another_fingerprint(image_folder) -> None:
     before = job_of(f"data.source=folder:{image_folder}", "data.batch_size=6").fingerprints()
     assert (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import multiprocessing
 import os
 import shutil
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from samples import make_parquet, png, store_of
 
 from finetune.data import decode as decode_module
@@ -94,6 +96,22 @@ def test_what_was_decoded_is_mapped_again_without_decoding(
         assert isinstance(kept.images, np.ndarray) is not ragged
     assert [record.message for record in caplog.records] == 2 * said  # the same message anew
     monkeypatch.undo()
+
+
+def test_images_decoded_to_another_size_are_another_file(tmp_path: Path) -> None:
+    photo = io.BytesIO()
+    Image.fromarray(np.full((64, 48, 3), 99, dtype=np.uint8)).save(photo, "JPEG")
+    images = [{"bytes": photo.getvalue(), "path": None}] * 6
+    make_parquet(tmp_path / "a.parquet", [0, 1] * 3, images=images)
+    shapes, paths = [], []
+    for size in (None, 24, 6):
+        split = open_source(f"parquet:{tmp_path}/a.parquet", decode_size=size).splits["train"]
+        kept = taken(split)
+        check(kept, split)
+        shapes.append(np.shape(kept.images))
+        paths.append(kept.path)
+    assert shapes == [(6, 64, 48, 3), (6, 32, 24, 3), (6, 8, 6, 3)]
+    assert len(set(paths)) == 3
 
 
 def test_images_that_stop_a_run_leave_no_file(tmp_path: Path, cache: Path) -> None:
@@ -329,9 +347,9 @@ def test_a_store_is_alike_from_disk_memory_and_workers(tmp_path: Path) -> None:
     again = store_of(split, "auto", **how)
     none = store_of(split, "none", **how)
     order = [np.array([3, 140, 9]), np.array([0])]
-    batches = [list(store.read_all(order)) for store in (disk, again, none)]
-    for found in batches[1:]:
-        for mine, other in zip(batches[0], found, strict=True):
+    read = [store.read_all(order) for store in (disk, again, none)]
+    for mine, *others in zip(*read, strict=True):
+        for other in others:
             for image, twin in zip(mine, other, strict=True):
                 np.testing.assert_array_equal(image.numpy(), twin.numpy())
     assert disk.images is not None

@@ -279,10 +279,20 @@ def test_a_run_directory_is_read_with_its_own_evaluation(
     (run / "run.json").write_text("{}")
     (run / "recipe.yaml").write_text(
         "model: {name: vit_tiny_patch16_224}\n"
-        "data: {source: 'embedded:digits', eval: 'resize((24, 24))'}\n"
+        "data: {source: 'embedded:digits', eval: 'resize((24, 24))', decode_size: 24}\n"
         "optim: {lr: 0.1, steps: 1}\n"
     )
-    assert Classifier.load(run, device="cpu").pipeline.sentence == "resize((24, 24))"
+    loaded = Classifier.load(run, device="cpu")
+    assert loaded.pipeline.sentence == "resize((24, 24))"
+    photo = photos / "large.jpg"
+    paint(photo, size=(100, 130))
+    Image.open(photo).save(photo, "JPEG")
+    small_HWC = decode(photo, size=24)
+    assert small_HWC.shape == (25, 33, 3)
+    seen_B3hw = loaded.pipeline([torch.from_numpy(small_HWC).permute(2, 0, 1)])
+    (row,) = loaded.predict(photo, top_k=1)
+    expected = loaded.logits(seen_B3hw).softmax(1).max()
+    assert row["predictions"][0]["confidence"] == pytest.approx(float(expected), abs=1e-6)
     # the weights' crop_pct of 0.75: 24 px of 32
     assert Classifier.load(model, device="cpu").pipeline.sentence == (
         "resize(32) | center_crop((24, 24))"
@@ -329,9 +339,9 @@ def test_rows_come_while_later_files_are_unread(
     """100,000 files must not be held: the first batch is out before the rest is decoded."""
     opened: list[str] = []
 
-    def counting(path: str) -> np.ndarray:
+    def counting(path: str, size: int | None = None) -> np.ndarray:
         opened.append(path)
-        return decode(path)
+        return decode(path, size=size)
 
     monkeypatch.setattr(predict_module, "decode", counting)
     found = [(str(photos / "0.png"), None)] * 100

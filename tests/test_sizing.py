@@ -206,18 +206,6 @@ class TestMemory:
         assert alone > 2**20
         assert of_four == pytest.approx(alone / 4, rel=0.2)
 
-    def test_a_containers_limit_counts(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(sizing, "_CGROUP", tmp_path)
-        (tmp_path / "memory.max").write_text("max\n")
-        assert available_bytes(torch.device("cpu"), 1) > 2**20
-        (tmp_path / "memory.max").write_text("5000000\n")
-        (tmp_path / "memory.current").write_text("4000000\n")
-        assert available_bytes(torch.device("cpu"), 1) == 1000000
-        (tmp_path / "memory.current").write_text("6000000\n")
-        assert available_bytes(torch.device("cpu"), 1) == 0
-
     def test_what_a_step_keeps(self, tmp_path: Path) -> None:
         live = live_of(tiny(*AUTO, "optim.ema_decay=0.9"), tmp_path)
         one = sum(4 * p.numel() for p in live.model.parameters())

@@ -141,9 +141,10 @@ def test_the_recipe_s_evaluation_goes_along(model: str, tmp_path: Path) -> None:
     usual = Classifier.load(model, device="cpu").pipeline.sentence
     other = "resize(48) | center_crop(32)"
     assert usual != other
-    loaded = space._load(model, other)
+    loaded = space._load(model, other, None)
     assert loaded.pipeline.sentence == other
-    assert space._load(model, usual).pipeline.sentence == usual
+    assert space._load(model, usual, None).pipeline.sentence == usual
+    assert space._load(model, usual, 64).pipeline.decode_size == 64
 
 
 # What the Space's requirements do not name is not there, and no host is asked.

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from samples import counts, make_folder, make_parquet
 
+from finetune.data import decode
 from finetune.data.sources import open_source
 from finetune.data.splits import merge_val, split_train, take_train
 from finetune.errors import DataError
@@ -44,6 +45,24 @@ def test_split_train_is_keyed_by_the_seed() -> None:
     assert rows(0) != rows(1)
     # recorded once: another machine or NumPy must take the same images
     assert rows(0)[:6] == [2, 3, 11, 13, 20, 55]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_validation_costs_a_streamed_set_is_said(
+    tmp_path: Path,
+    streaming: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decode, "_said", set())
+    make_parquet(tmp_path / "train.parquet", [0, 1] * 6)
+    source = open_source(f"parquet:{tmp_path}", streaming=streaming)
+    assert "val" not in split_train(source, 0.0, 0).splits
+    assert not caplog.records
+    assert len(split_train(source, 0.5, 0).splits["val"]) == 6
+    said = [record.message for record in caplog.records]
+    assert len(said) == streaming
+    assert not streaming or "the first evaluation reads nearly the whole set" in said[0]
 
 
 def test_split_train_refusals(tmp_path: Path) -> None:

@@ -19,7 +19,13 @@ __all__ = ["input_rates"]
 
 
 def input_rates(
-    split: Split, *, workers: int, batch_size: int, images: int, repeats: int = 3
+    split: Split,
+    *,
+    workers: int,
+    batch_size: int,
+    images: int,
+    repeats: int = 3,
+    seconds: float = 5.0,
 ) -> dict[str, Any]:
     """Read images as training does when none are kept, and as nobody could faster.
 
@@ -30,13 +36,18 @@ def input_rates(
         split: all of it readable.
         workers: processes, at least 1.
         batch_size: images handed over at once.
-        images: how many each of them reads in a turn.
+        images: how many each of them reads in a turn, at least.
         repeats: turns.
+        seconds: that decoding takes in a turn, at least: training starts its workers once.
     Returns: "decode" and "workers", each images a second in every turn; "share", the medians'
         ratio.
     Raises: DataError if an image cannot be read.
     """
-    order = np.resize(np.random.default_rng(0).permutation(len(split)), images)
+    every = np.random.default_rng(0).permutation(len(split))
+    started = time.perf_counter()
+    _decode(split, np.resize(every, images), workers, batch_size)
+    lasting = seconds / (time.perf_counter() - started) * images
+    order = np.resize(every, max(images, int(lasting)))
     rates: dict[str, list[float]] = {"decode": [], "workers": []}
     for _ in range(repeats):
         for name, turn in (("decode", _decode), ("workers", _hand_over)):

@@ -17,6 +17,7 @@ from finetune.bench.transforms import translate
 from finetune.errors import RecipeError
 from finetune.job import Job, open_job
 from finetune.models.head import set_train_mode
+from finetune.progress import say_nothing
 from finetune.recipe import Recipe
 
 __all__ = ["Peer"]
@@ -56,7 +57,7 @@ class Peer:
         recipe = self.recipe
         if recipe.run.threads is not None:
             torch.set_num_threads(recipe.run.threads)
-        job = open_job(recipe, device=self.device, notice=_silent, progress=False)
+        job = open_job(recipe, device=self.device, notice=say_nothing, progress=False)
         parts, given = _equal_parts(job), job.preprocessing
         network = job.built.model.to(self.device)
         set_train_mode(network)
@@ -102,10 +103,6 @@ class Peer:
     def rest(self) -> None:
         """See `Ours.rest`."""
         give_back(self.device)
-
-
-def _silent(message: str) -> None:
-    """Our own training has said it."""
 
 
 def _images(job: Job) -> Images:

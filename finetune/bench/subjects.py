@@ -26,7 +26,7 @@ from finetune.live import Live
 from finetune.measure import evaluate
 from finetune.models.head import set_train_mode
 from finetune.progress import Meter
-from finetune.provenance import DTYPES, describe_machine
+from finetune.provenance import DTYPES, describe_machine, precision_of
 from finetune.recipe import Recipe
 from finetune.rundir import RunDir
 from finetune.sizing import settle_micro_batch
@@ -93,7 +93,7 @@ class Ours:
         self.live = Live(self.job, self.accelerator, run)
         if self.live.main:
             run.open()
-        self.precision = self.accelerator.mixed_precision.replace("no", "fp32")
+        self.precision = precision_of(self.accelerator)
         self.feed = self.job.feed(
             self.job.source.splits["train"], train=True, dtype=DTYPES[self.precision]
         )

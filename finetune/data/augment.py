@@ -56,6 +56,7 @@ class Pipeline:
         mean, std: per channel, for pixel values from 0 to 1.
         interpolation: of resizes that name none: nearest, bilinear, bicubic or lanczos.
         train: False refuses random operations.
+        decode_size: for whoever decodes images for it one by one; see `decode`.
     Raises: RecipeError if the sentence is wrong or cannot end at image_size.
     """
 
@@ -68,8 +69,10 @@ class Pipeline:
         std: Sequence[float],
         interpolation: str = "bicubic",
         train: bool = True,
+        decode_size: int | None = None,
     ) -> None:
         self.sentence = sentence
+        self.decode_size = decode_size
         self.image_size = (int(image_size[0]), int(image_size[1]))
         self.interpolation = interpolation
         calls = parse(sentence, train=train)

@@ -79,6 +79,7 @@ def relay_notices() -> list[tuple[str, str | None]]:
 def decode(
     data: bytes | str | Path | Image.Image,
     *,
+    size: int | None = None,
     limit_pixels: int = LIMIT_PIXELS,
     name: str | Callable[[], str] | None = None,
 ) -> np.ndarray:
@@ -86,6 +87,8 @@ def decode(
 
     Args:
         data: the file's content as bytes, its path, or a PIL image (its current frame is taken).
+        size: a JPEG is decoded at an eighth, a quarter or half of its size if no side falls below
+            this then, which skips most of the work; other formats are not affected.
         limit_pixels: H*W above which the image is refused, read from its header.
         name: what to call it in errors; a function is called only then.
     Returns: (H, W, 3) uint8, contiguous and writable.
@@ -93,11 +96,11 @@ def decode(
     """
     try:
         if isinstance(data, Image.Image):
-            return _pixels(data, limit_pixels)
+            return _pixels(data, None, limit_pixels)
         if isinstance(data, bytes):
-            return _from_stream(io.BytesIO(data), limit_pixels)
+            return _from_stream(io.BytesIO(data), size, limit_pixels)
         with open_regular(Path(data)) as stream:
-            return _from_stream(stream, limit_pixels)
+            return _from_stream(stream, size, limit_pixels)
     except DataError as error:
         cause = str(error)
     # PIL's readers raise nearly everything on damaged files: a bare struct.error, KeyError, ...
@@ -141,7 +144,7 @@ def _formats() -> list[str]:
     return [name for name in _FORMATS if name in Image.OPEN]
 
 
-def _from_stream(stream: BinaryIO, limit_pixels: int) -> np.ndarray:
+def _from_stream(stream: BinaryIO, size: int | None, limit_pixels: int) -> np.ndarray:
     """Decode an open file. Returns: (H, W, 3) uint8."""
     try:
         image = Image.open(stream, formats=_formats())
@@ -154,7 +157,7 @@ def _from_stream(stream: BinaryIO, limit_pixels: int) -> np.ndarray:
         frames = 1 if image.format in ("JPEG", "MPO") else getattr(image, "n_frames", 1)
         if frames > 1:
             notice("of animated images and files of several pages only the first frame is used")
-        return _pixels(image, limit_pixels)
+        return _pixels(image, size, limit_pixels)
 
 
 def _what_instead(head: bytes) -> str:
@@ -171,7 +174,7 @@ def _what_instead(head: bytes) -> str:
     return f"not an image, or of an unsupported format (it begins with {head[:12]!r})"
 
 
-def _pixels(image: Image.Image, limit_pixels: int) -> np.ndarray:
+def _pixels(image: Image.Image, size: int | None, limit_pixels: int) -> np.ndarray:
     """Convert an opened PIL image. Returns: (H, W, 3) uint8."""
     width, height = image.size
     if width * height > limit_pixels:
@@ -180,6 +183,8 @@ def _pixels(image: Image.Image, limit_pixels: int) -> np.ndarray:
         )
     if width * height == 0:
         raise DataError(f"an image of {width} x {height} pixels")
+    if size is not None:
+        image.draft(None, (size, size))
     image.load()
     upright = _turn(_to_rgb(image), _orientation(image))
     return np.ascontiguousarray(upright)

@@ -2,10 +2,11 @@
 
 A file of `pixels/` in the cache (see `disk_cache`) holds one split: the pixels, then a table of
 where each image is, then a footer. It is named after what the pixels depend on: the split's
-fingerprint, the decoder, and what is done about unreadable images. (The fingerprint of more than
-1 GiB of images is over names and sizes: clear the cache if such images change without changing
-size.) One process decodes, those that want the same images meanwhile wait for it; all map the file,
-so that the system keeps one copy in memory for all, or a part where it is larger than that.
+fingerprint, the decoder, its size, and what is done about unreadable images. (The fingerprint of
+more than 1 GiB of images is over names and sizes: clear the cache if such images change without
+changing size.) One process decodes, those that want the same images meanwhile wait for it; all map
+the file, so that the system keeps one copy in memory for all, or a part where it is larger than
+that.
 
 What is checked when a file is opened: its footer, the sha256 of its table, that the pixels end
 where the table begins, and the checksums of 256 MiB of images spread over it. So a file that is
@@ -138,7 +139,12 @@ def _key(split: Split, unreadable: str) -> str:
     """The hash of all that the pixels depend on."""
     jpeg = features.version("libjpeg_turbo") or features.version("jpg")
     decoder = [__version__, PIL.__version__, jpeg, LIMIT_PIXELS]
-    everything = {"data": split.fingerprint(), "unreadable": unreadable, "decoder": decoder}
+    everything = {
+        "data": split.fingerprint(),
+        "unreadable": unreadable,
+        "decoder": decoder,
+        "size": split.decode_size,
+    }
     return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
 
 

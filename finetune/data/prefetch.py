@@ -29,7 +29,7 @@ from finetune.data.sources import Split
 from finetune.data.streaming import Group, ShardItems
 from finetune.errors import SetupError
 
-__all__ = ["LIMIT_BYTES", "Prefetch", "is_streamed", "prefetch_of"]
+__all__ = ["LIMIT_BYTES", "Prefetch", "is_streamed", "planes", "prefetch_of"]
 
 LIMIT_BYTES = 2 * 2**30  # of encoded images that one process holds for one split
 _FETCHERS = 8  # waiting for the hub or a disk, not computing
@@ -66,6 +66,7 @@ class Prefetch:
         self, split: Split, items: ShardItems, *, workers: int, timeout_seconds: float
     ) -> None:
         self._items, self._workers, self._timeout_seconds = items, workers, timeout_seconds
+        self._size = split.decode_size
         rows_N = np.arange(len(items)) if split.rows is None else np.asarray(split.rows)
         self._groups_N = items.group_of(rows_N)
         self._own_rows_N = rows_N - items.starts[self._groups_N]
@@ -160,7 +161,8 @@ class Prefetch:
 
         def some(start: int) -> list[Tensor]:
             part = places[start : start + _IMAGES_PER_TASK]
-            return [_to_chw(ahead.loading[group].result().read(row)) for group, row in part]
+            read = [ahead.loading[group].result().read(row, self._size) for group, row in part]
+            return [planes(image) for image in read]
 
         starts = range(0, len(places), _IMAGES_PER_TASK)
         return [decoders.submit(functools.partial(some, start)) for start in starts]
@@ -189,8 +191,9 @@ class Prefetch:
                 del self._held[group]
 
 
-def _to_chw(image: NDArray[np.uint8]) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)))
+def planes(image: NDArray[np.uint8]) -> Tensor:
+    """An image, (H, W, C), as (C, H, W) of the same memory: whoever batches it has to copy it."""
+    return torch.from_numpy(image).permute(2, 0, 1)
 
 
 def is_streamed(split: Split) -> bool:

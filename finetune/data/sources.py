@@ -45,12 +45,14 @@ class Split:
         labels: (N,) int64, indices of the source's class names.
         items: where the images are.
         rows: (N,) int64, which of the items belong to this split; None for all of them.
+        decode_size: least side in pixels that JPEGs are decoded to, see `decode`; None for theirs.
     """
 
     name: str
     labels: np.ndarray
     items: Items = field(repr=False)
     rows: np.ndarray | None = field(default=None, repr=False)
+    decode_size: int | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -64,7 +66,7 @@ class Split:
         Returns: (H, W, 3) uint8 RGB.
         Raises: DataError naming the image.
         """
-        return self.items.read(self._row(index))
+        return self.items.read(self._row(index), self.decode_size)
 
     def name_of(self, index: int) -> str:
         """What to call an image: its path in the folder, or file and row."""
@@ -130,6 +132,7 @@ def open_source(
     image_column: str | None = None,
     label_column: str | None = None,
     streaming: bool = False,
+    decode_size: int | None = None,
 ) -> Source:
     """Open a data set without decoding an image.
 
@@ -137,6 +140,7 @@ def open_source(
         source: see the head of this file.
         image_column, label_column: columns of hub: and parquet: sources; None to find them.
         streaming: leave the images of hub: and parquet: sources where they are.
+        decode_size: of the splits.
     Returns: the splits that the source has; see split_train for a missing validation split.
     Raises: DataError: no such source, or one that cannot be trained on.
     """
@@ -161,7 +165,11 @@ def open_source(
         cause = getattr(error, "strerror", None) or error
         raise DataError(f"{source[:200]!r}: cannot be read ({cause}); check the path") from error
     _check(opened)
-    return opened
+    splits = {
+        name: dataclasses.replace(split, decode_size=decode_size)
+        for name, split in opened.splits.items()
+    }
+    return dataclasses.replace(opened, splits=splits)
 
 
 def _open(

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 
 from finetune.data.columns import in_order
+from finetune.data.decode import notice
 from finetune.data.items import Items
 from finetune.data.sources import Source
 from finetune.data.streaming import ShardItems
@@ -86,7 +87,8 @@ def split_train(source: Source, val_fraction: float, seed: int) -> Source:
     Args:
         val_fraction: 0 <= fraction < 1; 0 takes nothing.
         seed: the same seed gives the same split on every machine.
-    Returns: the source with "val"; unchanged where it has one or val_fraction is 0.
+    Returns: the source with "val"; unchanged where it has one or val_fraction is 0. What this costs
+        a streamed source is said.
     Raises: DataError without a train split, or when no class has two images.
     """
     if not 0 <= val_fraction < 1:
@@ -107,6 +109,12 @@ def split_train(source: Source, val_fraction: float, seed: int) -> Source:
         raise DataError(
             f"{source.name}: every class has a single image in 'train'; none can be validation: "
             "add images, or train without validation (data.val_fraction=0)"
+        )
+    if isinstance(train.items, ShardItems):
+        notice(
+            f"{source.name}: validation is taken from train and lies in all of its shards, so that "
+            "the first evaluation reads nearly the whole set; less is read with "
+            "data.val_fraction=0, or from a set that brings its own"
         )
     val = dataclasses.replace(train.subset(np.flatnonzero(in_val)), name="val")
     splits = {**source.splits, "train": train.subset(np.flatnonzero(~in_val)), "val": val}
@@ -137,10 +145,10 @@ class _Joined:
         items, own = self._part(row)
         return items.content(own)
 
-    def read(self, row: int) -> np.ndarray:
+    def read(self, row: int, size: int | None = None) -> np.ndarray:
         """Decode a row. Returns: (H, W, 3) uint8. Raises: DataError naming the image."""
         items, own = self._part(row)
-        return items.read(own)
+        return items.read(own, size)
 
     def name_of(self, row: int) -> str:
         """What the collection that has the image calls it."""

@@ -13,7 +13,6 @@ import itertools
 import os
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from finetune.data.canvas import Ragged
 from finetune.data.pixels import Kept, kept_pixels
-from finetune.data.prefetch import is_streamed, prefetch_of
+from finetune.data.prefetch import is_streamed, planes, prefetch_of
 from finetune.data.scan import (
     SMALL_BYTES,
     TIMEOUT_SECONDS,
@@ -36,27 +35,18 @@ from finetune.data.sources import Split
 from finetune.data.upload import uploaded
 from finetune.data.workers import Desk, spread
 from finetune.errors import DataError
+from finetune.host_memory import total_bytes
 
 __all__ = ["Store", "open_store"]
 
-_CGROUP = Path("/sys/fs/cgroup")
 _MEMORY_SHARE = 0.4  # of the host's memory, over all processes on it
 _DEVICE_SHARE = 0.25  # of what is free on the device
 _AHEAD = 2  # batches for each worker
 _SPREAD_OF_SIZES = 4  # how much more than the mean a batch may take; memory is only promised
 _MOST = 32  # processes that decode at once
 _REMEDY = "free space, or set FINETUNE_CACHE to another folder"
-
-
-def _to_chw(image: NDArray[np.uint8]) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)))
-
-
-def _tensor(image: NDArray[np.uint8]) -> Tensor:
-    """The same memory as a tensor, which nobody writes to."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(image)
+# a mapped file; nobody writes to a store's images
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 
 class _Planes(Sequence[Tensor]):
@@ -75,7 +65,7 @@ class _Planes(Sequence[Tensor]):
     def __getitem__(self, index: int | slice) -> Tensor | _Planes:
         if isinstance(index, slice):
             return _Planes(self._images[index])
-        return _to_chw(self._images[int(index)])
+        return planes(self._images[int(index)])
 
 
 class Store:
@@ -110,6 +100,8 @@ class Store:
     ) -> Generator[Tensor | list[Tensor], None, None]:
         """Yield the pixels of each batch of sample indices, in order.
 
+        They may be gone when the next batch is asked for.
+
         Raises: DataError if an image that lives in a file cannot be read any more, or crashes the
             decoder; SetupError if a worker was killed or hangs.
         """
@@ -129,10 +121,10 @@ class Store:
                     yield from uploaded(read, self.device)
                 else:
                     for images in read:
-                        yield [_to_chw(image) for image in images]
+                        yield [planes(image) for image in images]
         else:
             for indices in batches:
-                yield [_to_chw(self.split.read(index)) for index in indices.tolist()]
+                yield [planes(self.split.read(index)) for index in indices.tolist()]
 
     def _from_workers(
         self, batches: Iterable[NDArray[np.int64]]
@@ -212,7 +204,7 @@ def open_store(
     """
     if is_streamed(split):  # what cannot be read shows when it is read
         return Store(split, None, workers=workers, timeout_seconds=timeout_seconds)
-    needed, memory = decoded_bytes(split), _host_memory()
+    needed, memory = decoded_bytes(split), total_bytes()
     size = f"{split.name}: about {needed / 2**30:.1f} GiB decoded"
     decoding: dict[str, Any] = {
         "unreadable": unreadable,
@@ -277,19 +269,9 @@ def _placed(
     """Images as a store has them, on the device where they are to be there or there is room."""
     if isinstance(images, Ragged):
         return _Planes(images)
-    tensor = _tensor(images)
+    tensor = torch.from_numpy(images)
     if device.type == "cuda" and keep in ("auto", "device"):
         free, _ = torch.cuda.mem_get_info(device)
         if keep == "device" or tensor.numel() < free * _DEVICE_SHARE:
             return tensor.to(device)
     return tensor
-
-
-def _host_memory() -> int:
-    """Bytes of memory that this machine, or the container around us, has."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        limit = _CGROUP / name
-        if limit.is_file() and (text := limit.read_text().strip()).isdigit():
-            memory = min(memory, int(text))
-    return memory

@@ -36,14 +36,17 @@ class Reading:
     looked_HW: np.ndarray | None
 
 
-def pixels_of(path: str | Path) -> np.ndarray:
+def pixels_of(path: str | Path, size: int | None = None) -> np.ndarray:
     """Decode one file as training does.
 
+    Args:
+        path: of the file.
+        size: of `decode`.
     Returns: (H, W, 3) uint8.
     Raises: DataError without the file's name, which the server chose.
     """
     try:
-        return decode(path, name="file")
+        return decode(path, size=size, name="file")
     except DataError as error:
         raise DataError(str(error).removeprefix("file: ")) from None
 
@@ -74,8 +77,8 @@ class Reader:
         Raises: DataError, without the name of the file, if it is no picture that can be read;
             RecipeError if its size does not go through the pipeline.
         """
-        device = self.classifier.device
-        pixels_BCHW = torch.from_numpy(pixels_of(path)).permute(2, 0, 1)[None]
+        device, size = self.classifier.device, self.classifier.pipeline.decode_size
+        pixels_BCHW = torch.from_numpy(pixels_of(path, size)).permute(2, 0, 1)[None]
         images_BCHW = self.classifier.pipeline(pixels_BCHW, device=device)
         seen_CHW = self._plain(pixels_BCHW, device=device)[0]
         seen_HWC = (seen_CHW * 255).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0)

@@ -20,7 +20,6 @@ import yaml
 from timm.models import split_model_name_tag
 
 from finetune import __version__
-from finetune.data.augment import Pipeline
 from finetune.demo.about import example_files, facts, is_hub_name, model_folder, title_of
 from finetune.demo.app import About, build_app, gradio
 from finetune.demo.serve import show, workplace
@@ -77,6 +76,7 @@ def export_space(model: str, folder: str | Path) -> dict[str, Any]:
         "made_by": _MADE_BY,
         "model": reference,
         "eval": classifier.pipeline.sentence,
+        "decode_size": classifier.pipeline.decode_size,
         "title": title_of(model),
         "facts": facts(model, classifier),
     }
@@ -113,7 +113,7 @@ def run_space(folder: Path) -> None:
         folder: written by `export_space`.
     """
     about = json.loads((folder / _MARK).read_text(encoding="utf-8"))
-    classifier = _load(about["model"] or str(folder / "model"), about["eval"])
+    classifier = _load(about["model"] or str(folder / "model"), about["eval"], about["decode_size"])
     hosted = "SPACE_ID" in os.environ
     examples = sorted(file for file in (folder / "examples").glob("*") if file.is_file())
     with workplace() as place:
@@ -127,13 +127,12 @@ def run_space(folder: Path) -> None:
         show(app, place, host=host, port=None, hosted=hosted)
 
 
-def _load(model: str, sentence: str) -> Classifier:
+def _load(model: str, sentence: str, size: int | None) -> Classifier:
     """The classifier as it was exported: a recipe's evaluation is not in the model's files."""
     classifier = Classifier.load(model)
-    if classifier.pipeline.sentence == sentence:
-        return classifier
-    pipeline: Pipeline = make_pipeline(build(model).preprocessing, sentence, train=False)
-    classifier.pipeline = pipeline
+    if (classifier.pipeline.sentence, classifier.pipeline.decode_size) != (sentence, size):
+        preprocessing = build(model).preprocessing
+        classifier.pipeline = make_pipeline(preprocessing, sentence, decode_size=size)
     return classifier
 
 

@@ -171,6 +171,23 @@ def image_folder(tmp_path: Path) -> Path:
     return top
 
 
+@pytest.fixture(scope="module")
+def undrawn() -> Iterator[None]:
+    """Leave the pictures empty: where many small runs end, drawing is most of the time."""
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    def save(self: Figure, stream: Any, *, format: str, **_: Any) -> None:
+        if format == "svg":
+            stream.write('<svg xmlns="http://www.w3.org/2000/svg"/>')
+        else:
+            Image.new("L", (1, 1)).save(stream, format)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", save)
+        yield
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Any]:
     """An open run directory with nothing in it."""

@@ -17,6 +17,8 @@ from finetune.cli import cli, main
 from finetune.errors import DataError
 from finetune.recipe import load_recipe
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPE = """\
 model: {name: vit_tiny}

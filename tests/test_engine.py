@@ -7,8 +7,6 @@ import math
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import pytest
 import timm
 import torch
 from faults_runs import FULL, TINY, killed_before, losses, run_in_child, tiny, weights
+from ranks import command, two_ranks
 from safetensors.torch import load_file
 
 from finetune.data.feed import Feed
@@ -33,6 +32,8 @@ from finetune.job import Job, open_job
 from finetune.live import Live
 from finetune.recipe import parse_recipe
 from finetune.rundir import RunDir
+
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -336,26 +337,15 @@ def test_a_wrong_number_of_processes_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def launch_two(recipe: str, out: Path, *overrides: str, resume: bool = False) -> None:
-    """Train on two CPU processes, as the README says."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
-    command += ["--num_processes", "2", "--main_process_port", "0", "-m", "finetune", "train"]
-    command += [recipe, *overrides, "--out", str(out), *(["--resume"] if resume else [])]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 @pytest.mark.slow
 def test_two_processes_give_the_losses_of_one(tmp_path: Path) -> None:
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text(TINY)
     train(tiny(), tmp_path / "one")
     expected = losses(tmp_path / "one")
-    launch_two(str(recipe), tmp_path / "two")
-    launch_two(str(recipe), tmp_path / "two-by-two", "data.micro_batch=16")
+    for other, *overrides in (["two"], ["two-by-two", "data.micro_batch=16"]):
+        out = str(tmp_path / other)
+        two_ranks(command, "train", str(recipe), *overrides, "--out", out)
     for other in ("two", "two-by-two"):
         record = json.loads((tmp_path / other / "run.json").read_text())
         assert record["num_processes"] == 2

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from plan_files import write_plan
+from ranks import command, two_ranks
 
 from finetune import experiments
 from finetune.errors import FinetuneError, Interrupted, RecipeError
 from finetune.experiments import describe, reproduce
 from finetune.recipe import Recipe
+
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 @pytest.fixture
@@ -201,17 +201,7 @@ def test_a_real_plan_is_gone_on_with_where_it_stopped(
 def test_two_processes_carry_out_a_plan_together(plan: str, tmp_path: Path) -> None:
     text = Path(plan).read_text().replace("[0.1, 0.3, 0.2]", "[0.001]")
     Path(plan).write_text(text.replace(", optim.weight_decay: [0, 0.5]", ""))
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
-    command += ["--num_processes", "2", "--main_process_port", "0", "-m", "finetune", "reproduce"]
-    done = subprocess.run(
-        [*command, plan, "--only", "chosen", "--out", str(tmp_path / "out")],
-        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = two_ranks(command, "reproduce", plan, "--only", "chosen", "--out", str(tmp_path / "out"))
     assert done.stdout.startswith("# A grid and its choice")
     for name in ("chosen-choose/lr=0.001", "chosen-s3", "chosen-s4"):
         record = json.loads((tmp_path / "out" / name / "run.json").read_text())

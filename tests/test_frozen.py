@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from faults_runs import killed_before
+from ranks import command, two_ranks
 from safetensors.torch import load_file
 from samples import make_folder
 from timm.models import VisionTransformer
@@ -25,6 +23,8 @@ from finetune.errors import DataError
 from finetune.evaluate import evaluate_model
 from finetune.probe import probe_model
 from finetune.recipe import Recipe, parse_recipe
+
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPE = """
@@ -210,14 +210,8 @@ class TestTwoProcesses:
         kept = tmp_path / "other-cache"
         if place == "a file":
             kept.write_text("so nothing can be kept")
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
-        command += ["--num_processes", "2", "--main_process_port", "0", "-m", "finetune", "train"]
-        command += [str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "two")]
-        environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "FINETUNE_CACHE": str(kept)}
-        done = subprocess.run(
-            command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+        words = ["train", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "two")]
+        done = two_ranks(command, *words, environment={"FINETUNE_CACHE": str(kept)})
         assert json.loads((tmp_path / "two" / "run.json").read_text())["num_processes"] == 2
         assert done.stderr.count("are not kept") == 3 * (place == "a file")
         same_training(tmp_path / "two", tmp_path / "one", tolerance=1e-5)

@@ -13,6 +13,8 @@ from finetune.keeper import Keeper
 from finetune.rundir import RunDir
 from finetune.state import Snapshot
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 class Slow(Snapshot):
     """Writes when it may."""

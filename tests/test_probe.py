@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 import timm
 import torch
 from networks import save
+from ranks import two_ranks
 from samples import make_folder, png, write
 
 from finetune import probe
@@ -25,6 +24,8 @@ from finetune.models.build import build
 from finetune.probe import describe, probe_model, shots_of
 from finetune.readout import few_shot
 from finetune.recipe import parse_recipe
+
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ARGS = {"patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2}
@@ -185,32 +186,17 @@ def test_wrong_arguments_are_refused(model: str, tmp_path: Path) -> None:
             shots_of(text)
 
 
-SCRIPT = """
-import os, sys
-from finetune.probe import describe, probe_model
-result = probe_model(sys.argv[1], data="embedded:digits", linear=True, knn=5, out=sys.argv[2])
-assert bool(describe(result)) == (os.environ["RANK"] == "0")
-"""
+def of_one_rank(model: str, out: str) -> None:
+    result = probe_model(model, data="embedded:digits", linear=True, knn=5, out=out)
+    assert bool(describe(result)) == (os.environ["RANK"] == "0")
 
 
 @pytest.mark.slow
 def test_two_processes_give_the_figures_of_one(
     model: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "both.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
-    command += ["--num_processes", "2", "--main_process_port", "0", str(tmp_path / "both.py")]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(REPOSITORY)}
-    environment["FINETUNE_CACHE"] = str(tmp_path / "cache")
-    done = subprocess.run(
-        [*command, model, str(tmp_path / "two")],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    kept = {"FINETUNE_CACHE": str(tmp_path / "cache")}
+    two_ranks(of_one_rank, model, str(tmp_path / "two"), environment=kept)
     two = json.loads((tmp_path / "two" / "probe.json").read_text())
     assert two["machine"]["num_processes"] == 2
     assert not any(one["cached"] for one in two["features"].values())

@@ -22,6 +22,8 @@ from finetune.recipe import Recipe
 from finetune.rundir import RunDir
 from finetune.sizing import available_bytes, find_micro_batch, largest, passes, still_to_come
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 AUTO = ("data.micro_batch=auto", "optim.steps=4", "run.test=false", "data.num_train=300")
 
 

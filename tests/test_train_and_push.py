@@ -15,6 +15,8 @@ from hub_server import HubServer, point_at
 from finetune import cli, engine
 from finetune.recipe import load_recipe
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 RECIPE = """
 model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 16,
         args: {patch_size: 4, embed_dim: 32, depth: 1, num_heads: 2}}

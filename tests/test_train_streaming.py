@@ -23,6 +23,8 @@ from finetune.hub import reads as hub_reads
 from finetune.live import Live
 from finetune.recipe import Recipe, parse_recipe
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 FILES = shards(4, 40)
 STREAMED = [

@@ -18,6 +18,8 @@ from finetune.errors import DataError, FinetuneError, Interrupted, RecipeError
 from finetune.live import Live
 from finetune.recipe import Recipe, parse_recipe
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 RECIPE = """
 model:
   name: vit_tiny_patch16_224

@@ -19,6 +19,8 @@ from finetune.errors import DivergedError
 from finetune.recipe import parse_recipe
 from finetune.rundir import RunDir
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 RECIPE = """
 model:
   name: vit_tiny_patch16_224

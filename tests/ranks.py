@@ -1,0 +1,90 @@
+"""Two ranks as a launcher would start them, but from a process that has imported everything.
+
+A launch costs three imports of torch, most of the time of a small test. That the launchers
+themselves work is for the tests that need the hub, and for those of faults.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PATIENCE = 240.0  # seconds
+_forked = multiprocessing.get_context("forkserver")
+_forked.set_forkserver_preload(["finetune.cli", "finetune.engine"])
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What the ranks left: their exit codes, and what they said, all in one."""
+
+    codes: list[int | None]
+    stdout: str
+    stderr: str
+
+
+def two_ranks(
+    work: Callable[..., object], *arguments: Any, environment: Mapping[str, str] | None = None
+) -> Ended:
+    """Do the same work on two CPU processes that know of one another.
+
+    Args:
+        work: a function of a module; what it returns is the exit code, None for 0.
+        arguments: of the function, to be pickled.
+        environment: variables beside this process's own.
+    Raises: AssertionError unless both end well in time.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / name for name in ("stdout", "stderr")]
+        own = {**os.environ, **(environment or {}), **shared}
+        ranks = [
+            _forked.Process(
+                target=_rank,
+                args=({**own, "RANK": rank, "LOCAL_RANK": rank}, files, work, arguments),
+                daemon=True,
+            )
+            for rank in "01"
+        ]
+        for process in ranks:
+            process.start()
+        until = time.monotonic() + PATIENCE
+        for process in ranks:
+            process.join(max(0.0, until - time.monotonic()))
+            process.kill()  # nothing, if it has ended
+            process.join()
+        stdout, stderr = (file.read_text(errors="replace") for file in files)
+    ended = Ended([process.exitcode for process in ranks], stdout, stderr)
+    assert ended.codes == [0, 0], f"{ended.codes}\n{stderr[-3000:]}"
+    return ended
+
+
+def _rank(
+    environment: dict[str, str],
+    files: list[Path],
+    work: Callable[..., object],
+    arguments: tuple[Any, ...],
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, file in enumerate(files, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    raise SystemExit(work(*arguments))
+
+
+def command(*words: str) -> int:
+    """The command line, in a rank."""
+    from finetune.cli import main
+
+    return main(list(words))

@@ -146,7 +146,7 @@ def split_features(
     if accelerator.is_main_process:
         # a run that stops at unreadable images must not be served by one that left them out
         data = {
-            "data": split.fingerprint(),
+            "data": split.fingerprint,
             "decode_size": split.decode_size,
             "unreadable": section.unreadable,
         }

@@ -56,7 +56,7 @@ class Job:
     def fingerprints(self) -> dict[str, str]:
         """A sha256 for each split and for the classes' names: of images, labels and their order."""
         names = json.dumps(self.source.class_names).encode()
-        splits = {name: split.fingerprint() for name, split in self.source.splits.items()}
+        splits = {name: split.fingerprint for name, split in self.source.splits.items()}
         return {**splits, "classes": hashlib.sha256(names).hexdigest()}
 
     def try_pipelines(self) -> None:

@@ -49,7 +49,7 @@ def test_odd_file_names(tmp_path: Path) -> None:
     train = opened.splits["train"]
     assert np.array_equal(train.read(2), decode(png(7)))
     assert train.name_of(2) == "na\\xefve/\\xff.png"
-    assert len(train.fingerprint()) == 64
+    assert len(train.fingerprint) == 64
     assert np.array_equal(pickle.loads(pickle.dumps(train)).read(2), decode(png(7)))
 
 
@@ -74,7 +74,7 @@ def test_rows_may_point_to_files_or_have_nothing(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=said):
             train.read(row)
     assert train.items.sizes().tolist() == [len(png(5)), 0, 0, 0, 0]
-    assert len(train.fingerprint()) == 64
+    assert len(train.fingerprint) == 64
 
 
 @pytest.mark.parametrize("mapped", [False, True])
@@ -98,7 +98,7 @@ def test_rows_never_name_files_outside_their_folder(
     for row in range(5, 8):
         assert np.array_equal(train.read(row), decode(png(6)))
     assert train.items.sizes().tolist() == [0] * 5 + [len(png(6))] * 3
-    assert len(train.fingerprint()) == 64
+    assert len(train.fingerprint) == 64
 
 
 def test_an_address_in_a_table_is_not_read(tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def test_fingerprint_knows_every_image_label_and_order(tmp_path: Path) -> None:
     source = make_folder(tmp_path, {"a": 3, "b": 3})
 
     def fingerprint() -> str:
-        return open_source(source).splits["train"].fingerprint()
+        return open_source(source).splits["train"].fingerprint
 
     first = fingerprint()
     seen = {first}
@@ -200,20 +200,20 @@ def test_fingerprint_knows_every_image_label_and_order(tmp_path: Path) -> None:
     write(tmp_path / "b/0.png", png(51))
     seen.add(fingerprint())
     split = open_source(source).splits["train"]
-    seen.add(split.subset(np.arange(6)[::-1]).fingerprint())
+    seen.add(split.subset(np.arange(6)[::-1]).fingerprint)
     swapped = Split("train", split.labels[::-1].copy(), split.items)
-    seen.add(swapped.fingerprint())
+    seen.add(swapped.fingerprint)
     assert len(seen) == 6
 
 
 def test_fingerprint_of_large_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_folder(tmp_path, {"a": 2, "b": 2})
     monkeypatch.setattr(module, "_FINGERPRINT_BYTES", 10)
-    first = open_source(source).splits["train"].fingerprint()
+    first = open_source(source).splits["train"].fingerprint
     write(tmp_path / "a/0.png", png(60) + b"longer")
-    second = open_source(source).splits["train"].fingerprint()
+    second = open_source(source).splits["train"].fingerprint
     (tmp_path / "a/0.png").rename(tmp_path / "a/00.png")
-    third = open_source(source).splits["train"].fingerprint()
+    third = open_source(source).splits["train"].fingerprint
     assert len({first, second, third}) == 3
 
 
@@ -221,4 +221,4 @@ def test_fingerprint_with_unreadable_files_does_not_hang(tmp_path: Path) -> None
     source = make_folder(tmp_path, {"a": 1, "b": 1})
     os.mkfifo(tmp_path / "a/pipe.png")
     (tmp_path / "a/link.png").symlink_to("nowhere")
-    assert len(open_source(source).splits["train"].fingerprint()) == 64
+    assert len(open_source(source).splits["train"].fingerprint) == 64

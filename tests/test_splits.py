@@ -140,6 +140,6 @@ def test_the_sources_own_validation_joins_train(tmp_path: Path) -> None:
         assert merged.name_of(number) == split.name_of(index)
         assert np.array_equal(merged.read(number), split.read(index))
         assert merged.items.content(merged._row(number)) == split.items.content(split._row(index))
-    assert len(merged.fingerprint()) == 64
+    assert len(merged.fingerprint) == 64
     with pytest.raises(DataError, match=r"data\.merge_val: .* brings no validation split"):
         merge_val(open_source("embedded:digits"))

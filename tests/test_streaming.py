@@ -146,7 +146,7 @@ class TestFingerprint:
     def test_it_is_of_the_data_and_of_what_is_taken(self, tmp_path: Path) -> None:
         def prints(folder: str, files: dict[str, bytes]) -> str:
             source = open_source(on_disk(tmp_path / folder, files), streaming=True)
-            return source.splits["train"].fingerprint()
+            return source.splits["train"].fingerprint
 
         first = prints("one", FILES)
         assert prints("two", FILES) == first  # wherever it lies
@@ -156,11 +156,11 @@ class TestFingerprint:
         ]
         split = split_of(tmp_path)
         shorter = split_of(tmp_path, chosen=np.arange(59))
-        assert len({first, prints("three", other), split.fingerprint(), shorter.fingerprint()}) == 4
+        assert len({first, prints("three", other), split.fingerprint, shorter.fingerprint}) == 4
 
     def test_on_the_hub(self, hub: HubServer) -> None:
         def prints() -> str:
-            return open_source(f"hub:{NAME}", streaming=True).splits["train"].fingerprint()
+            return open_source(f"hub:{NAME}", streaming=True).splits["train"].fingerprint
 
         first = prints()
         hub.commit(NAME, {"README.md": b"---\nlicense: mit\n---\n"})

@@ -139,7 +139,7 @@ def test_larger_than_memory_is_mapped_to_the_same(
     mapped = open_source(f"parquet:{tmp_path}")
     assert mapped.class_names == source.class_names
     for name, split in source.splits.items():
-        assert mapped.splits[name].fingerprint() == split.fingerprint()
+        assert mapped.splits[name].fingerprint == split.fingerprint
         assert np.array_equal(mapped.splits[name].read(0), split.read(0))
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "features_of",
     "find_columns",
     "in_order",
+    "integers",
     "number_labels",
     "refuse_alike",
 ]
@@ -130,6 +131,11 @@ def number_labels(
     return {split: array.astype(np.int64) for split, array in arrays.items()}, list(names)
 
 
+def integers(array: pa.Array) -> np.ndarray:
+    """An array of integers without nulls, as int64; pyarrow's own way would import pandas."""
+    return np.from_dlpack(array).astype(np.int64)
+
+
 def _label_array(column: pa.ChunkedArray, split: str) -> np.ndarray:
     """A label column as (N,) int64 or as (N,) objects of str."""
     if pa.types.is_dictionary(column.type):
@@ -143,7 +149,7 @@ def _label_array(column: pa.ChunkedArray, split: str) -> np.ndarray:
             f"the first in row {row}; add the labels or leave these rows out"
         )
     if pa.types.is_integer(column.type):
-        return np.asarray(column.to_numpy(), dtype=np.int64)
+        return np.concatenate([integers(chunk) for chunk in column.chunks])
     if pa.types.is_boolean(column.type):
         column = column.cast(pa.string())
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):

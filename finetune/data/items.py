@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from finetune.data.columns import integers
 from finetune.data.decode import decode, open_regular, printable
 from finetune.errors import DataError
 
@@ -140,8 +141,7 @@ class RowItems:
 
 
 def _chunk_sizes(chunk: Chunk) -> np.ndarray:
-    lengths = pc.fill_null(pc.binary_length(chunk.content), 0)
-    sizes = np.array(lengths.to_numpy(zero_copy_only=False), dtype=np.int64)
+    sizes = integers(pc.fill_null(pc.binary_length(chunk.content), 0))
     if chunk.content.null_count:
         for offset in np.flatnonzero(chunk.content.is_null().to_numpy(zero_copy_only=False)):
             path = chunk.path(int(offset))

@@ -140,7 +140,7 @@ def _key(split: Split, unreadable: str) -> str:
     jpeg = features.version("libjpeg_turbo") or features.version("jpg")
     decoder = [__version__, PIL.__version__, jpeg, LIMIT_PIXELS]
     everything = {
-        "data": split.fingerprint(),
+        "data": split.fingerprint,
         "unreadable": unreadable,
         "decoder": decoder,
         "size": split.decode_size,

@@ -13,6 +13,7 @@ it reports no test figures. A new kind of source is one function here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import os
 import struct
@@ -78,6 +79,7 @@ class Split:
         rows = chosen if self.rows is None else self.rows[chosen]
         return dataclasses.replace(self, labels=self.labels[chosen], rows=rows)
 
+    @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 over every image's encoded bytes and label, in order.
 

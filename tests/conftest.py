@@ -189,6 +189,15 @@ def undrawn() -> Iterator[None]:
 
 
 @pytest.fixture
+def quick_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin the processes of bench where everything has been imported."""
+    import ranks
+
+    assert ranks.forked.get_start_method() == "forkserver"
+    monkeypatch.setattr("finetune.bench.hosts._START", "forkserver")
+
+
+@pytest.fixture
 def run(tmp_path: Path) -> Iterator[Any]:
     """An open run directory with nothing in it."""
     from finetune.rundir import RunDir

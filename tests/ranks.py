@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 PATIENCE = 240.0  # seconds
-_forked = multiprocessing.get_context("forkserver")
-_forked.set_forkserver_preload(["finetune.cli", "finetune.engine"])
+forked = multiprocessing.get_context("forkserver")
+forked.set_forkserver_preload(["finetune.cli", "finetune.engine"])
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def two_ranks(
         files = [Path(folder) / name for name in ("stdout", "stderr")]
         own = {**os.environ, **(environment or {}), **shared}
         ranks = [
-            _forked.Process(
+            forked.Process(
                 target=_rank,
                 args=({**own, "RANK": rank, "LOCAL_RANK": rank}, files, work, arguments),
                 daemon=True,

@@ -7,6 +7,8 @@ import pytest
 from finetune.bench.studies import LOSSES_EVERY, PLAINLY, study_losses, study_sizes
 from finetune.recipe import parse_recipe
 
+pytestmark = pytest.mark.usefixtures("quick_hosts")
+
 RECIPE = """
 model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 16,
         args: {patch_size: 4, embed_dim: 32, depth: 1, num_heads: 2}}

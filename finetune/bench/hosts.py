@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 from finetune.errors import FinetuneError, SetupError
 from finetune.watch import end_with_parent
@@ -23,6 +23,7 @@ from finetune.watch import end_with_parent
 __all__ = ["Host", "Line"]
 
 _EVERY_SECONDS = 0.2  # between two reports of progress: each one wakes the other process
+_START: Final = "spawn"  # with nothing of this process
 _PATIENCE_SECONDS = 10.0  # for a process to end when it is asked to
 
 
@@ -75,7 +76,7 @@ class Host:
         self.name = name
         self._steps = steps
         self._notice = notice
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(_START)
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
             target=_serve, args=(theirs, make, arguments), name=f"bench {name}"

@@ -178,12 +178,16 @@ def _per_class_csv(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> s
 
 
 def _data_section(model: str, recipe: Recipe | None, data: str | None) -> tuple[DataSection, int]:
-    """How to read the data, and the seed that splits it: the run's own for the run's data."""
+    """How to read the data, and the seed that splits it: the run's own for the run's data.
+
+    Of other data the pixels are made as the run makes them.
+    """
     if recipe is not None and data in (None, recipe.data.source):
         return recipe.data, recipe.run.seed
     if data is None:
         raise RecipeError(f"{model}: is not a run directory; say what to measure it on with --data")
-    return DataSection(source=data), 0
+    pixels = recipe.data.model_dump(include={"eval", "decode_size"}) if recipe else {}
+    return DataSection(source=data, **pixels), 0
 
 
 def _source_with(section: DataSection, split: str, *, seed: int) -> Source:

@@ -235,6 +235,7 @@ def _facts(model: str, built: Built, pipeline: Pipeline, names: list[str]) -> di
             "mean": list(own.mean),
             "std": list(own.std),
             "evaluation": pipeline.sentence,
+            "decode_size": pipeline.decode_size,
             "interpolation": published.interpolation if published else own.interpolation,
             # null where only the sentence says it
             "crop_pct": published.crop_pct if published else None,

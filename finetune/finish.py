@@ -5,6 +5,7 @@ What comes first survives what goes wrong later: model/ is there before the test
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,8 @@ def finish(live: Live, val_feed: AnyFeed | None) -> dict[str, Any]:
     results |= {"skipped_steps": live.counters.skipped}
     _publish(live, results, weights, final=False)
     if (test := job.source.splits.get("test")) is not None:
-        test_feed = live.feeds.open(test, train=False)
+        # anew: its images may have been mended since its fingerprint was taken
+        test_feed = live.feeds.open(dataclasses.replace(test), train=False)
         results["test"] = examine(
             live.evaluated(),
             test_feed,

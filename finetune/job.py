@@ -234,7 +234,7 @@ def open_job(
             f"data.eval: timm's hub format cannot say '{evaluation}'; whoever loads the published "
             f"model evaluates it with '{default_eval(preprocessing)}'"
         )
-    _check_decode_size(data.decode_size, preprocessing.image_size, notice)
+    _check_decode_size(data.decode_size, published or preprocessing, notice)
     return Job(
         recipe=recipe,
         source=source,
@@ -279,15 +279,16 @@ def _named(key: str) -> Iterator[None]:
 
 
 def _check_decode_size(
-    size: int | None, image_size: tuple[int, int], notice: Callable[[str], None]
+    size: int | None, preprocessing: Preprocessing, notice: Callable[[str], None]
 ) -> None:
     """Refuse to decode to less than is needed, and say what others cannot know."""
     if size is None:
         return
-    if size < max(image_size):
+    needed = math.floor(max(preprocessing.image_size) / preprocessing.crop_pct + 1e-6)
+    if size < needed:
         raise RecipeError(
-            f"data.decode_size: {size} is less than the {max(image_size)} pixels that the network "
-            "takes; raise it, or remove it"
+            f"data.decode_size: {size} is less than the {needed} pixels that images are resized "
+            "to; raise it, or remove it"
         )
     notice(
         "data.decode_size: timm's hub format has no such key; whoever loads the published model "

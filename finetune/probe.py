@@ -182,7 +182,8 @@ def _open(model: str, data: str | None, split: str | None) -> _Task:
     if recipe is not None and data in (None, recipe.data.source):
         section, seed = recipe.data, recipe.run.seed
     else:
-        section, seed = DataSection(source=str(data)), 0
+        size = recipe.data.decode_size if recipe else None
+        section, seed = DataSection(source=str(data), decode_size=size), 0
     source = data_of(section, seed) if split == "val" else whole_data_of(section)
     have = ", ".join(source.splits)
     if "train" not in source.splits:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import ipaddress
+import multiprocessing.forkserver
 import os
 import random
 import shutil
 import socket
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -60,6 +62,12 @@ def _prepare_environment() -> None:
 
 
 _prepare_environment()  # before any test module imports torch or huggingface_hub
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start what ranks are forked from before a test changes the environment: it keeps a copy."""
+    if "ranks" in sys.modules:
+        multiprocessing.forkserver.ensure_running()
 
 
 class NetworkBlocked(ConnectionError):
@@ -172,29 +180,13 @@ def image_folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undrawn() -> Iterator[None]:
-    """Leave the pictures empty: where many small runs end, drawing is most of the time."""
-    from matplotlib.figure import Figure
-    from PIL import Image
-
-    def save(self: Figure, stream: Any, *, format: str, **_: Any) -> None:
-        if format == "svg":
-            stream.write('<svg xmlns="http://www.w3.org/2000/svg"/>')
-        else:
-            Image.new("L", (1, 1)).save(stream, format)
+def no_pictures() -> Iterator[None]:
+    """Leave the drawing out: where many small runs end, it takes most of the time."""
+    from faults_runs import without_pictures
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Figure, "savefig", save)
+        without_pictures(patch)
         yield
-
-
-@pytest.fixture
-def quick_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Begin the processes of bench where everything has been imported."""
-    import ranks
-
-    assert ranks.forked.get_start_method() == "forkserver"
-    monkeypatch.setattr("finetune.bench.hosts._START", "forkserver")
 
 
 @pytest.fixture

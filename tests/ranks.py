@@ -35,6 +35,8 @@ def two_ranks(
 ) -> Ended:
     """Do the same work on two CPU processes that know of one another.
 
+    They cannot have processes of their own.
+
     Args:
         work: a function of a module; what it returns is the exit code, None for 0.
         arguments: of the function, to be pickled.
@@ -48,6 +50,8 @@ def two_ranks(
     shared |= {"MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / name for name in ("stdout", "stderr")]
+        for file in files:
+            file.touch()
         own = {**os.environ, **(environment or {}), **shared}
         ranks = [
             forked.Process(
@@ -60,8 +64,12 @@ def two_ranks(
         for process in ranks:
             process.start()
         until = time.monotonic() + PATIENCE
+        while any(process.is_alive() for process in ranks) and time.monotonic() < until:
+            if any(process.exitcode for process in ranks):
+                break  # the other would wait for it
+            ranks[0].join(0.05)
+            ranks[1].join(0.05)
         for process in ranks:
-            process.join(max(0.0, until - time.monotonic()))
             process.kill()  # nothing, if it has ended
             process.join()
         stdout, stderr = (file.read_text(errors="replace") for file in files)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from ranks import forked
 
 from finetune.bench.studies import LOSSES_EVERY, PLAINLY, study_losses, study_sizes
 from finetune.recipe import parse_recipe
 
-pytestmark = pytest.mark.usefixtures("quick_hosts")
+
+@pytest.fixture(autouse=True)
+def quick_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin the processes of bench where everything has been imported."""
+    monkeypatch.setattr("finetune.bench.hosts._START", forked.get_start_method())
+
 
 RECIPE = """
 model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 16,

@@ -17,7 +17,7 @@ from finetune.cli import cli, main
 from finetune.errors import DataError
 from finetune.recipe import load_recipe
 
-pytestmark = pytest.mark.usefixtures("undrawn")
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPE = """\

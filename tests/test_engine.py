@@ -33,7 +33,7 @@ from finetune.live import Live
 from finetune.recipe import parse_recipe
 from finetune.rundir import RunDir
 
-pytestmark = pytest.mark.usefixtures("undrawn")
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

@@ -16,7 +16,7 @@ from finetune.errors import FinetuneError, Interrupted, RecipeError
 from finetune.experiments import describe, reproduce
 from finetune.recipe import Recipe
 
-pytestmark = pytest.mark.usefixtures("undrawn")
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 @pytest.fixture

@@ -14,8 +14,6 @@ from finetune.engine import train
 from finetune.errors import DataError, SetupError
 from finetune.recipe import parse_recipe
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
 RECIPE = """
 model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 16,
         args: {patch_size: 4, embed_dim: 32, depth: 1, num_heads: 2}}

@@ -98,7 +98,6 @@ def test_without_a_checkpoint_on_the_way_there_is_no_snapshot(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_hosts")
 def test_a_forecast_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     temporary, here = tmp_path / "temporary", tmp_path / "here"
     temporary.mkdir()

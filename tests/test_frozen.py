@@ -24,7 +24,7 @@ from finetune.evaluate import evaluate_model
 from finetune.probe import probe_model
 from finetune.recipe import Recipe, parse_recipe
 
-pytestmark = pytest.mark.usefixtures("undrawn")
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPE = """
@@ -43,12 +43,6 @@ THROUGH = "data.train=resize | flip(0)"
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "features"
-
-
-@pytest.fixture(autouse=True)
-def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs without their report and pictures, which take longer than they do."""
-    monkeypatch.setattr("finetune.finish._report", lambda *_: None)
 
 
 @pytest.fixture

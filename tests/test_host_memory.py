@@ -24,8 +24,8 @@ def test_a_machine_has_more_than_is_free() -> None:
 def test_a_containers_limit_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, used: str
 ) -> None:
-    whole = total_bytes()
     monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
+    whole = total_bytes()
     (tmp_path / "memory").mkdir()
     (tmp_path / limit).write_text("max\n")
     assert total_bytes() == whole

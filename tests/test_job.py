@@ -69,12 +69,13 @@ def test_an_evaluation_that_timm_cannot_say_is_said() -> None:
 
 def test_jpegs_decoded_smaller_are_said_and_never_too_small() -> None:
     notices: list[str] = []
-    job = job_of("data.decode_size=32", notices=notices)
+    job = job_of("data.decode_size=32", "data.eval=resize", notices=notices)
     assert {split.decode_size for split in job.source.splits.values()} == {32}
     assert len(notices) == 1
     assert "decodes JPEGs at their own size" in notices[0]
-    with pytest.raises(RecipeError, match=r"data\.decode_size: 31 is less than the 32 pixels"):
-        job_of("data.decode_size=31", notices=notices)
+    for crop, needed in ((1.0, 32), (0.5, 64)):
+        with pytest.raises(RecipeError, match=f"{needed - 1} is less than the {needed} pixels"):
+            job_of(f"data.decode_size={needed - 1}", f"data.crop_pct={crop}", notices=notices)
 
 
 def test_one_more_image_is_another_fingerprint(image_folder) -> None:

@@ -13,7 +13,7 @@ from finetune.keeper import Keeper
 from finetune.rundir import RunDir
 from finetune.state import Snapshot
 
-pytestmark = pytest.mark.usefixtures("undrawn")
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 class Slow(Snapshot):

@@ -25,7 +25,7 @@ from finetune.probe import describe, probe_model, shots_of
 from finetune.readout import few_shot
 from finetune.recipe import parse_recipe
 
-pytestmark = pytest.mark.usefixtures("undrawn")
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ARGS = {"patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2}

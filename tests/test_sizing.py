@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults_runs import losses, tiny, without_pictures
+from faults_runs import losses, tiny
 from torch import nn
 
 from finetune import sizing
@@ -22,7 +22,7 @@ from finetune.recipe import Recipe
 from finetune.rundir import RunDir
 from finetune.sizing import available_bytes, find_micro_batch, largest, passes, still_to_come
 
-pytestmark = pytest.mark.usefixtures("undrawn")
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 AUTO = ("data.micro_batch=auto", "optim.steps=4", "run.test=false", "data.num_train=300")
 
@@ -220,7 +220,6 @@ class TestMemory:
 def test_a_run_keeps_the_global_batch_and_a_resumed_one_does_not_look_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without_pictures(monkeypatch)
     whole = tiny(*AUTO, "data.micro_batch=null")
     train(whole, tmp_path / "whole")
     out = tmp_path / "auto"
@@ -276,7 +275,6 @@ def test_on_another_machine_it_is_looked_for_again(tmp_path: Path) -> None:
 
 
 def test_features_need_no_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    without_pictures(monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(sizing, "find_micro_batch", lambda live: 1 / 0)
     frozen = tiny(*AUTO, "model.freeze=backbone", "data.train=resize")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -253,3 +255,17 @@ def test_hub_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="there is a folder 'a/b' here"):
         open_source("hub:a/b")
+
+
+def test_a_table_is_read_without_pandas(tmp_path: Path) -> None:
+    """Importing it takes as long as all the rest of opening a set."""
+    make_parquet(tmp_path / "train.parquet", [0, 1] * 6)
+    script = (
+        "import sys; from finetune.data.sources import open_source\n"
+        f"open_source('parquet:{tmp_path}').splits['train'].fingerprint\n"
+        "print('pandas' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout == "False\n"

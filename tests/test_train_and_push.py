@@ -15,7 +15,7 @@ from hub_server import HubServer, point_at
 from finetune import cli, engine
 from finetune.recipe import load_recipe
 
-pytestmark = pytest.mark.usefixtures("undrawn")
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 RECIPE = """
 model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 16,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults_runs import TINY, killed_before, losses, weights, without_pictures
+from faults_runs import TINY, killed_before, losses, weights
 from hub_server import HubServer, point_at
 from streamed import NAME, bytes_sent, on_disk, shards
 
@@ -23,7 +23,7 @@ from finetune.hub import reads as hub_reads
 from finetune.live import Live
 from finetune.recipe import Recipe, parse_recipe
 
-pytestmark = pytest.mark.usefixtures("undrawn")
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 FILES = shards(4, 40)
@@ -44,7 +44,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         (ranges, "_places", ranges._Places()),
     ):
         monkeypatch.setattr(owner, name, value)
-    without_pictures(monkeypatch)
     with HubServer() as hub:
         hub.add_repo(NAME, FILES, kind="dataset")
         point_at(hub, monkeypatch, tmp_path / "home")

@@ -38,7 +38,7 @@ def input_rates(
         batch_size: images handed over at once.
         images: how many each of them reads in a turn, at least.
         repeats: turns.
-        seconds: that decoding takes in a turn, at least: training starts its workers once.
+        seconds: that decoding takes in a turn, about: training starts its workers once.
     Returns: "decode" and "workers", each images a second in every turn; "share", the medians'
         ratio.
     Raises: DataError if an image cannot be read.

@@ -141,7 +141,8 @@ class RowItems:
 
 
 def _chunk_sizes(chunk: Chunk) -> np.ndarray:
-    sizes = integers(pc.fill_null(pc.binary_length(chunk.content), 0))
+    lengths = pc.binary_length(chunk.content)
+    sizes = integers(pc.fill_null(lengths, 0) if lengths.null_count else lengths)
     if chunk.content.null_count:
         for offset in np.flatnonzero(chunk.content.is_null().to_numpy(zero_copy_only=False)):
             path = chunk.path(int(offset))

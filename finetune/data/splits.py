@@ -9,7 +9,7 @@ import numpy as np
 from finetune.data.columns import in_order
 from finetune.data.decode import notice
 from finetune.data.items import Items
-from finetune.data.sources import Source
+from finetune.data.sources import Source, Split
 from finetune.data.streaming import ShardItems
 from finetune.errors import DataError
 
@@ -110,15 +110,23 @@ def split_train(source: Source, val_fraction: float, seed: int) -> Source:
             f"{source.name}: every class has a single image in 'train'; none can be validation: "
             "add images, or train without validation (data.val_fraction=0)"
         )
-    if isinstance(train.items, ShardItems):
-        notice(
-            f"{source.name}: validation is taken from train and lies in all of its shards, so that "
-            "the first evaluation reads nearly the whole set; less is read with "
-            "data.val_fraction=0, or from a set that brings its own"
-        )
     val = dataclasses.replace(train.subset(np.flatnonzero(in_val)), name="val")
+    if isinstance(val.items, ShardItems):
+        _say_what_is_read(source.name, val, val.items)
     splits = {**source.splits, "train": train.subset(np.flatnonzero(~in_val)), "val": val}
     return dataclasses.replace(source, splits=in_order(splits))
+
+
+def _say_what_is_read(name: str, val: Split, items: ShardItems) -> None:
+    rows = np.arange(len(val)) if val.rows is None else val.rows
+    groups = len(np.unique(items.group_of(rows)))
+    total = len(items.starts) - 1
+    if 2 * groups > total:
+        notice(
+            f"{name}: validation is taken from train and lies in {groups} of its {total} row "
+            "groups, which the first evaluation reads; less is read with data.val_fraction=0, or "
+            "from a set that brings its own"
+        )
 
 
 def _joined(first: Items, second: Items) -> Items:

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-
-@pytest.fixture(scope="module")
-def no_pictures() -> Iterator[None]:
-    from faults_runs import without_pictures
-
-    with pytest.MonkeyPatch.context() as patch:
-        without_pictures(patch)
-        yield
 
 
 @pytest.fixture(scope="module")

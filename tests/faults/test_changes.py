@@ -18,7 +18,7 @@ from finetune.errors import DataError, FinetuneError, Interrupted, RecipeError
 from finetune.live import Live
 from finetune.recipe import Recipe, parse_recipe
 
-pytestmark = pytest.mark.usefixtures("undrawn")
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 RECIPE = """
 model:

@@ -19,7 +19,7 @@ from finetune.errors import DivergedError
 from finetune.recipe import parse_recipe
 from finetune.rundir import RunDir
 
-pytestmark = pytest.mark.usefixtures("undrawn")
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 RECIPE = """
 model:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 PATIENCE = 240.0  # seconds
 forked = multiprocessing.get_context("forkserver")
 forked.set_forkserver_preload(["finetune.cli", "finetune.engine"])
@@ -92,7 +94,11 @@ def _rank(
 
 
 def command(*words: str) -> int:
-    """The command line, in a rank."""
+    """The command line, in a rank; its runs have no pictures."""
+    from faults_runs import without_pictures
+
     from finetune.cli import main
 
-    return main(list(words))
+    with pytest.MonkeyPatch.context() as patch:
+        without_pictures(patch)
+        return main(list(words))

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub.constants
 import pytest
@@ -249,8 +250,9 @@ class TestPassingFaults:
         assert "try again later" in text
         assert hub.count(place) >= hub_reads.TRIES
 
-    @pytest.mark.slow
-    def test_cut_for_ever(self, hub: HubServer) -> None:
+    def test_cut_for_ever(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        patient = {**vars(time), "sleep": lambda seconds: None}  # a second each time
+        monkeypatch.setattr("huggingface_hub.file_download.time", SimpleNamespace(**patient))
         hub.fail(WEIGHTS, kind="truncate", times=None)
         assert "the connection is cut again and again" in hub_error(f"hf-hub:{NET}")
         assert hub.count(WEIGHTS) < 20

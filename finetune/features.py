@@ -2,8 +2,8 @@
 
 They are kept in `feature_cache` under a hash of all they depend on: the network's tensors but its
 classifier's, its preprocessing, the size that its images are decoded to, the numbers it computes
-with, and the data's fingerprint. So a run
-that trains the head alone, the evaluation of what came out of it, and a probe find one another's.
+with, and the data's fingerprint. So a run that trains the head alone, the evaluation of what came
+out of it, and a probe find one another's.
 The fingerprint of more than 1 GiB of images is over names and sizes: clear the cache if such images
 change without changing size.
 """

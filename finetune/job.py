@@ -26,7 +26,7 @@ from finetune.errors import DataError, RecipeError
 from finetune.models.build import build
 from finetune.models.built import Built, Preprocessing
 from finetune.optim import lr_at
-from finetune.preprocess import as_published, default_eval, make_pipeline
+from finetune.preprocess import as_published, default_eval, make_pipeline, resized
 from finetune.recipe import Recipe
 
 __all__ = ["Job", "open_job"]
@@ -284,7 +284,7 @@ def _check_decode_size(
     """Refuse to decode to less than is needed, and say what others cannot know."""
     if size is None:
         return
-    needed = math.floor(max(preprocessing.image_size) / preprocessing.crop_pct + 1e-6)
+    needed = max(resized(preprocessing))
     if size < needed:
         raise RecipeError(
             f"data.decode_size: {size} is less than the {needed} pixels that images are resized "

@@ -25,7 +25,7 @@ from finetune.models.build import Built, build
 from finetune.predictions import Row, Rows, check_target, refuse_inputs, writing
 from finetune.preprocess import make_pipeline
 from finetune.provenance import pick_precision
-from finetune.record import recipe_of
+from finetune.record import pipeline_of
 from finetune.sheet import ContactSheet
 
 __all__ = ["Classifier", "evaluation", "predict"]
@@ -250,9 +250,9 @@ def evaluation(
             f"{model}: these weights have no classifier; fine-tune them first: finetune train"
         )
     names = built.class_names or [str(index) for index in range(num_classes)]
-    recipe = recipe_of(model) if as_recorded else None
-    sentence, size = (recipe.data.eval, recipe.data.decode_size) if recipe else (None, None)
-    return make_pipeline(built.preprocessing, sentence, decode_size=size), names
+    if as_recorded:
+        return pipeline_of(model, built.preprocessing), names
+    return make_pipeline(built.preprocessing), names
 
 
 def predict(

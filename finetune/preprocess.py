@@ -9,7 +9,7 @@ from finetune.data.augment import Pipeline
 from finetune.data.sentence import parse
 from finetune.models.built import Preprocessing
 
-__all__ = ["as_published", "default_eval", "make_pipeline"]
+__all__ = ["as_published", "default_eval", "make_pipeline", "resized"]
 
 
 def default_eval(preprocessing: Preprocessing) -> str:
@@ -21,8 +21,7 @@ def default_eval(preprocessing: Preprocessing) -> str:
     Source: timm/data/transforms_factory.py, transforms_imagenet_eval.
     """
     height, width = preprocessing.image_size
-    # timm floors; the sliver keeps 32 / (32 / 36) at 36.
-    scaled = [math.floor(side / preprocessing.crop_pct + 1e-6) for side in (height, width)]
+    scaled = list(resized(preprocessing))
     if preprocessing.crop_mode == "squash":
         resize = f"resize(({scaled[0]}, {scaled[1]}))"
     else:
@@ -32,6 +31,14 @@ def default_eval(preprocessing: Preprocessing) -> str:
     if preprocessing.crop_mode == "squash" and scaled == [height, width]:
         return resize
     return f"{resize} | center_crop(({height}, {width}))"
+
+
+def resized(preprocessing: Preprocessing) -> tuple[int, int]:
+    """What a configuration resizes images to before it crops: (height, width) in pixels."""
+    height, width = preprocessing.image_size
+    # timm floors; the sliver keeps 32 / (32 / 36) at 36.
+    crop_pct = preprocessing.crop_pct
+    return math.floor(height / crop_pct + 1e-6), math.floor(width / crop_pct + 1e-6)
 
 
 def make_pipeline(

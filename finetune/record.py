@@ -13,14 +13,26 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from finetune.data.augment import Pipeline
 from finetune.errors import CheckpointError, DataError, Interrupted, RecipeError, SetupError
 from finetune.files import write_atomically
 from finetune.job import Job
+from finetune.models.built import Preprocessing
+from finetune.preprocess import make_pipeline
 from finetune.provenance import describe_machine
 from finetune.recipe import Recipe, load_recipe
 from finetune.rundir import RunDir
 
-__all__ = ["begin", "but_the_seed", "finished", "learned", "note_plan", "recipe_of", "status_kept"]
+__all__ = [
+    "begin",
+    "but_the_seed",
+    "finished",
+    "learned",
+    "note_plan",
+    "pipeline_of",
+    "recipe_of",
+    "status_kept",
+]
 
 # A resumed run may differ in these: they change where and how fast, not what is learned.
 _FREE_KEYS = {
@@ -108,6 +120,14 @@ def recipe_of(model: str | Path) -> Recipe | None:
     """The recipe of a run directory; None for a model folder or a name on the hub."""
     is_run = all(os.path.isfile(os.path.join(model, name)) for name in ("run.json", "recipe.yaml"))
     return load_recipe(Path(model) / "recipe.yaml") if is_run else None
+
+
+def pipeline_of(model: str | Path, preprocessing: Preprocessing) -> Pipeline:
+    """How a model is evaluated: a run directory as its recipe says, others as their weights do."""
+    recipe = recipe_of(model)
+    if recipe is None:
+        return make_pipeline(preprocessing)
+    return make_pipeline(preprocessing, recipe.data.eval, decode_size=recipe.data.decode_size)
 
 
 def finished(folder: Path, recipe: Recipe) -> dict[str, Any] | None:

@@ -24,8 +24,7 @@ from finetune.inside import attention_distances, even_distance, patch_filters, p
 from finetune.listing import find_files
 from finetune.models.attention import attention_rollout
 from finetune.models.build import build
-from finetune.preprocess import make_pipeline
-from finetune.record import recipe_of
+from finetune.record import pipeline_of
 
 __all__ = [
     "draw_distances",
@@ -69,10 +68,9 @@ def show(
     """
     if str(out) == "":
         raise RecipeError("--out: is empty; name a folder")
-    built, recipe = build(str(model)), recipe_of(model)
+    built = build(str(model))
     network = built.model.eval()
-    sentence, size = (recipe.data.eval, recipe.data.decode_size) if recipe else (None, None)
-    pipeline = make_pipeline(built.preprocessing, sentence, decode_size=size)
+    pipeline = pipeline_of(model, built.preprocessing)
     paths, batch_BCHW = read_images(images, pipeline)
     prepared = built.preprocessing
     drawings: dict[str, Callable[[], Figure]] = {

@@ -25,9 +25,8 @@ forked.set_forkserver_preload(["finetune.cli", "finetune.engine"])
 
 @dataclass(frozen=True)
 class Ended:
-    """What the ranks left: their exit codes, and what they said, all in one."""
+    """What the ranks said, all in one."""
 
-    codes: list[int | None]
     stdout: str
     stderr: str
 
@@ -75,9 +74,9 @@ def two_ranks(
             process.kill()  # nothing, if it has ended
             process.join()
         stdout, stderr = (file.read_text(errors="replace") for file in files)
-    ended = Ended([process.exitcode for process in ranks], stdout, stderr)
-    assert ended.codes == [0, 0], f"{ended.codes}\n{stderr[-3000:]}"
-    return ended
+    codes = [process.exitcode for process in ranks]
+    assert codes == [0, 0], f"{codes}\n{stderr[-3000:]}"
+    return Ended(stdout, stderr)
 
 
 def _rank(

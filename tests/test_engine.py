@@ -35,8 +35,6 @@ from finetune.rundir import RunDir
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> tuple[Path, dict[str, Any]]:

@@ -26,7 +26,6 @@ from finetune.recipe import Recipe, parse_recipe
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPE = """
 model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 16,
         freeze: backbone, compile: false,

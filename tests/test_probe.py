@@ -27,7 +27,6 @@ from finetune.recipe import parse_recipe
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 ARGS = {"patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2}
 RECIPE = """
 model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 8,

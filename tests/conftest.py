@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import ipaddress
 import multiprocessing.forkserver
 import os
@@ -68,6 +69,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Start what ranks are forked from before a test changes the environment: it keeps a copy."""
     if "ranks" in sys.modules:
         multiprocessing.forkserver.ensure_running()
+    gc.freeze()  # what stays to the end need not be looked through again and again
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter end as it would."""
+    gc.unfreeze()
 
 
 class NetworkBlocked(ConnectionError):

@@ -1,12 +1,13 @@
-"""The data that a recipe names, with the splits that it takes from it."""
+"""The data that a recipe or the caller names, with the splits that are taken from it."""
 
 from __future__ import annotations
 
 from finetune.data.sources import Source, open_source
 from finetune.data.splits import merge_val, split_train, take_train
-from finetune.recipe import DataSection
+from finetune.errors import RecipeError
+from finetune.recipe import DataSection, Recipe
 
-__all__ = ["data_of", "whole_data_of"]
+__all__ = ["data_of", "section_of", "whole_data_of"]
 
 
 def data_of(section: DataSection, seed: int) -> Source:
@@ -22,6 +23,25 @@ def data_of(section: DataSection, seed: int) -> Source:
     if section.merge_val:
         source = merge_val(source)
     return split_train(take_train(source, section.num_train, seed), section.val_fraction, seed)
+
+
+def section_of(model: str, recipe: Recipe | None, data: str | None) -> tuple[DataSection, int]:
+    """How a model's data is read where it is measured on `data`.
+
+    Args:
+        model: for the message.
+        recipe: of the run that the model is; None for any other model.
+        data: a source string; None for the run's own.
+    Returns: for the run's own data its section and seed, so that the splits are those of training;
+        for other data a section whose pixels are made as the run makes them, and 0.
+    Raises: RecipeError if there is no data to take.
+    """
+    if recipe is not None and data in (None, recipe.data.source):
+        return recipe.data, recipe.run.seed
+    if data is None:
+        raise RecipeError(f"{model}: is not a run directory; say what to measure it on with --data")
+    pixels = recipe.data.model_dump(include={"eval", "decode_size"}) if recipe else {}
+    return DataSection(source=data, **pixels), 0
 
 
 def whole_data_of(section: DataSection) -> Source:

@@ -17,7 +17,7 @@ from finetune.data.feed import Feed
 from finetune.data.rows import AnyFeed
 from finetune.data.sources import Source, Split
 from finetune.data.store import open_store
-from finetune.data_of import data_of, whole_data_of
+from finetune.data_of import data_of, section_of, whole_data_of
 from finetune.engine import launch
 from finetune.errors import DataError, RecipeError, WeightsError, nearest
 from finetune.features import identity_of
@@ -31,7 +31,7 @@ from finetune.models.weights import locate
 from finetune.predictions import marked, one_line
 from finetune.preprocess import make_pipeline
 from finetune.progress import say
-from finetune.recipe import DataSection, Recipe, RunSection
+from finetune.recipe import DataSection, RunSection
 from finetune.record import recipe_of
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def evaluate_model(
     if out is not None:
         make_folder(Path(out), option="--out")
     recipe = recipe_of(model)
-    section, seed = _data_section(model, recipe, data)
+    section, seed = section_of(model, recipe, data)
     built = build(model)
     num_classes = int(getattr(built.model, "num_classes", 0) or 0)
     if not num_classes:
@@ -175,19 +175,6 @@ def _per_class_csv(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> s
             [marked(name), *(row[key] for key in ("support", "recall", "precision", "f1"))]
         )
     return text.getvalue()
-
-
-def _data_section(model: str, recipe: Recipe | None, data: str | None) -> tuple[DataSection, int]:
-    """How to read the data, and the seed that splits it: the run's own for the run's data.
-
-    Of other data the pixels are made as the run makes them.
-    """
-    if recipe is not None and data in (None, recipe.data.source):
-        return recipe.data, recipe.run.seed
-    if data is None:
-        raise RecipeError(f"{model}: is not a run directory; say what to measure it on with --data")
-    pixels = recipe.data.model_dump(include={"eval", "decode_size"}) if recipe else {}
-    return DataSection(source=data, **pixels), 0
 
 
 def _source_with(section: DataSection, split: str, *, seed: int) -> Source:

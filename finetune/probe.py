@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from finetune.data.sources import Source
 from finetune.data.splits import split_train
-from finetune.data_of import data_of, whole_data_of
+from finetune.data_of import data_of, section_of, whole_data_of
 from finetune.engine import launch
 from finetune.errors import DataError, RecipeError, SetupError, nearest
 from finetune.features import Features, identity_of, places_of, split_features
@@ -164,12 +164,11 @@ def _made(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class _Task:
-    """What is measured on what: `seed` splits the data, `sentence` prepares it."""
+    """What is measured on what; `seed` splits the data."""
 
     source: Source
     split: str
     section: DataSection
-    sentence: str | None
     seed: int
     threads: int | None
 
@@ -177,13 +176,7 @@ class _Task:
 def _open(model: str, data: str | None, split: str | None) -> _Task:
     """Open the data as the run does if it is the run's own, and find the split to measure on."""
     recipe = recipe_of(model)
-    if recipe is None and data is None:
-        raise RecipeError(f"{model}: is not a run directory; say what to probe it on with --data")
-    if recipe is not None and data in (None, recipe.data.source):
-        section, seed = recipe.data, recipe.run.seed
-    else:
-        size = recipe.data.decode_size if recipe else None
-        section, seed = DataSection(source=str(data), decode_size=size), 0
+    section, seed = section_of(model, recipe, data)
     source = data_of(section, seed) if split == "val" else whole_data_of(section)
     have = ", ".join(source.splits)
     if "train" not in source.splits:
@@ -198,8 +191,7 @@ def _open(model: str, data: str | None, split: str | None) -> _Task:
             f"{source.name}: has {missing} to measure on, only {have}; add one, or measure on a "
             "part of train with --split val"
         )
-    sentence, threads = (recipe.data.eval, recipe.run.threads) if recipe else (None, None)
-    return _Task(source, split, section, sentence, seed, threads)
+    return _Task(source, split, section, seed, recipe.run.threads if recipe else None)
 
 
 def _check_counts(
@@ -235,8 +227,8 @@ def _features(
 ) -> tuple[dict[str, Any], dict[str, Features]]:
     """What the features depend on, and those of each split that is needed; on rank 0 alone."""
     built = build(model)
-    identity = identity_of(built, task.sentence) if accelerator.is_main_process else {}
-    pipeline = make_pipeline(built.preprocessing, task.sentence)
+    identity = identity_of(built, task.section.eval) if accelerator.is_main_process else {}
+    pipeline = make_pipeline(built.preprocessing, task.section.eval)
     network = built.model.to(accelerator.device, torch.float32)
     names = dict.fromkeys(["train", task.split])
     if with_val and "val" in task.source.splits:

@@ -12,9 +12,9 @@ from samples import make_folder, make_parquet, write
 
 from finetune.data.prefetch import prefetch_of
 from finetune.data.sources import Split
-from finetune.data_of import data_of, whole_data_of
+from finetune.data_of import data_of, section_of, whole_data_of
 from finetune.errors import DataError
-from finetune.recipe import DataSection
+from finetune.recipe import DataSection, parse_recipe
 
 
 def names(split: Split) -> list[str]:
@@ -70,3 +70,17 @@ def test_each_way_to_a_photo_decodes_it_to_the_same_size(tmp_path: Path, kind: s
             if ahead is not None:
                 ((image, *_),) = ahead.read_all([np.arange(len(split))])
                 assert tuple(image.permute(1, 2, 0).shape) == shape
+
+
+def test_other_data_is_prepared_as_the_runs_own() -> None:
+    recipe = parse_recipe(
+        "model: {name: test_vit}\n"
+        "data: {source: 'embedded:digits', eval: resize, decode_size: 300, num_train: 9}\n"
+        "optim: {lr: 0.1, steps: 1}\n"
+    )
+    section, seed = section_of("run", recipe, "folder:other")
+    assert (section.source, section.eval, section.decode_size) == ("folder:other", "resize", 300)
+    assert (section.num_train, seed) == (None, 0)
+    assert section_of("run", recipe, None)[0] is recipe.data
+    plain, _ = section_of("model", None, "folder:other")
+    assert (plain.eval, plain.decode_size) == (None, None)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from finetune import evaluate as evaluate_module
 from finetune.data.sources import open_source
 from finetune.engine import train
 from finetune.errors import DataError, RecipeError, SetupError
@@ -172,17 +171,3 @@ def test_the_report_names_every_class_and_the_files_hold_it(finished, tmp_path: 
     (tmp_path / "file").write_text("")
     with pytest.raises(SetupError, match="--out"):
         write_results(measured, tmp_path / "file")
-
-
-def test_other_data_is_prepared_as_the_runs_own() -> None:
-    recipe = parse_recipe(
-        "model: {name: test_vit}\n"
-        "data: {source: 'embedded:digits', eval: resize, decode_size: 300, num_train: 9}\n"
-        "optim: {lr: 0.1, steps: 1}\n"
-    )
-    section, seed = evaluate_module._data_section("run", recipe, "folder:other")
-    assert (section.source, section.eval, section.decode_size) == ("folder:other", "resize", 300)
-    assert (section.num_train, seed) == (None, 0)
-    assert evaluate_module._data_section("run", recipe, None)[0] is recipe.data
-    plain, _ = evaluate_module._data_section("model", None, "folder:other")
-    assert (plain.eval, plain.decode_size) == (None, None)

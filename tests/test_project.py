@@ -82,7 +82,7 @@ LAYERS = {
     "data.splits": "errors data",
     "data.lanes": "data",
     "data.prefetch": "errors data",
-    "data_of": "data recipe",
+    "data_of": "data errors recipe",
     "data.workers": "errors data watch",
     "data.slots": "",
     "data.canvas": "data",

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Features",
+    "at_once",
     "compute",
     "identity_of",
     "places_of",
@@ -196,15 +197,19 @@ def _computed(
         timeout_seconds=timeout_seconds,
     )
     feed = Feed(store, pipeline, num_classes=1, device=device)
-    most = _CPU_BATCH if device.type == "cpu" else section.eval_batch_size
-    batch_size = min(section.eval_batch_size, most)
-    found = compute(network, feed, accelerator, batch_size=batch_size)
+    found = compute(network, feed, accelerator, batch_size=at_once(device, section))
     if found is None:
         return None
     # rows of unreadable images stay NaN: a computed one never is
     values = np.full((len(split), found.shape[1]), np.nan, dtype=np.float32)
     values[places_of(store.split, split)] = found
     return values
+
+
+def at_once(device: torch.device, section: DataSection) -> int:
+    """Images whose features are computed at once on a process."""
+    most = _CPU_BATCH if device.type == "cpu" else section.eval_batch_size
+    return min(section.eval_batch_size, most)
 
 
 def compute(
@@ -274,11 +279,11 @@ def _everywhere(
         assert values_ND is not None
         return values_ND
     whole = np.empty((num_images, width), np.float32) if values_ND is None else values_ND
-    at_once = max(_SENT_VALUES // width, 1)
-    for first in range(0, num_images, at_once):
-        rows_ND = from_main(torch.from_numpy(np.array(whole[first : first + at_once])))
+    sent = max(_SENT_VALUES // width, 1)
+    for first in range(0, num_images, sent):
+        rows_ND = from_main(torch.from_numpy(np.array(whole[first : first + sent])))
         if values_ND is None:
-            whole[first : first + at_once] = rows_ND.cpu().numpy()
+            whole[first : first + sent] = rows_ND.cpu().numpy()
     return whole
 
 

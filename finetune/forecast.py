@@ -16,20 +16,24 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from finetune.bench.hosts import Host
 from finetune.bench.rates import synchronise
 from finetune.bench.subjects import Ours
+from finetune.data.rows import AnyFeed, RowFeed
 from finetune.data.store import Store
 from finetune.errors import RecipeError, SetupError
+from finetune.features import at_once, pre_logits
 from finetune.job import Job
+from finetune.measure import evaluate
 from finetune.otherwise import Ground, rehearsed
 from finetune.progress import bar, say
 from finetune.provenance import DTYPES
 from finetune.recipe import Recipe, load_recipe
-from finetune.rehearse import num_bytes
+from finetune.rehearse import Need, num_bytes
 
 __all__ = ["Trial", "forecast"]
 
@@ -48,8 +52,9 @@ def forecast(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
         overrides: `section.key=value` each.
     Returns: "parameters" {"total", "trained"}; "memory" in bytes {"parts", "phases", "peak",
         "measured", "where"}; "time" {"images_per_second", "turns", "input_share",
-        "evaluated_per_second", "epoch_seconds", "run_seconds", "evaluations"}; "disk" in bytes;
-        "options", each {"change", "peak", "images_per_second", "halves"}; and what was measured.
+        "evaluated_per_second", "features_seconds" (0 where there are none to compute first),
+        "epoch_seconds", "run_seconds", "evaluations"}; "disk" in bytes; "options", each {"change",
+        "peak", "images_per_second", "halves"}; and what was measured.
     Raises: FinetuneError of the kind that DESIGN's exit codes list.
     """
     recipe = load_recipe(path, overrides)
@@ -104,6 +109,9 @@ class Trial(Ours):
     def __init__(self, line: Any, *, recipe: Recipe, folder: str) -> None:
         super().__init__(line, recipe=recipe, folder=folder)
         self.rates: dict[str, float] = {}
+        # of features, where the run trains on them
+        self.rows: RowFeed | None = None  # to evaluate
+        self.width = self.feature_bytes = 0
 
     def measure(self) -> dict[str, Any]:
         """Time real steps and steps without input in turns, and an evaluation.
@@ -113,6 +121,11 @@ class Trial(Ours):
         one = min(self._seconds_of_one() for _ in range(2))
         # between two steps, when the network, its moments and the images are all that is held
         self.resident = _resident()
+        self.images = sum(self._kept(feed.store) for feed in self._feeds())
+        first = 0.0
+        if self.live.feeds.of_features:
+            first = self._seconds_of_features(one)
+            one = min(self._seconds_of_one() for _ in range(2))
         steps = max(1, min(_MOST, int(_SECONDS / one)))
         real, synthetic = [], []
         for _ in range(_TURNS if steps > 1 else 1):
@@ -121,7 +134,6 @@ class Trial(Ours):
         # before anything else that takes memory
         self.peaks = self.memory()
         rate, without = (sum(rates) / len(rates) for rates in (real, synthetic))
-        self._evaluated = True  # a warm-up costs, and evaluation is never compiled
         images = min(max(int(3 * rate * _SECONDS), 1), _MOST_EVALUATED)
         self.rates = {"real": rate, "synthetic": max(without, rate)}
         self.rates["evaluation"] = self.evaluate(images=images)
@@ -138,12 +150,40 @@ class Trial(Ours):
                 "turns": real,
                 "input_share": max(0.0, 1 - rate / without),
                 "evaluated_per_second": self.rates["evaluation"],
+                "features_seconds": first,
                 "epoch_seconds": job.num_samples / rate,
-                "run_seconds": seconds + evaluated / self.rates["evaluation"],
+                "run_seconds": first + seconds + evaluated / self.rates["evaluation"],
                 "run_steps": job.steps,
                 "evaluations": evaluations,
             },
         }
+
+    def _seconds_of_features(self, one: float) -> float:
+        """Estimate how long all features take; from here on, rows of zeros stand for them.
+
+        Args:
+            one: seconds of a step through the whole network.
+        """
+        images = int(self.recipe.data.batch_size / one * _SECONDS)
+        rate = self.evaluate(images=min(max(images, 1), _MOST_EVALUATED))
+        (batch, *_) = self.val_feed.once(batch_size=1, world=len(self.val_feed.labels))
+        with torch.inference_mode():
+            width = pre_logits(self.job.built.model, batch.images_BCHW).shape[1]
+        self.trained = _rows(self.feed, width)
+        self.rows = _rows(self.val_feed, width)
+        counts = [len(split) for name, split in self.job.source.splits.items() if name != "train"]
+        number = self.job.num_samples + sum(counts)
+        self.feature_bytes, self.width = 4 * width * number, width
+        return number / rate
+
+    def evaluate(self, *, images: int) -> float:
+        """Evaluate a number of images, or all rows of features. Returns: images a second."""
+        self._evaluated = True  # a warm-up costs, and evaluation is never compiled
+        if self.rows is None:
+            return super().evaluate(images=images)
+        size = self.recipe.data.eval_batch_size
+        found = evaluate(self.live.evaluated(), self.rows, self.accelerator, batch_size=size)
+        return float(found["images_per_second"])
 
     def _seconds_of_one(self) -> float:
         started = time.perf_counter()
@@ -161,11 +201,12 @@ class Trial(Ours):
         self.part = max(len(indices) for _, indices in cut)
         given: dict[str, Any] = {"dtype": DTYPES[self.precision], "images": self.part}
         self.line.tick()
-        need = rehearsed(self.job, network, **given)
+        # a classifier's step takes its features, in float32 and in the dtype it computes with
+        need = Need(0, 8 * self.width) if self.width else rehearsed(self.job, network, **given)
         evaluation = rehearsed(self.job, network, train=False, **given)
         splits = self.job.source.splits
         sizes = [len(splits[name]) for name in ("val", "test") if name in splits]
-        parts = self._parts(network)
+        parts = {**self._parts(network), "features": self.feature_bytes}
         checkpoint = sum(parts[key] for key in ("weights", "moments", "average"))
         on_host = self.device.type == "cpu"
         ground = Ground(
@@ -181,6 +222,7 @@ class Trial(Ours):
             real=self.rates["real"],
             synthetic=self.rates["synthetic"],
             in_memory=self.feed.store.images is not None,
+            features_at_once=at_once(self.device, self.recipe.data) if self.width else 0,
             tick=self.line.tick,
         )
         phases = ground.phases(parts, need.at(self.part))
@@ -201,7 +243,8 @@ class Trial(Ours):
                 },
                 "phases": phases,
                 "peak": max(phases.values()),
-                "measured": self.peaks["host" if on_host else "device"],
+                # of steps that compute the features anew there is nothing in a run
+                "measured": None if self.width else self.peaks["host" if on_host else "device"],
             },
             "disk": {"checkpoint": checkpoint, "needed": kept * checkpoint + 2 * model},
             "options": ground.options(),
@@ -217,8 +260,7 @@ class Trial(Ours):
             "moments": num_bytes(state),
             "average": num_bytes(averages),
         }
-        images = sum(self._kept(feed.store) for feed in self._feeds())
-        parts = {"program": 0, **kept, "images": images, "snapshot": 0}
+        parts = {"program": 0, **kept, "images": self.images, "snapshot": 0}
         if self.device.type == "cpu":
             # interpreter, libraries, threads and what the allocator keeps
             parts["program"] = max(self.resident - sum(parts.values()), 0)
@@ -243,6 +285,13 @@ class Trial(Ours):
     def _saves_before_the_end(self) -> bool:
         job: Job = self.job
         return any(job.saves_after(step) for step in range(1, job.steps))
+
+
+def _rows(feed: AnyFeed, width: int) -> RowFeed:
+    """Features of zeros in the place of images; they take no memory."""
+    split = feed.store.split
+    values_ND = np.broadcast_to(np.zeros(width, np.float32), (len(split), width))
+    return RowFeed(split, values_ND, num_classes=feed.num_classes, device=feed.device)
 
 
 def _resident() -> int:

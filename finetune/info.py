@@ -60,6 +60,7 @@ def model_info(
     found = survey(network, size)
     own_size = recipe is not None and image_size is None
     sentence = recipe.data.eval if recipe is not None and own_size else None
+    decode_size = recipe.data.decode_size if recipe is not None else None
     preprocessing = built.preprocessing
     return {
         "model": name,
@@ -80,6 +81,7 @@ def model_info(
             "mean": list(preprocessing.mean),
             "std": list(preprocessing.std),
             "interpolation": preprocessing.interpolation,
+            "decode_size": decode_size,
         },
         "weights": _weights(name, built.provenance),
     }
@@ -164,6 +166,8 @@ def describe(info: Mapping[str, Any]) -> str:
     frozen = found["total"] - found["trainable"]
     trained = f"{found['trainable']:,} trainable, {frozen:,} frozen" if frozen else "all trainable"
     classes = f"{info['num_classes']:,} classes" if info["num_classes"] else "no classifier"
+    size = prepared["decode_size"]
+    decoded = f"; JPEGs decoded to no less than {size} pixels a side" if size else ""
     mean, std = (", ".join(f"{x:.4g}" for x in prepared[key]) for key in ("mean", "std"))
     facts = {
         "architecture": f"{info['architecture']}, {height} x {width} px, {classes}",
@@ -172,7 +176,7 @@ def describe(info: Mapping[str, Any]) -> str:
         "tokens": _said(info["tokens"]),
         "depth": _blocks(info["depth"]),
         "preprocessing": f"{prepared['operations']}, {prepared['interpolation']}",
-        "": f"mean {mean}; std {std}",
+        "": f"mean {mean}; std {std}{decoded}",
         "weights": _place(info["weights"]),
     }
     lines = [f"{key:15}{value}" for key, value in facts.items() if value]

@@ -48,12 +48,14 @@ class Ground:
         dtype: of the forward pass.
         part: images at once in training.
         evaluated: images at once in evaluation, 0 if there is none.
-        parts: bytes of "program", "weights", "gradients", "moments", "average", "images" and
-            "snapshot".
+        parts: bytes of "program", "weights", "gradients", "moments", "average", "images",
+            "features" and "snapshot".
         report: bytes that the report's libraries take at the end.
         need, evaluation: beyond these parts, of a training step and of an evaluation.
         real, synthetic: images a second, with the input and without it.
         in_memory: whether decoded images are kept.
+        features_at_once: images whose features are computed at once before training; 0 where it
+            needs the images themselves.
         tick: told of each rehearsal.
     """
 
@@ -69,12 +71,15 @@ class Ground:
     real: float
     synthetic: float
     in_memory: bool
+    features_at_once: int
     tick: Callable[[], None]
 
     def phases(
         self, parts: dict[str, int], activations: int, evaluated: int | None = None
     ) -> dict[str, int]:
         """Bytes in a training step, in an evaluation, and at the end: the two have no gradients."""
+        if self.features_at_once:
+            return self._phases_of_features(activations)
         evaluated = self.evaluated if evaluated is None else evaluated
         kept = sum(parts.values())
         without = kept - parts["gradients"]
@@ -85,12 +90,29 @@ class Ground:
             found["report"] = without - parts["snapshot"] + self.report
         return found
 
+    def _phases_of_features(self, activations: int) -> dict[str, int]:
+        """Bytes while they are computed, while the classifier is trained on them, at the end."""
+        parts = self.parts
+        model = parts["program"] + parts["weights"] + parts["average"]
+        later = sum(parts.values()) - parts["images"]
+        found = {
+            "features": model + parts["images"] + self.evaluation.at(self.features_at_once),
+            "training": later + activations,
+        }
+        if self.report:
+            found["report"] = later - parts["gradients"] - parts["snapshot"] + self.report
+        return found
+
     def options(self) -> list[dict[str, Any]]:
         """Other settings and what they would take, the most helpful first.
+
+        There are none for a run on features: its classifier takes next to nothing.
 
         Returns: each {"change", "peak" in bytes, "images_per_second" or None, "halves": "memory",
             "time", both or neither}.
         """
+        if self.features_at_once:
+            return []
         rate, peak = self.real, max(self.phases(self.parts, self.need.at(self.part)).values())
         found = []
         for option in [*self._of_the_network(), *self._of_the_rest()]:

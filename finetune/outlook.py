@@ -16,6 +16,7 @@ _PARTS = {
     "moments": "the optimiser's",
     "average": "optim.ema_decay",
     "images": "decoded and kept",
+    "features": "computed once, in a file that is mapped",
     "snapshot": "a checkpoint that is being written",
 }
 
@@ -75,6 +76,9 @@ def _memory(found: Mapping[str, Any]) -> Iterator[str]:
 def _time(time: Mapping[str, Any], steps: int) -> Iterator[str]:
     turns = ", ".join(f"{rate:,.1f}" for rate in time["turns"])
     yield f"time, from {counted(len(time['turns']), 'turn')} of {counted(steps, 'step')}"
+    if time["features_seconds"]:
+        features = _duration(time["features_seconds"])
+        yield f"  {'features':14}{features:>10}  once; then they are kept"
     yield f"  {'images/s':14}{time['images_per_second']:>10,.1f}  ({turns})"
     yield f"  {'input':14}{time['input_share']:>10.0%}  of a step"
     yield f"  {'evaluation':14}{time['evaluated_per_second']:>10,.1f}  images/s"
@@ -95,6 +99,9 @@ def _disk(disk: Mapping[str, int]) -> Iterator[str]:
 def _options(found: Mapping[str, Any]) -> Iterator[str]:
     peak, rate = found["memory"]["peak"], found["time"]["images_per_second"]
     options = found["options"]
+    if found["time"]["features_seconds"]:
+        yield "only the classifier is trained: no other setting was tried"
+        return
     if not options:
         yield "no setting that was tried takes less memory or time"
         return

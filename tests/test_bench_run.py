@@ -66,7 +66,7 @@ class Stand:
         return {
             **{"device": "cpu", "precision": "bf16", "batch_size": BATCH, "image_size": [16, 16]},
             **{"num_images": 9, "architecture": "vit", "augmentation": "resize"},
-            **{"micro_batch": None, "compiled": False},
+            **{"micro_batch": None, "compiled": False, "of_features": False},
             **{"seconds_to_first_step": 1.0, "operations": BATCH * 1000},
             "machine": {
                 "versions": {"python": "3"},

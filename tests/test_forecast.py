@@ -15,6 +15,7 @@ from faults_runs import TINY, tiny
 from samples import make_parquet, png, store_of
 from test_bench_subjects import Told
 
+from finetune.data.rows import RowFeed
 from finetune.data.sources import open_source
 from finetune.errors import FinetuneError, RecipeError, SetupError
 from finetune.forecast import Trial, forecast
@@ -95,6 +96,29 @@ def test_without_a_checkpoint_on_the_way_there_is_no_snapshot(tmp_path: Path) ->
     assert 0 < parts["gradients"] < parts["weights"] / 10
     assert "evaluation" not in predicted["memory"]["phases"]
     assert predicted["parameters"]["trained"] == parts["gradients"] // 4
+
+
+def test_a_frozen_backbone_computes_its_features_once(tmp_path: Path) -> None:
+    changes = ("model.freeze=backbone", "data.train=resize", "optim.steps=2000", "run.eval_every=9")
+    made = Trial(Told(), recipe=tiny(*CHANGES, *changes), folder=str(tmp_path))
+    assert made.prepare()["of_features"]
+    time, steps = made.measure()["time"], 2000
+    whole = made.rates["real"]
+    assert time["features_seconds"] > 0
+    assert isinstance(made.trained, RowFeed)  # what the steps were timed with
+    assert time["images_per_second"] == whole
+    val = 120 - made.job.num_samples
+    evaluated = (time["evaluations"] + 1) * val / time["evaluated_per_second"]
+    training = steps * 24 / whole
+    assert time["run_seconds"] == pytest.approx(time["features_seconds"] + training + evaluated)
+    found = made.predict()
+    memory, parts = found["memory"], found["memory"]["parts"]
+    assert parts["features"] == 120 * 32 * 4
+    assert (parts["activations_per_image"], memory["measured"]) == (2 * 32 * 4, None)
+    gone = ("images", "activations_per_image")
+    assert memory["phases"]["training"] == sum(v for k, v in parts.items() if k not in gone)
+    assert {"features", "training"} <= set(memory["phases"])
+    assert found["options"] == []
 
 
 @pytest.mark.slow

@@ -80,13 +80,16 @@ def test_a_run_says_what_it_trained(tmp_path: Path) -> None:
     (run / "run.json").write_text("{}")
     (run / "recipe.yaml").write_text(
         "model: {name: vit_tiny_patch16_224, freeze: backbone}\n"
-        "data: {source: embedded:digits, eval: 'resize(36) | center_crop(32)', batch_size: 8}\n"
+        "data: {source: embedded:digits, eval: 'resize(36) | center_crop(32)', batch_size: 8,\n"
+        "       decode_size: 36}\n"
         "optim: {lr: 0.1, steps: 1}\n"
     )
     found = model_info(run)
     assert found["parameters"]["trainable"] == found["parameters"]["head"] == 5 * 33
     assert found["preprocessing"]["operations"] == "resize(36) | center_crop(32)"
     assert "165 trainable, " in describe(found)
+    assert found["preprocessing"]["decode_size"] == 36
+    assert "JPEGs decoded to no less than 36 pixels a side" in describe(found)
     # at another size the run's sentence does not lead there
     assert "center_crop(32)" not in model_info(run, image_size=48)["preprocessing"]["operations"]
 

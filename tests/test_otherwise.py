@@ -43,6 +43,7 @@ def ground(*overrides: str, **given: Any) -> Ground:
         "real": 100.0,
         "synthetic": 125.0,
         "in_memory": True,
+        "features_at_once": 0,
         "tick": lambda: None,
         **given,
     }

@@ -12,7 +12,13 @@ MIB = 2**20
 def found(**changes: Any) -> dict[str, Any]:
     """A forecast of round figures."""
     parts = {"program": 300, "weights": 20, "gradients": 19, "moments": 40, "average": 0}
-    parts |= {"images": 7, "snapshot": 60, "activations": 100, "activations_per_image": 5}
+    parts |= {
+        "images": 7,
+        "features": 0,
+        "snapshot": 60,
+        "activations": 100,
+        "activations_per_image": 5,
+    }
     return {
         "recipe": "r.yaml",
         "architecture": "vit_x",
@@ -37,6 +43,7 @@ def found(**changes: Any) -> dict[str, Any]:
             "input_share": 0.07,
             "evaluated_per_second": 150.0,
             "epoch_seconds": 24.0,
+            "features_seconds": 0.0,
             "run_seconds": 7200.0,
             "run_steps": 600,
             "evaluations": 1,
@@ -70,6 +77,13 @@ def test_every_figure_is_said() -> None:
     assert "24.0 s" in text
     assert "2.0 h  600 steps, 1 evaluation" in text
     assert "520.0 MiB  of 4.0 GiB free here" in text
+
+
+def test_features_are_computed_once() -> None:
+    time = {**found()["time"], "features_seconds": 240.0}
+    text = describe(found(time=time, options=[]))
+    assert "4.0 min  once; then they are kept" in text
+    assert text.endswith("only the classifier is trained: no other setting was tried")
 
 
 def test_a_line_for_each_other_setting() -> None:

@@ -134,6 +134,11 @@ class _Session:
 
         self._start(_OWN, Ours, {"recipe": self.recipe, "folder": self.folder})
         facts = self.facts[_OWN]
+        if facts["of_features"]:
+            _say(
+                "model.freeze: train computes each image's features once and trains on them; here "
+                "every step goes through the network (info --plan has the time of such a run)"
+            )
         own = facts["precision"]
         # what `auto` came to
         data = self.recipe.data.model_copy(update={"micro_batch": facts["micro_batch"]})

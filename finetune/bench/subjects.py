@@ -19,6 +19,7 @@ from finetune.bench.rates import (
     products,
 )
 from finetune.data.feed import Feed
+from finetune.data.rows import AnyFeed
 from finetune.data.store import Store
 from finetune.engine import launch
 from finetune.job import Job, open_job
@@ -57,7 +58,8 @@ class Ours:
         """Open the job, take the first step, and count what one does.
 
         Returns: "device", "precision", "compiled", "batch_size", "micro_batch", "image_size",
-            "num_images", "seconds_to_first_step", "operations" of a step, "machine".
+            "num_images", "of_features" (whether `train` would compute features once instead),
+            "seconds_to_first_step", "operations" of a step, "machine".
         """
         self._open()
         self.val_feed = _evaluated(self.job)
@@ -76,6 +78,7 @@ class Ours:
             "micro_batch": self.live.micro_batch,
             "image_size": list(self.job.preprocessing.image_size),
             "num_images": self.job.num_samples,
+            "of_features": self.live.feeds.of_features,
             "architecture": self.job.built.architecture,
             "augmentation": self.job.train_pipeline.sentence,
             "seconds_to_first_step": clock.alive,
@@ -97,6 +100,7 @@ class Ours:
         self.feed = self.job.feed(
             self.job.source.splits["train"], train=True, dtype=DTYPES[self.precision]
         )
+        self.trained: AnyFeed = self.feed
         settle_micro_batch(self.live, self.feed, lambda work: work())
         self.meter = Meter(self.device, 0.0)
         self.live.go_on(self.meter)
@@ -116,7 +120,7 @@ class Ours:
             synthetic: the same batches of one step again and again, ready on the device.
         Returns: images a second.
         """
-        store = self.feed.store
+        store = self.trained.store
         if store.images is None and not synthetic:
             warmup += store.workers * BATCHES_AHEAD
         clock = Clock(self.device, warmup=warmup, steps=steps, tick=self.line.tick)
@@ -144,7 +148,7 @@ class Ours:
 
     def _batches(self, steps: int) -> Any:
         first = self.live.counters.step
-        return self.feed.train(
+        return self.trained.train(
             self.job.stream,
             range(first, first + steps),
             rank=self.accelerator.process_index,

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from finetune import collector
 from finetune.cli_results import VERBS
 from finetune.errors import DataError, RecipeError
 from finetune.terminal import (
@@ -250,4 +251,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what stands behind `finetune`; by default the process's own.
     Returns: the exit code.
     """
-    return run(cli, sys.argv[1:] if arguments is None else arguments)
+    with collector.patient():
+        return run(cli, sys.argv[1:] if arguments is None else arguments)

@@ -16,7 +16,7 @@ import torch
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
-from finetune import state
+from finetune import collector, state
 from finetune.counters import Counters
 from finetune.data.feed import Batch
 from finetune.echo import Echo
@@ -241,6 +241,7 @@ class Live:
 
     def go_on(self, meter: Meter) -> None:
         """Begin to train, from what a checkpoint kept between two log lines."""
+        collector.as_usual()
         if self.main and self.counters.pending:
             meter.take_over(self.counters.pending)
         set_train_mode(self.model)

@@ -43,6 +43,7 @@ LAYERS = {
     "terminal": "errors",
     "disk_cache": "",
     "host_memory": "",
+    "collector": "",
     "feature_cache": "disk_cache files progress",
     "hub": "",  # finetune/hub/__init__.py
     "hub.calls": "errors progress",
@@ -134,7 +135,7 @@ LAYERS = {
     "bench.clock": "bench",
     "bench.transforms": "errors data",
     "bench.inputs": "errors data",
-    "bench.hosts": "errors watch",
+    "bench.hosts": "collector errors watch",
     "bench.page": "errors files",
     "bench.subjects": "*",
     "bench.loops": "*",

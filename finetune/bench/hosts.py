@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pkgutil
 import signal
 import sys
 import time
@@ -17,6 +18,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Final
 
+from finetune import collector
 from finetune.errors import FinetuneError, SetupError
 from finetune.watch import end_with_parent
 
@@ -58,7 +60,7 @@ class Host:
 
     Args:
         name: of the loop, for messages.
-        make: the object's class; it gets a `Line` and the arguments.
+        make: the object's class, of a module; it gets a `Line` and the arguments.
         arguments: by keyword.
         steps: told how many steps were done.
         notice: told what the user should know.
@@ -67,7 +69,7 @@ class Host:
     def __init__(
         self,
         name: str,
-        make: Callable[..., Any],
+        make: type,
         arguments: dict[str, Any],
         *,
         steps: Callable[[int], None],
@@ -79,7 +81,10 @@ class Host:
         context = multiprocessing.get_context(_START)
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(theirs, make, arguments), name=f"bench {name}"
+            target=_serve,
+            # by name: what it is made of is imported there, as a command would
+            args=(theirs, f"{make.__module__}:{make.__qualname__}", arguments),
+            name=f"bench {name}",
         )
         # An interrupt from the terminal reaches them all; this process alone answers it.
         with _deaf_to_interrupts():
@@ -160,8 +165,13 @@ def _deaf_to_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _serve(connection: Connection, make: Callable[..., Any], arguments: dict[str, Any]) -> None:
+def _serve(connection: Connection, make: str, arguments: dict[str, Any]) -> None:
     """Be the other process: make the object, then answer until nobody asks any more."""
+    with collector.patient():
+        _answer(connection, make, arguments)
+
+
+def _answer(connection: Connection, make: str, arguments: dict[str, Any]) -> None:
     end_with_parent()
     signal.signal(signal.SIGTERM, _leave)
     # The way in which this process was started would else be that of its own workers.
@@ -178,12 +188,13 @@ def _serve(connection: Connection, make: Callable[..., Any], arguments: dict[str
             method, given = connection.recv()
             try:
                 if subject is None:
-                    subject = make(line, **arguments)
+                    subject = pkgutil.resolve_name(make)(line, **arguments)
                 answer = ("answer", getattr(subject, method)(**given))
             except Exception as error:
                 code = getattr(error, "exit_code", None)
                 told = (type(error).__name__, str(error), code, traceback.format_exc())
                 answer = ("error", told)
+            collector.as_usual()  # the first answer ends the start, whatever is measured
             line.flush()
             connection.send(answer)
     os._exit(0)  # nothing is kept: taking the libraries down would only cost seconds

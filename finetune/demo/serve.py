@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from finetune import collector
 from finetune.demo.about import example_files, facts, title_of
 from finetune.demo.app import About, accepted, build_app, gradio, look
 from finetune.demo.gate import Gate
@@ -92,6 +93,7 @@ def show(
                     "--share: no link could be made; it needs a network and Gradio's server. Try "
                     "again, or leave it out"
                 )
+            collector.as_usual()
             say(f"the demo is on {url}; Ctrl-C ends it")
             if share:
                 say(f"anyone with this link can use it: {app.share_url}")

@@ -1,0 +1,70 @@
+"""When garbage is looked for: hardly at the start of a command, as ever in what it then does."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from faults_runs import TINY
+
+from finetune import collector
+from finetune.cli import main
+from finetune.live import Live
+
+USUAL = (650, 9, 11)  # nobody else's
+
+
+@pytest.fixture(autouse=True)
+def usual() -> Iterator[None]:
+    before = gc.get_threshold()
+    gc.set_threshold(*USUAL)
+    yield
+    gc.set_threshold(*before)
+
+
+def test_the_start_is_patient_and_its_end_restores() -> None:
+    with collector.patient():
+        assert gc.get_threshold()[0] > 500_000
+        assert gc.isenabled()
+        collector.as_usual()
+        assert gc.get_threshold() == USUAL
+        with collector.patient():  # a command in a command
+            pass
+        assert gc.get_threshold() == USUAL
+    assert gc.get_threshold() == USUAL
+
+
+def test_a_patient_command_in_another_leaves_it_patient() -> None:
+    with collector.patient():
+        with collector.patient():
+            pass
+        assert gc.get_threshold()[0] > 500_000
+        collector.as_usual()
+        assert gc.get_threshold() == USUAL
+
+
+def test_what_a_caller_chose_is_kept() -> None:
+    gc.set_threshold(5, 5, 5)
+    collector.as_usual()
+    assert gc.get_threshold() == (5, 5, 5)
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_steps_are_taken_with_the_usual_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    step = Live.step
+
+    def watched(self: Live, *args: object) -> None:
+        seen.append(gc.get_threshold())
+        step(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Live, "step", watched)
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    command = ["train", str(tmp_path / "tiny.yaml"), "optim.steps=2", "run.eval_every=2"]
+    assert main([*command, "--out", str(tmp_path / "run")]) == 0
+    assert seen == [USUAL] * 2
+    assert gc.get_threshold() == USUAL

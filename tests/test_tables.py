@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from samples import counts, make_parquet, png, write
+from samples import counts, make_folder, make_parquet, png, write
 
 from finetune.data import decode as decode_module
 from finetune.data import tables
@@ -257,15 +257,19 @@ def test_hub_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         open_source("hub:a/b")
 
 
-def test_a_table_is_read_without_pandas(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["parquet", "folder"])
+def test_a_set_is_opened_without_pandas(kind: str, tmp_path: Path) -> None:
     """Importing it takes as long as all the rest of opening a set."""
-    make_parquet(tmp_path / "train.parquet", [0, 1] * 6)
+    if kind == "parquet":
+        make_parquet(tmp_path / "train.parquet", [0, 1] * 6)
+    else:
+        make_folder(tmp_path, {"train/a": 2, "train/b": 2})
     script = (
         "import sys; from finetune.data.sources import open_source\n"
-        f"open_source('parquet:{tmp_path}').splits['train'].fingerprint\n"
-        "print('pandas' in sys.modules)"
+        f"split = open_source('{kind}:{tmp_path}').splits['train']\n"
+        "print(len(split.fingerprint), split.read(0).ndim, 'pandas' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
     )
-    assert done.stdout == "False\n"
+    assert done.stdout == "64 3 False\n"

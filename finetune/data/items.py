@@ -158,7 +158,7 @@ class FileItems:
 
     def __init__(self, root: Path, paths: list[str]) -> None:
         self._root = root
-        self._paths = pa.array([os.fsencode(path) for path in paths], type=pa.large_binary())
+        self._paths = _binaries([os.fsencode(path) for path in paths])
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -182,6 +182,13 @@ class FileItems:
     def sizes(self) -> np.ndarray:
         """(N,) int64 in bytes; 0 for what cannot be looked at."""
         return np.array([_size(self._path(row)) for row in range(len(self))], dtype=np.int64)
+
+
+def _binaries(values: list[bytes]) -> pa.LargeBinaryArray:
+    """An array of them; pyarrow's own way would import pandas."""
+    ends = np.cumsum([0, *map(len, values)], dtype=np.int64)
+    buffers = [None, pa.py_buffer(ends), pa.py_buffer(b"".join(values))]
+    return pa.Array.from_buffers(pa.large_binary(), len(values), buffers)
 
 
 def _size(path: Path) -> int:

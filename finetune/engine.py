@@ -32,6 +32,7 @@ from accelerate.utils import (
 from finetune.data.rows import AnyFeed
 from finetune.errors import FinetuneError, Interrupted, RecipeError, SetupError, nearest
 from finetune.finish import answer_anew, finish
+from finetune.host_memory import keep_freed
 from finetune.job import open_job
 from finetune.live import Live
 from finetune.measure import evaluate
@@ -81,6 +82,8 @@ def launch(run: RunSection, *, out: Path | None = None) -> Accelerator:
     for tracker in run.trackers:
         if tracker not in known:
             raise RecipeError(f"run.trackers: unknown '{tracker}'{nearest(tracker, known)}")
+    if processes.device.type == "cpu":
+        keep_freed()
     precision = pick_precision(run.precision, processes.device)
     # Accelerate keeps the precision of the process's first run; a second one may have another.
     AcceleratorState._reset_state()
@@ -258,11 +261,11 @@ def _fit(live: Live, train_feed: AnyFeed, val_feed: AnyFeed | None, stop: StopSi
 def _on_main(accelerator: Accelerator, work: Callable[[], _Result]) -> _Result:
     """Do something on rank 0; every rank gets its answer, or its error."""
     outcome: list[Any] = [None, None]
-    problem: Exception | None = None
+    problem: BaseException | None = None
     if accelerator.is_main_process:
         try:
             outcome[0] = work()
-        except Exception as error:  # the other ranks must not wait for an answer
+        except BaseException as error:  # a signal, too: the others must not wait for an answer
             problem = error
             outcome[1] = (str(error), getattr(error, "exit_code", 1))
     broadcast_object_list(outcome)

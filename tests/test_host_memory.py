@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,3 +38,34 @@ def test_a_containers_limit_counts(
     assert (total_bytes(), free_bytes()) == (5_000_000, 1_000_000)
     (tmp_path / used).write_text("6000000\n")
     assert free_bytes() == 0
+
+
+STEPS = """
+import resource, sys
+import numpy as np
+from finetune.host_memory import keep_freed
+if sys.argv[1] == "keep":
+    keep_freed()
+def step():
+    kept = [np.ones(2**20, dtype=np.uint64) for _ in range(12)]  # 8 MiB each
+step(), step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+step(), step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="no mallopt: not glibc")
+def test_a_step_finds_its_memory_where_the_last_one_left_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def faults(what: str) -> int:
+        command = [sys.executable, "-c", STEPS, what]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        return int(done.stdout)
+
+    pages = 2 * 12 * 2**23 // 4096
+    assert faults("leave") > pages / 10  # the fault itself
+    assert faults("keep") < pages / 100
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")  # a user's own choice
+    assert faults("keep") > pages / 10

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from finetune import collector, state
 from finetune.counters import Counters
 from finetune.data.feed import Batch
 from finetune.echo import Echo
-from finetune.errors import DivergedError, RecipeError
+from finetune.errors import CheckpointError, DivergedError, RecipeError
 from finetune.frozen import Feeds
 from finetune.job import Job
 from finetune.keeper import Keeper
@@ -88,7 +89,7 @@ class Live:
     def step(self, num_batches: int, batches: Iterator[Batch], meter: Meter) -> None:
         """Take one optimiser step on this rank's micro-batches."""
         counters, accelerator, optim = self.counters, self.accelerator, self.recipe.optim
-        losses = []
+        losses, before = [], [statistic.clone() for statistic in self._statistics]
         for number, batch in enumerate(batches):
             last = number == num_batches - 1
             waiting = contextlib.nullcontext() if last else accelerator.no_sync(self.model)
@@ -105,6 +106,8 @@ class Live:
         finite = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).isfinite()
         set_lr(self.optimizer.optimizer, self.job.lr(counters.step))
         self._update(finite)
+        for statistic, old in zip(self._statistics, before, strict=True):
+            statistic.copy_(torch.where(finite, statistic, old))  # no step, no trace of it
         self.optimizer.zero_grad()
         counters.step += 1
         if self.ema is not None:
@@ -231,7 +234,13 @@ class Live:
         """Continue from the checkpoint of `step`, which rank 0 has verified."""
         ema = None if self.ema is None else self.ema.module
         counters = state.restore(self.run.folder(step), self.model, self.optimizer.optimizer, ema)
-        self.counters = Counters(**counters)
+        try:
+            self.counters = Counters(**counters)
+        except TypeError as error:
+            folder = self.run.folder(step)
+            raise CheckpointError(
+                f"{folder}: its state.json is not this program's ({error}); remove this checkpoint"
+            ) from error
         best = self.counters.best_step
         if best is not None and (problem := self.run.verify(best)) is not None:
             self.job.notice(f"the best checkpoint is damaged, a new best is looked for: {problem}")
@@ -250,9 +259,14 @@ class Live:
         """Average batch norm's running statistics over ranks: each has seen its own images."""
         if self.accelerator.num_processes == 1:
             return
-        for name, buffer in self.model.named_buffers():
-            if name.endswith(("running_mean", "running_var")):
-                buffer.copy_(torch.as_tensor(self.accelerator.reduce(buffer, "mean")))
+        for statistic in self._statistics:
+            statistic.copy_(torch.as_tensor(self.accelerator.reduce(statistic, "mean")))
+
+    @functools.cached_property
+    def _statistics(self) -> list[Tensor]:
+        """Batch norm's running means and variances."""
+        ends = ("running_mean", "running_var")
+        return [buffer for name, buffer in self.model.named_buffers() if name.endswith(ends)]
 
     def agree_to_stop(self, received: int) -> int:
         """Let a signal to any rank stop all of them at the same step. Returns: its number or 0."""

@@ -32,11 +32,26 @@ optim: {name: adamw, lr: 3e-3, schedule: constant, steps: 8, ema_decay: 0.9}
 run: {precision: fp32, threads: 1, log_every: 1, eval_every: 4, max_skipped: 3}
 """
 
+
+RESNET = """
+model: {name: test_resnet, pretrained: false, image_size: 32}
+data: {source: "embedded:digits", train: resize, eval: resize, batch_size: 16}
+optim: {name: adamw, lr: 3e-3, schedule: constant, steps: 4}
+run: {precision: fp32, threads: 1, log_every: 1, eval_every: 4, max_skipped: 3}
+"""
+
+
+def with_bad_gradient(loss: torch.Tensor) -> torch.Tensor:
+    loss.register_hook(lambda gradient: gradient * float("nan"))
+    return loss
+
+
 # What goes wrong in a step, put over its loss. The third has the gradient of a healthy step.
 FAULTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "NaN": lambda loss: loss * float("nan"),
     "infinite": lambda loss: loss * float("inf"),
     "infinite with a finite gradient": lambda loss: loss + float("inf"),
+    "finite with a gradient that is not": with_bad_gradient,
 }
 
 SCRIPT = """
@@ -106,6 +121,36 @@ def test_too_many_in_a_row_end_the_run(
     fault(
         "run.max_skipped such steps in a row",
         "6, the best checkpoint is named and finite",
+    )
+
+
+def test_a_step_that_is_left_out_leaves_no_trace_in_batch_norm(tmp_path: Path, fault) -> None:
+    recipe = parse_recipe(RESNET)
+    passes: list[int] = []
+
+    def damaged(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> object:
+        if (
+            not isinstance(module, torch.nn.Conv2d)
+            or inputs[0].shape[1] != 3
+            or not module.training
+        ):
+            return None
+        passes.append(1)
+        return (inputs[0] * float("nan"),) if len(passes) == 2 else None
+
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(damaged)
+    try:
+        results = train(recipe, tmp_path / "run")
+    finally:
+        hook.remove()
+    assert results["skipped_steps"] == 1
+    saved = load_file(tmp_path / "run/model/model.safetensors")
+    statistics = [tensor for name, tensor in saved.items() if "running_" in name]
+    assert statistics
+    assert all(tensor.isfinite().all() for tensor in statistics)
+    fault(
+        "a loss or gradient that is not finite, in a network with batch norm",
+        "the step leaves no trace in its running statistics",
     )
 
 

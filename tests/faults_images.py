@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, features
 from PIL.PngImagePlugin import PngInfo
 
 __all__ = ["CORPUS", "File", "encoded", "flat_png", "picture"]
@@ -90,6 +90,79 @@ def _jpeg_header(width: int, height: int) -> bytes:
     scan = struct.pack(">HB", 12, 3) + b"\x01\0\x02\0\x03\0\0\x3f\0"
     parts = (b"\xff\xd8\xff\xc0", struct.pack(">H", len(frame) + 2), frame, b"\xff\xda", scan)
     return b"".join(parts)
+
+
+def _tiff(side: int, *more: tuple[int, int], tile: int | None = None) -> bytes:
+    """A grey TIFF of zeros, packed into one strip or one tile.
+
+    Args:
+        side: of the image in pixels.
+        more: tags and values behind those that it needs, also such as are there already.
+        tile: its side in pixels; None for a strip.
+    """
+    packed = zlib.compress(bytes((tile or side) ** 2), 1)
+    tags = [(256, side), (257, side), (258, 8), (259, 8), (262, 1), (277, 1)]
+    start = 8 + 2 + 12 * (len(tags) + 4 + len(more)) + 4
+    if tile:
+        tags += [(322, tile), (323, tile), (324, start), (325, len(packed)), *more]
+    else:
+        tags += [(273, start), (278, side), (279, len(packed)), (282, 1), *more]
+    tags.sort(key=lambda pair: pair[0])
+    entries = [struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags]
+    return b"".join([b"II*\0", struct.pack("<IH", 8, len(tags)), *entries, bytes(4), packed])
+
+
+def _bmp(width: int, height: int, *, packing: int = 0) -> bytes:
+    """A BMP that says its size and ends before its pixels; packing: 1 of runs, 0 none."""
+    bits, colours = (8, 256) if packing else (24, 0)
+    start = 54 + 4 * colours
+    file = b"BM" + struct.pack("<IHHI", start, 0, 0, start)
+    sizes = struct.pack("<IiiHHIIiiII", 40, width, height, 1, bits, packing, 0, 0, 0, colours, 0)
+    return file + sizes + bytes(4 * colours)
+
+
+def _resized(content: bytes, box: bytes, skip: int, size: bytes) -> bytes:
+    """A file in which another size stands some bytes behind the name of a box."""
+    place = content.index(box) + len(box) + skip
+    return content[:place] + size + content[place + len(size) :]
+
+
+def _bombs() -> dict[str, File]:
+    """Of each format one file that says more pixels than the limit, and few bytes for them."""
+    small = Image.fromarray(picture())
+    side = 13_000
+    size = struct.pack(">II", side, side)
+    gif = encoded(small, "GIF")
+    flat = flat_png(9000, 9000, kind=0)
+    icon = b"\0\0\1\0\1\0" + struct.pack("<BBBBHHII", 16, 16, 0, 0, 1, 32, len(flat), 22) + flat
+    # what PIL writes for one colour, 13,000 x 13,000
+    webp = "524946461e000000574542505650384c110000002fc7f2b10c0750ad2614b9ff8188e87f0000"
+    large, tiles = "more than the limit of 64,000,000", "tiles of 9000 x 9000 pixels, more than"
+    files = {
+        "JPEG": File(_jpeg_header(side, side), large, ".jpg"),
+        "BMP": File(_bmp(side, side), large, ".bmp"),
+        "BMP of runs": File(_bmp(side, side, packing=1), large, ".bmp"),
+        "PPM": File(b"P6 13000 13000 255\n", large, ".ppm"),
+        "PBM of digits": File(b"P1 13000 13000\n0 1 0 1\n", large, ".pbm"),
+        "GIF": File(gif[:6] + struct.pack("<HH", side, side) + gif[10:], large, ".gif"),
+        "GIF, its frame alone": File(
+            _resized(gif, b"\x2c\0\0\0\0", 0, struct.pack("<HH", side, side)), large, ".gif"
+        ),
+        "TIFF": File(_tiff(9000), large, ".tif"),
+        "TIFF, its tile alone": File(_tiff(16, tile=9000), tiles, ".tif"),
+        "TIFF, the first of its tags alone": File(
+            _tiff(16, (322, 16), (323, 16), tile=9000), tiles, ".tif"
+        ),
+        "WebP": File(bytes.fromhex(webp), large, ".webp"),
+        "ICO": File(icon, "an icon, which is not supported", ".png"),
+    }
+    if features.check("jpg_2000"):
+        box = encoded(small, "JPEG2000")
+        files["JPEG 2000"] = File(_resized(box, b"ihdr", 0, size), large, ".jp2")
+    if features.check("avif"):
+        box = encoded(small, "AVIF")
+        files["AVIF"] = File(_resized(box, b"ispe", 4, size), large, ".avif")
+    return {f"a bomb, {kind}": file for kind, file in files.items()}
 
 
 def _damaged() -> dict[str, File]:
@@ -218,6 +291,7 @@ def _hostile() -> dict[str, File]:
         "80 megapixels of one colour and alpha": File(flat_png(10_000, 8_000, kind=6), large),
         "a bomb of text, zTXt": File(encoded(frames[0], "PNG", pnginfo=compressed), "too large"),
         "a bomb of text, iTXt": File(encoded(frames[0], "PNG", pnginfo=texts), "too large"),
+        **_bombs(),
     }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,23 @@ def edit(folder: Path, section: str | None, **changes: Any) -> None:
 
 
 class TestConfig:
+    def test_a_file_without_end_is_not_read_to_its_end(self, folder: Path) -> None:
+        os.truncate(folder / "config.json", 2**31)  # sparse
+        tracemalloc.start()
+        try:
+            assert "config.json has more than 8 MiB" in message(folder)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak < 32 * 2**20
+
+    def test_as_much_as_is_allowed_is_read(self, folder: Path) -> None:
+        text = (folder / "config.json").read_text()
+        (folder / "config.json").write_text(text.ljust(config_module.LARGEST_JSON))
+        assert resolve(str(folder)).architecture
+        (folder / "config.json").write_text(text.ljust(config_module.LARGEST_JSON + 1))
+        assert "more than 8 MiB" in message(folder)
+
     @pytest.mark.parametrize("key", sorted({*config_module.CONTROL_ARGS} - {"num_classes"}))
     def test_nothing_steers_timms_loader(self, folder: Path, key: str) -> None:
         edit(folder, "model_args", **{key: "/somewhere/evil.pth"})

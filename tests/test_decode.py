@@ -6,6 +6,8 @@ import io
 import logging
 import os
 import struct
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -366,3 +368,67 @@ def test_too_large_is_refused_from_the_header(monkeypatch: pytest.MonkeyPatch) -
     assert decode(Image.new("RGB", (100, 100)), limit_pixels=10_000).shape == (100, 100, 3)
     with pytest.raises(DataError, match="too large"):
         decode(empty_png(30_000, 30_000))  # PIL's own limit, twice MAX_IMAGE_PIXELS
+
+
+def tiled(side: int, *, order: str, is_big: bool, kind: int) -> bytes:
+    """A grey TIFF of 16 x 16 pixels, 0 to 255, in one tile; kind: 3 for SHORT, 4 for LONG."""
+    packed = zlib.compress(bytes(range(256)) + bytes(side * side - 256))
+    long, entry = ("Q", "HHQ") if is_big else ("I", "HHI")
+    field = struct.calcsize(order + long)
+    tags = [(256, 16), (257, 16), (258, 8), (259, 8), (262, 1), (277, 1), (322, side), (323, side)]
+    first = 16 if is_big else 8
+    count = struct.pack(order + ("Q" if is_big else "H"), len(tags) + 2)
+    start = first + len(count) + (4 + 2 * field) * (len(tags) + 2) + field
+    version = (43, 8, 0, first) if is_big else (42, first)
+    version_bytes = struct.pack(order + ("HHHQ" if is_big else "HI"), *version)
+    parts = [b"II" if order == "<" else b"MM", version_bytes, count]
+    for tag, value in [*tags, (324, start), (325, len(packed))]:
+        width = kind if tag < 324 else 4
+        content = struct.pack(order + ("H" if width == 3 else "I"), value).ljust(field, b"\0")
+        parts += [struct.pack(order + entry, tag, width, 1), content]
+    return b"".join([*parts, bytes(field), packed])
+
+
+# PIL reads no BigTIFF of the other order
+@pytest.mark.parametrize("order, is_big", [("<", False), (">", False), ("<", True)])
+@pytest.mark.parametrize("kind", [3, 4])
+def test_tiles_of_a_tiff(order: str, is_big: bool, kind: int, tmp_path: Path) -> None:
+    layout: dict[str, Any] = {"order": order, "is_big": is_big, "kind": kind}
+    data = tiled(16, **layout)
+    (tmp_path / "a.tif").write_bytes(data)
+    pixels = grey(np.arange(256, dtype=np.uint8).reshape(16, 16))
+    for given in (data, tmp_path / "a.tif", Image.open(io.BytesIO(data))):
+        assert np.array_equal(decode(given), pixels)
+    with pytest.raises(DataError, match="tiles of 32 x 32 pixels, more than the limit of 1,000"):
+        decode(tiled(32, **layout), limit_pixels=1000)
+
+
+def test_tiles_of_a_type_that_is_none_of_theirs() -> None:
+    data = tiled(16, order="<", is_big=True, kind=4)
+    changed = data.replace(struct.pack("<HH", 322, 4), struct.pack("<HH", 322, 16))
+    with pytest.raises(DataError, match=r"of TIFF's type 16; save it anew"):
+        decode(changed)
+
+
+def test_a_tiff_that_was_decoded_and_closed() -> None:
+    stream = io.BytesIO()
+    pages = [Image.fromarray(picture()), Image.fromarray(picture())]
+    pages[0].save(stream, "TIFF", save_all=True, append_images=pages[1:])
+    image = Image.open(stream)
+    image.load()
+    stream.close()
+    assert np.array_equal(decode(image), picture())
+
+
+def test_nothing_of_pil_reaches_standard_error(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[270] = "x" * 300
+    cut = encoded(Image.fromarray(picture()), "JPEG", exif=exif.tobytes()[:-200])
+    (tmp_path / "a.jpg").write_bytes(cut)
+    with pytest.warns(UserWarning, match="Truncated File Read"):
+        decode(cut)
+    code = "import sys; from finetune.data.decode import decode; print(decode(sys.argv[1]).shape)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "a.jpg"], capture_output=True, text=True, check=True
+    )
+    assert (done.stdout, done.stderr) == ("(6, 9, 3)\n", "")

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import pickle
+import shutil
+import struct
+import tracemalloc
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +21,12 @@ from networks import (
 )
 from safetensors.torch import load_file, save_file
 
+from finetune.errors import WeightsError
+from finetune.models import tensors
+from finetune.models.tensors import read_tensors
 from finetune.models.weights import resolve
+
+MUCH = 80 * 2**20  # bytes, more than is read of any archive that is nothing but zeros
 
 
 @pytest.fixture
@@ -125,3 +136,116 @@ class TestDamage:
         path.unlink()
         path.mkdir()
         assert "model.safetensors: cannot be read" in message(folder)
+
+
+@contextmanager
+def within(mebibytes: int) -> Iterator[None]:
+    """Hold what Python and NumPy take meanwhile below a bound."""
+    tracemalloc.start()
+    try:
+        yield
+        peak = tracemalloc.get_traced_memory()[1] / 2**20
+    finally:
+        tracemalloc.stop()
+    assert peak < mebibytes, f"{peak:.0f} MiB"
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(WeightsError) as caught:
+        read_tensors(path)
+    return str(caught.value)
+
+
+def packed(path: Path, method: int, **arrays: np.ndarray) -> Path:
+    """An archive of weights as NumPy or torch writes it, its members packed by another method."""
+    plain = path.with_name("plain")
+    if path.suffix == ".npz":
+        with plain.open("wb") as file:
+            np.savez(file, **arrays)
+    else:
+        torch.save({name: torch.from_numpy(array) for name, array in arrays.items()}, plain)
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(path, "w", method) as target:
+        for member in source.infolist():
+            with source.open(member) as old, target.open(member.filename, "w") as new:
+                shutil.copyfileobj(old, new, 2**20)
+    plain.unlink()
+    return path
+
+
+@pytest.fixture(params=["w.npz", "w.pth"])
+def archive(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return tmp_path / request.param
+
+
+class TestMoreThanThereIs:
+    """Files of a few bytes that ask for memory without end."""
+
+    def test_archives_that_unpack_to_far_more_stay_packed(
+        self, archive: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        packed(archive, zipfile.ZIP_DEFLATED, a=np.zeros(MUCH, np.uint8))
+        assert archive.stat().st_size < MUCH / 500
+        unpacked: list[object] = []
+        monkeypatch.setattr(zipfile.ZipFile, "open", lambda *given: unpacked.append(given))
+        monkeypatch.setattr(tensors, "load_state_dict", lambda *a, **kw: unpacked.append(a))
+        with within(1):
+            assert "would unpack from" in refused(archive)
+        assert unpacked == []
+
+    def test_members_that_are_the_same_bytes_count_each(self, tmp_path: Path) -> None:
+        path = packed(tmp_path / "w.npz", zipfile.ZIP_DEFLATED, a=np.zeros(2**20, np.uint8))
+        content = path.read_bytes()
+        start, end = content.index(b"PK\x01\x02"), content.index(b"PK\x05\x06")
+        tail = struct.pack("<4H2I", 0, 0, 200, 200, 200 * (end - start), start)
+        whole = content[:start] + 200 * content[start:end] + b"PK\x05\x06" + tail + b"\0\0"
+        path.write_bytes(whole)
+        assert f"to {200 * (2**20 + 128):,} bytes" in refused(path)
+
+    def test_a_size_that_lies(self, archive: Path) -> None:
+        """What is unpacked ends where the directory says, and does not go on."""
+        rest = np.random.default_rng(0).integers(0, 256, 2**20, np.uint8)  # no bomb by its ratio
+        packed(archive, zipfile.ZIP_DEFLATED, a=np.zeros(MUCH, np.uint8), b=rest)
+        content = bytearray(archive.read_bytes())
+        with zipfile.ZipFile(archive) as opened:
+            (large,) = [i for i in opened.infolist() if i.file_size >= MUCH]
+        place = content.index(large.filename.encode(), content.index(b"PK\x01\x02"))
+        content[place - 22 : place - 18] = struct.pack("<I", 1000)
+        archive.write_bytes(content)
+        with zipfile.ZipFile(archive) as opened:
+            assert opened.getinfo(large.filename).file_size == 1000
+        assert "truncated or damaged" in refused(archive)
+
+    @pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+    def test_methods_that_unpack_without_a_bound(self, archive: Path, method: int) -> None:
+        packed(archive, method, a=np.zeros(2**20, np.uint8))
+        assert "packed in a way" in refused(archive)
+
+    def test_zeros_among_weights_are_read(self, archive: Path) -> None:
+        head = np.zeros(2**22, np.uint8)
+        packed(archive, zipfile.ZIP_DEFLATED, head=head)
+        assert head.size > tensors.LARGEST_RATIO * archive.stat().st_size
+        assert torch.equal(read_tensors(archive)["head"], torch.from_numpy(head))
+        rest = np.random.default_rng(0).integers(0, 256, 2**20, np.uint8)
+        packed(archive, zipfile.ZIP_DEFLATED, head=np.zeros(MUCH, np.uint8), rest=rest)
+        assert read_tensors(archive)["head"].shape == (MUCH,)
+
+    def test_a_header_that_safetensors_would_not_read(self, tmp_path: Path) -> None:
+        path = tmp_path / "w.safetensors"
+        with path.open("wb") as file:
+            file.write(struct.pack("<Q", 2**31))
+            file.truncate(2**31 + 8)  # sparse
+        with within(1):
+            assert "a header of 2,147,483,648 bytes" in refused(path)
+
+    @pytest.mark.parametrize("numbers", [2**25, 2**45])
+    def test_a_number_that_is_repeated(self, tmp_path: Path, numbers: int) -> None:
+        torch.save({"a": torch.zeros(1).expand(numbers)}, tmp_path / "w.pth")
+        assert f"repeats few numbers up to {4 * numbers:,} bytes" in refused(tmp_path / "w.pth")
+        torch.save({"a": torch.ones(3).expand(5, 3)}, tmp_path / "w.pth")
+        assert torch.equal(read_tensors(tmp_path / "w.pth")["a"], torch.ones(5, 3))
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_tensors_without_numbers(self, tmp_path: Path) -> None:
+        for tensor in (torch.eye(3).to_sparse(), torch.zeros(3, device="meta")):
+            torch.save({"a": tensor}, tmp_path / "w.pth")
+            assert "sparse or has no numbers" in refused(tmp_path / "w.pth")

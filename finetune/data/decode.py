@@ -17,6 +17,7 @@ import io
 import logging
 import os
 import stat
+import struct
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -38,14 +39,19 @@ __all__ = [
 ]
 
 LIMIT_PIXELS = 64_000_000
-# An allow-list: PIL would also start Ghostscript for an EPS, and guess at unsigned files.
-_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "ICO", "MPO")
+# An allow-list: PIL would also start Ghostscript for an EPS, guess at unsigned files, and decode
+# the picture inside an ICO while opening it, before its size can be looked at.
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "MPO")
 _ADDRESSES = {"http:", "https:", "ftp:", "s3:", "gs:", "hf:", "file:"}
 _ORIENTATION = 0x0112
+_TILE_TAGS = (322, 323)  # TIFF's TileWidth and TileLength
+_TIFF_NUMBERS = {3: 2, 4: 4}  # bytes of a SHORT and of a LONG, the types that TIFF 6.0 allows them
 _EXIF_KEYS = ("exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif")
 _log = logging.getLogger("finetune")
 # the limit here is lower and an error; PIL's warning would come besides it
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+# its others are of metadata, and come with the path and the line of PIL's source
+warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
 _said: set[str] = set()
 _relayed: list[tuple[str, str | None]] | None = None  # a list in the processes that only decode
 
@@ -171,6 +177,8 @@ def _what_instead(head: bytes) -> str:
         return "an HTML page, not an image; download it again"
     if head[4:12] in (b"ftypheic", b"ftypheix", b"ftypmif1", b"ftypmsf1"):
         return "a HEIC photo, which is not supported; convert it to JPEG"
+    if head.startswith(b"\0\0\1\0"):
+        return "an icon, which is not supported; convert it to PNG"
     return f"not an image, or of an unsupported format (it begins with {head[:12]!r})"
 
 
@@ -181,6 +189,8 @@ def _pixels(image: Image.Image, size: int | None, limit_pixels: int) -> np.ndarr
         raise DataError(
             f"{width} x {height} pixels, more than the limit of {limit_pixels:,}; make it smaller"
         )
+    if image.format == "TIFF":
+        _check_tiles(image, limit_pixels)
     if width * height == 0:
         raise DataError(f"an image of {width} x {height} pixels")
     if size is not None:
@@ -188,6 +198,41 @@ def _pixels(image: Image.Image, size: int | None, limit_pixels: int) -> np.ndarr
     image.load()
     upright = _turn(_to_rgb(image), _orientation(image))
     return np.ascontiguousarray(upright)
+
+
+def _check_tiles(image: Image.Image, limit_pixels: int) -> None:
+    """Refuse a TIFF whose tiles are larger than an image may be: its reader unpacks whole tiles.
+
+    Of a tag that comes twice libtiff takes the first and PIL the last, so PIL is not asked.
+
+    Raises: DataError, also for sizes of another type than TIFF 6.0 allows.
+    """
+    if not getattr(image, "tile", None):  # decoded already, by whoever opened it
+        return
+    fp = image.fp  # type: ignore[attr-defined]
+    fp.seek(0)
+    head = fp.read(4)
+    order = "<" if head.startswith(b"II") else ">"
+    is_big = 43 in head[2:]  # BigTIFF
+    fp.seek(image.tag_v2.offset)  # type: ignore[attr-defined]
+    (num_tags,) = struct.unpack(order + ("Q" if is_big else "H"), fp.read(8 if is_big else 2))
+    largest = dict.fromkeys(_TILE_TAGS, 0)
+    for _ in range(num_tags):
+        entry = fp.read(20 if is_big else 12)
+        tag, kind = struct.unpack(order + "HH", entry[:4])
+        if tag not in _TILE_TAGS:
+            continue
+        if kind not in _TIFF_NUMBERS:
+            raise DataError(f"the size of its tiles is of TIFF's type {kind}; save it anew")
+        value = entry[12 if is_big else 8 :][: _TIFF_NUMBERS[kind]]
+        number = int.from_bytes(value, "little" if order == "<" else "big")
+        largest[tag] = max(largest[tag], number)
+    width, height = largest.values()
+    if width * height > limit_pixels:
+        raise DataError(
+            f"tiles of {width} x {height} pixels, more than the limit of {limit_pixels:,}; save it "
+            "with smaller ones"
+        )
 
 
 def _to_rgb(image: Image.Image) -> np.ndarray:

@@ -33,7 +33,7 @@ __all__ = [
 
 _SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".dib", ".tif", ".tiff"),
-    *(".ppm", ".pgm", ".pbm", ".pnm", ".avif", ".jp2", ".ico"),
+    *(".ppm", ".pgm", ".pbm", ".pnm", ".avif", ".jp2"),
 )
 
 

@@ -14,7 +14,15 @@ from timm.models import PretrainedCfg, split_model_name_tag
 
 from finetune.errors import WeightsError, nearest
 
-__all__ = ["CONTROL_ARGS", "ModelConfig", "clean", "enormous", "is_size", "read_config"]
+__all__ = [
+    "CONTROL_ARGS",
+    "ModelConfig",
+    "clean",
+    "enormous",
+    "is_size",
+    "read_config",
+    "read_json",
+]
 
 # What an architecture fixes, where an old config.json leaves it out.
 STRUCTURE_KEYS = ("classifier", "first_conv", "fixed_input_size", "input_size")
@@ -48,6 +56,7 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
 CROP_MODES = ("center", "squash", "border")
 LARGEST_SIDE = 8192  # pixels
 LARGEST_ARGUMENT = 20_000  # far above any width, depth or length of a network
+LARGEST_JSON = 8 * 2**20  # bytes; ImageNet-21k's class names with their descriptions take 2 MB
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,29 @@ class ModelConfig:
     temperature: float | None
 
 
+def read_json(path: Path, where: str) -> Any:
+    """Read a JSON file of somebody else, of which no more than LARGEST_JSON is taken into memory.
+
+    Args:
+        path: of the file.
+        where: what the user calls it, for messages.
+    Raises: WeightsError for a file that cannot be read, is too large, or is not JSON.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(LARGEST_JSON + 1)
+        if len(content) > LARGEST_JSON:
+            raise WeightsError(
+                f"{where} has more than {LARGEST_JSON // 2**20} MiB, which describes no network; "
+                f"get it again"
+            )
+        return json.loads(content.decode("utf-8"))
+    except OSError as error:
+        raise WeightsError(f"{where} cannot be read ({error.strerror}); check the file") from error
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"{where} is not JSON ({error}); get it again") from error
+
+
 def read_config(path: Path, source: str) -> ModelConfig:
     """Read timm's config.json; nothing in it may steer timm's loader.
 
@@ -78,12 +110,7 @@ def read_config(path: Path, source: str) -> ModelConfig:
     Raises: WeightsError naming the key.
     """
     where = f"{source}: config.json"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise WeightsError(f"{where} cannot be read ({error.strerror}); check the file") from error
-    except (ValueError, RecursionError) as error:
-        raise WeightsError(f"{where} is not JSON ({error}); get it again") from error
+    content = read_json(path, where)
     if not isinstance(content, dict) or "architecture" not in content:
         kind = "transformers" if isinstance(content, dict) and "architectures" in content else ""
         cause = f"{where} is in {kind}'s format" if kind else f"{where} has no architecture"

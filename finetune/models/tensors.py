@@ -21,6 +21,11 @@ from finetune.errors import WeightsError
 __all__ = ["read_tensors"]
 
 LFS_POINTER = b"version https://git-lfs"
+LARGEST_HEADER = 100_000_000  # bytes. Source: safetensors/src/tensor.rs, MAX_HEADER_SIZE
+# Weights are hardly compressible, beside a few zeros; what is beyond both of these is no archive
+# of weights.
+LARGEST_RATIO = 100  # unpacked bytes to those of the file; deflate comes to 1000 at most
+HARMLESS_BYTES = 64 * 2**20
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -31,7 +36,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
     Returns: name to tensor, every floating one finite.
     Raises: WeightsError for a web page, an LFS pointer, a truncated or damaged file, a file that
-        would run code, an empty one, or NaN and infinities.
+        would run code, one that would take far more memory than it has bytes, an empty one, or
+        NaN and infinities.
     """
     reader = {".safetensors": _read_safetensors, ".npz": _read_npz}.get(path.suffix, _read_pickled)
     try:
@@ -45,6 +51,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     if not tensors:
         raise WeightsError(f"{path.name}: holds no tensors; give a file of weights")
     for name, tensor in tensors.items():
+        _check_plain(path, name, tensor)
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             bad = int((~torch.isfinite(tensor)).sum())
             raise WeightsError(
@@ -52,6 +59,20 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
                 f"that wrote it diverged, use an earlier checkpoint"
             )
     return tensors
+
+
+def _check_plain(path: Path, name: str, tensor: Tensor) -> None:
+    """Refuse what only a pickle can hold: tensors that have not a number in the file for each."""
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        raise WeightsError(
+            f"{path.name}: tensor '{name}' is sparse or has no numbers; save dense tensors"
+        )
+    claimed = tensor.numel() * tensor.element_size()
+    if claimed > HARMLESS_BYTES and claimed > tensor.untyped_storage().nbytes():
+        raise WeightsError(
+            f"{path.name}: tensor '{name}' repeats few numbers up to {claimed:,} bytes, which is "
+            f"no weight; save it with clone()"
+        )
 
 
 def _sniff(path: Path) -> None:
@@ -83,6 +104,11 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         (header_size,) = struct.unpack("<Q", prefix) if len(prefix) == 8 else (size,)
         if 8 + header_size > size:
             raise _truncated(path, f"{size} bytes, the header alone needs more")
+        if header_size > LARGEST_HEADER:
+            raise WeightsError(
+                f"{path.name}: a header of {header_size:,} bytes, more than safetensors' limit of "
+                f"{LARGEST_HEADER:,}; download it again"
+            )
         try:
             header = json.loads(file.read(header_size))
             ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
@@ -97,10 +123,43 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         raise _truncated(path, error) from error
 
 
-def _read_npz(path: Path) -> dict[str, Tensor]:
+def _is_zip(path: Path) -> bool:
     with path.open("rb") as file:
-        if file.read(2) != b"PK":  # numpy takes anything else for a pickle
-            raise WeightsError(f"{path.name}: not a NumPy archive; download it again")
+        return file.read(2) == b"PK"
+
+
+def _refuse_bomb(path: Path) -> None:
+    """Refuse, by its directory alone, a zip archive that would unpack to far more than weights.
+
+    Whoever unpacks it stops at the sizes that the directory says, if it says less than there is:
+    zipfile reads on to no more than that, and torch has no more room.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+    except Exception as error:  # of any type on damaged bytes, as below
+        raise _truncated(path, error) from error
+    size, unpacked = path.stat().st_size, sum(member.file_size for member in members)
+    if unpacked > HARMLESS_BYTES and unpacked > LARGEST_RATIO * size:
+        raise WeightsError(
+            f"{path.name}: would unpack from {size:,} to {unpacked:,} bytes, more than "
+            f"{LARGEST_RATIO} times as many, which weights never do; get them from somebody else"
+        )
+    # zipfile unpacks whole blocks of the other methods before it looks at the size
+    if not {member.compress_type for member in members} <= {
+        zipfile.ZIP_STORED,
+        zipfile.ZIP_DEFLATED,
+    }:
+        raise WeightsError(
+            f"{path.name}: packed in a way that neither NumPy nor torch writes; pack it again with "
+            f"deflate"
+        )
+
+
+def _read_npz(path: Path) -> dict[str, Tensor]:
+    if not _is_zip(path):  # numpy takes anything else for a pickle
+        raise WeightsError(f"{path.name}: not a NumPy archive; download it again")
+    _refuse_bomb(path)
     try:
         with np.load(path, allow_pickle=False) as archive:
             members = {name: archive[name] for name in archive.files}
@@ -117,6 +176,8 @@ def _read_npz(path: Path) -> dict[str, Tensor]:
 
 
 def _read_pickled(path: Path) -> dict[str, Any]:
+    if _is_zip(path):
+        _refuse_bomb(path)
     try:
         return load_state_dict(str(path), weights_only=True)
     except (EOFError, zipfile.BadZipFile) as error:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import HubError, WeightsError, nearest
+from finetune.models.config import read_json
 from finetune.models.hub_files import fetch, first_of
 from finetune.models.transformers_adapter import CLASSIFIER, DROPPED, classes
 
@@ -102,10 +102,7 @@ def _optional(repository: str, file: str, commit: str | None, name: str) -> dict
 
 
 def _json(path: Path, name: str) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise WeightsError(f"{name}: {path.name} cannot be read ({error}); get it again") from error
+    content = read_json(path, f"{name}: {path.name}")
     if not isinstance(content, dict):
         raise WeightsError(f"{name}: {path.name} is no mapping; get it again")
     return content

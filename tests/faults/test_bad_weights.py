@@ -112,6 +112,11 @@ def instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
     return change
 
 
+def hollow(start: bytes, size: int) -> Callable[[Path], None]:
+    """A file of zeros behind its first bytes, which takes no room on the disk."""
+    return both(put(start), lambda path: os.truncate(path, size))
+
+
 def pickled(value: object) -> Callable[[Path], None]:
     return lambda path: torch.save(value, path)
 
@@ -178,6 +183,9 @@ FILES = {
     "safetensors, a web page": damaged("web page", put(b"<!DOCTYPE html><html></html>")),
     "safetensors, a pointer": damaged("LFS", put(b"version https://git-lfs.github.com/spec/v1\n")),
     "safetensors, a header of exabytes": damaged("truncated", put(b"\xff" * 8 + b"{}")),
+    "safetensors, a header of 100 MB": damaged(
+        "more than safetensors' limit", hollow(struct.pack("<Q", 10**8 + 1), 10**8 + 9)
+    ),
     "safetensors, a header that is a list": damaged("header", put(struct.pack("<Q", 2) + b"[]")),
     "safetensors, a header of nothing": damaged("no tensors", put(struct.pack("<Q", 2) + b"{}")),
     "safetensors, a header of many levels": damaged(
@@ -237,13 +245,11 @@ FILES = {
     "tar, text": Bad(ALONE.format("tar"), 4, "w.tar", {"w.tar": b"hello" * 200}),
     "npz, text": Bad(GOOGLE, 4, "not a NumPy archive", {"net.npz": b"hello"}),
     "npz, an archive of nothing": Bad(GOOGLE, 4, "no tensors", {"net.npz": npz()}),
-    "npz, cut": Bad(
-        GOOGLE,
-        4,
-        "truncated",
-        {"net.npz": both(npz(a=np.zeros(999)), cut(0.5))},
-    ),
+    "npz, cut": Bad(GOOGLE, 4, "truncated", {"net.npz": both(npz(a=np.zeros(999)), cut(0.5))}),
     "npz of another network": Bad(GOOGLE, 4, "not a ViT", {"net.npz": npz(a=np.zeros(3))}),
+    "npz, a bomb": Bad(
+        GOOGLE, 4, "would unpack", {"net.npz": lambda p: np.savez_compressed(p, np.zeros(2**24))}
+    ),
     "npz, words": Bad(GOOGLE, 4, "no tensors", {"net.npz": npz(a=np.array(["x"]))}),
     "npz, a kernel without its shape": Bad(
         GOOGLE,
@@ -257,6 +263,7 @@ DESCRIBED = {
     "a folder": described("no config.json", instead(Path.mkdir)),
     "zero bytes": described("not JSON", put(b"")),
     "cut": described("not JSON", cut(0.5)),
+    "of 9 MiB": described("more than 8 MiB", hollow(b"{", 9 * 2**20)),
     "not UTF-8": described("not JSON", put(b"\xff\xfe{}")),
     "a list": described("no architecture", put(b"[]")),
     "many levels": described("not JSON", put(b"[" * 200_000)),

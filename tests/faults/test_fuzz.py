@@ -220,7 +220,6 @@ def images() -> dict[str, bytes]:
         "TIFF, float": encoded(pixels[..., 0].astype(np.float32) / 255, "TIFF"),
         "BMP": encoded(palette, "BMP"),
         "PPM": encoded(pixels, "PPM"),
-        "ICO": encoded(Image.fromarray(pixels), "ICO"),
     }
 
 

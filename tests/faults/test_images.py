@@ -251,6 +251,7 @@ def growth(paths: list[Path]) -> list[tuple[float, str]]:
         [sys.executable, "-c", PEAK, *map(str, paths)], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
+    assert done.stderr == ""  # PIL's warnings
     parted = [line.partition(" ") for line in done.stdout.splitlines()]
     assert len(parted) == len(paths)
     return [(float(number), said) for number, _, said in parted]
@@ -258,7 +259,7 @@ def growth(paths: list[Path]) -> list[tuple[float, str]]:
 
 def test_memory_is_bounded_by_the_header(folder: Path, fault: Callable[..., None]) -> None:
     names = [name for name in CORPUS if "megapixel" in name or "2**62" in name or "bomb" in name]
-    assert len(names) == 8
+    assert len(names) >= 20
     measured = growth([file_of(folder / "odd", name) for name in names])
     for name, (mebibytes, said) in zip(names, measured, strict=True):
         assert mebibytes < HEADER_MIB, f"{name}: {mebibytes} MiB"

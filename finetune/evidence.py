@@ -146,9 +146,17 @@ def _seeds(
             measured = other.read_json("results.json")
         except (FinetuneError, OSError):
             continue  # a neighbour that cannot be read is none of this run's business
-        if status == "done" and measured and but_the_seed(theirs) == own:
+        if status != "done" or not measured or but_the_seed(theirs) != own:
+            continue
+        if _is_whole(measured.get("test")):
             found.setdefault(theirs.run.seed, measured)
     return sorted(found.items())
+
+
+def _is_whole(test: Mapping[str, Any] | None) -> bool:
+    """Whether a neighbour's figures can be averaged with ours; it may not have read its test."""
+    names = ("top1", "top5", "loss", "ece", "examples")
+    return not test or all(name in test for name in names)
 
 
 def _draw(

@@ -7,10 +7,10 @@ wrong with it ends the run at the next step.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from finetune.run_files import load_json
 from finetune.rundir import RunDir
 from finetune.state import Snapshot
 
@@ -83,8 +83,7 @@ class Keeper:
 def _best_step(run: RunDir, step: int) -> int | None:
     """The step whose checkpoint holds the best weights, as the one of `step` knows it."""
     try:
-        counters = json.loads((run.folder(step) / "state.json").read_text(encoding="utf-8"))
-        best: int | None = counters["best_step"]
+        best = load_json(run.folder(step) / "state.json")["best_step"]
     except (OSError, ValueError, TypeError, KeyError):
         return None  # an older checkpoint was damaged; a resume would pass it over, and its best
-    return best
+    return best if isinstance(best, int) else None

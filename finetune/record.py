@@ -241,7 +241,8 @@ def status_kept(run: RunDir, *, main: bool) -> Iterator[None]:
     except BaseException as error:
         code = getattr(error, "exit_code", 1)
         kind = "stopped" if isinstance(error, Interrupted) else "failed"
-        with contextlib.suppress(SetupError):  # a full disk: what ended the run is to be told
+        # a full disk, a damaged record: what ended the run is to be told
+        with contextlib.suppress(SetupError, CheckpointError):
             write(f"{kind} ({code})")
         raise
     write("done")

@@ -7,6 +7,8 @@ before anything live is changed.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -21,11 +23,26 @@ from weakref import WeakValueDictionary
 
 from finetune.errors import CheckpointError, SetupError
 from finetune.files import disk_errors, sha256_of, sync, sync_folder, write_atomically
+from finetune.run_files import (
+    MAX_JSON_BYTES,
+    MAX_LARGE_BYTES,
+    checked,
+    clear,
+    load_json,
+    log_line,
+    open_lock,
+    open_regular,
+    refuse_links,
+    refuse_others,
+    remove,
+)
 
 __all__ = ["RunDir"]
 
 MANIFEST = "manifest.json"
-_CHECKPOINT = re.compile(r"step-(\d{8})")
+_CHECKPOINT = re.compile(r"step-([0-9]{8})")
+_NO_PLACE = {errno.EEXIST, errno.ENOTDIR, errno.ENOENT}
+_NO_PLACE |= {errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
 # Who holds which lock file (device and inode): to the kernel all threads of a process are one.
 _HELD: WeakValueDictionary[tuple[int, int], RunDir] = WeakValueDictionary()
 
@@ -45,29 +62,13 @@ class RunDir:
     def open(self) -> None:
         """Create the folder, take its lock, and clear what an interrupted write left behind.
 
-        Raises: SetupError if another live process holds the folder or it cannot be written.
+        Raises: SetupError if another live process holds the folder, it cannot be written, or it is
+            no run's; CheckpointError if something else is in the place of one of its files.
         """
+        place = self.path / ".lock"
         with disk_errors(self.path, needed=4096):
-            own = {".lock", "run.json", "checkpoints"}
-            if self.path.is_dir() and (names := set(os.listdir(self.path))) and not names & own:
-                raise SetupError(
-                    f"{self.path}: is a folder with other things in it; choose another --out"
-                )
-            try:
-                self.checkpoints.mkdir(parents=True, exist_ok=True)
-            except (FileExistsError, NotADirectoryError, FileNotFoundError) as error:
-                raise SetupError(
-                    f"{self.path}: cannot be created ({error.strerror}); choose another --out"
-                ) from error
-            place = self.path / ".lock"
-            # Before it is opened: a process that closes a file gives back all its locks on it.
-            holder = _HELD.get(_identity(place)) if place.exists() else None
-            if holder is not None and holder._process == os.getpid():
-                raise SetupError(
-                    f"{self.path}: in use by process {os.getpid()}, this one; wait until its run "
-                    "there has ended, or choose another --out"
-                )
-            self._lock = place.open("a+b", buffering=0)
+            self._make(place)
+            self._lock = open_lock(place)
         try:
             # The kernel drops this kind of lock with its process, and no forked worker inherits it.
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -86,17 +87,31 @@ class RunDir:
                 "system with locks"
             ) from error
         with disk_errors(self.path, needed=4096):
-            self._clear()  # first: it may be what fills the disk
+            clear(self.path)  # first: it may be what fills the disk
             self._lock.truncate(0)
             self._lock.write(f"{os.getpid()} on {socket.gethostname()}\n".encode())
 
-    def _clear(self) -> None:
-        """Remove what an interrupted write left, and give back what it had taken away."""
-        for taken_away in self.path.glob(".model.old.*.tmp"):
-            if not self.model.exists():  # a kill between the two renames of `publish_model`
-                os.replace(taken_away, self.model)
-        for left_over in [*self.checkpoints.glob(".*"), *self.path.glob(".*.tmp")]:
-            shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink()
+    def _make(self, place: Path) -> None:
+        """Make the folder, unless it is there and a run's. Raises: as for `open`."""
+        try:
+            if self.path.is_dir():
+                refuse_links(self.path)
+                # Before it is opened: a process that closes a file gives back all its locks on it.
+                holder = _HELD.get(_identity(place)) if os.path.lexists(place) else None
+                if holder is not None and holder._process == os.getpid():
+                    raise SetupError(
+                        f"{self.path}: in use by process {os.getpid()}, this one; wait until its "
+                        "run there has ended, or choose another --out"
+                    )
+                refuse_others(self.path)
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        except (OSError, ValueError) as error:
+            number = getattr(error, "errno", errno.EINVAL)  # a ValueError for a NUL in the name
+            if number not in _NO_PLACE:
+                raise
+            raise SetupError(
+                f"{self.path}: cannot be created ({os.strerror(number)}); choose another --out"
+            ) from error
 
     def close(self) -> None:
         """Close the metrics file and give the lock back."""
@@ -114,20 +129,16 @@ class RunDir:
     def read_json(self, name: str) -> dict[str, Any] | None:
         """Read a JSON file of the run. Returns: its content, or None when there is none."""
         path = self.path / name
-        if not path.exists():
-            return None
+        limit = MAX_LARGE_BYTES if name == "results.json" else MAX_JSON_BYTES
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+            return checked(path, load_json(path, limit_bytes=limit))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"{path}: cannot be read, or is not valid JSON ({error}); restore it from a copy, "
                 "or train in another --out"
             ) from error
-        if not isinstance(content, dict):
-            raise CheckpointError(
-                f"{path}: holds no JSON object; restore it from a copy, or train in another --out"
-            )
-        return content
 
     def log(self, line: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl."""
@@ -145,16 +156,24 @@ class RunDir:
                 raise
 
     def history(self) -> list[dict[str, Any]]:
-        """Read metrics.jsonl; lines that are damaged, or that a kill cut short, are left out."""
+        """Read metrics.jsonl; lines that are damaged, or that a kill cut short, are left out.
+
+        Raises: CheckpointError if it is no file, or cannot be read.
+        """
         path = self.path / "metrics.jsonl"
         lines: list[dict[str, Any]] = []
-        for text in path.read_bytes().split(b"\n") if path.exists() else ():
-            try:
-                line = json.loads(text)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(line, dict) and isinstance(line.get("step"), int):
-                lines.append(line)
+        try:
+            with open_regular(path, limit_bytes=MAX_LARGE_BYTES) as file:
+                for text in file:
+                    if (line := log_line(text)) is not None:
+                        lines.append(line)
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{path}: cannot be read ({error}); restore it from a copy, or train in another "
+                "--out"
+            ) from error
         return lines
 
     def forget_after(self, step: int) -> None:
@@ -189,8 +208,8 @@ class RunDir:
         try:
             with disk_errors(target, needed=needed):
                 _write_folder(temporary, write)
-                if target.exists():  # a damaged one that a resume fell back from
-                    shutil.rmtree(target)
+                if os.path.lexists(target):  # a damaged one that a resume fell back from
+                    remove(target)
                 os.replace(temporary, target)
                 sync_folder(self.checkpoints)
         finally:
@@ -206,13 +225,16 @@ class RunDir:
                 temporary.mkdir()
                 write(temporary)
                 _settle(temporary)
-                if self.model.exists():
+                if os.path.lexists(self.model):
                     os.replace(self.model, old)
                 os.replace(temporary, self.model)
                 sync_folder(self.path)
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-            shutil.rmtree(old, ignore_errors=True)
+            if not os.path.lexists(self.model) and old.is_dir():  # stopped between the two
+                os.replace(old, self.model)
+            for path in (temporary, old):
+                with contextlib.suppress(OSError):
+                    remove(path)
 
     def has_model(self) -> bool:
         """Whether `model/` is there, with all that a loader needs."""
@@ -222,7 +244,7 @@ class RunDir:
         """Compare a checkpoint with its manifest. Returns: what is wrong, or None."""
         folder = self.folder(step)
         try:
-            manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+            manifest = load_json(folder / MANIFEST)
             files = manifest["files"]
             if manifest["step"] != step or manifest["sha256"] != _digest_of(files):
                 return f"{folder / MANIFEST}: was changed"
@@ -264,12 +286,13 @@ class RunDir:
                 # Renamed first: a kill in the middle must not leave half a checkpoint published.
                 doomed = self.checkpoints / f".doomed-{step}"
                 os.replace(self.folder(step), doomed)
-                shutil.rmtree(doomed, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    remove(doomed)
 
 
 def _identity(path: Path) -> tuple[int, int]:
     """What makes a file the same one under all its names."""
-    found = path.stat()
+    found = path.lstat()
     return found.st_dev, found.st_ino
 
 

@@ -167,7 +167,7 @@ def _read(path: Path) -> dict[str, Any]:
         if path.suffix == ".json":
             return dict(json.loads(path.read_text(encoding="utf-8")))
         return load_file(path)
-    except (SafetensorError, ValueError, TypeError) as error:
+    except (OSError, SafetensorError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"{path}: is not what its name says ({error}); remove this checkpoint"
         ) from None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 
+from finetune import keeper
 from finetune.errors import DivergedError, SetupError
 from finetune.keeper import Keeper
 from finetune.rundir import RunDir
@@ -95,3 +97,19 @@ def test_a_full_disk_at_the_end_is_told(error: DivergedError | None, run: RunDir
 
     with pytest.raises(SetupError if error is None else DivergedError):
         train()
+
+
+@pytest.mark.parametrize("text", ['{"best_step": [1]}', "[" * 100_000, "[]", "no JSON"])
+def test_a_strange_state_names_no_best(run: RunDir, text: str) -> None:
+    folder = run.folder(3)
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text(text)
+    assert keeper._best_step(run, 3) is None
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_names_no_best_and_is_not_waited_for(run: RunDir) -> None:
+    folder = run.folder(3)
+    folder.mkdir(parents=True)
+    os.mkfifo(folder / "state.json")
+    assert keeper._best_step(run, 3) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -74,6 +75,13 @@ def test_a_file_in_the_way_and_a_folder_that_cannot_be_made(tmp_path: Path) -> N
         RunDir("/proc/none/run").open()
 
 
+@pytest.mark.parametrize("name", ["a" * 300, "loop/run", "a\0b", "\ud800/run", "b" * 5000])
+def test_a_name_that_no_folder_can_have(name: str, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(SetupError, match=r"cannot be .* \(.*\); choose another.* --out"):
+        RunDir(tmp_path / name).open()
+
+
 def test_a_folder_of_other_things_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "photo.png").write_bytes(b"")
     with pytest.raises(SetupError, match="other things in it"):
@@ -89,6 +97,28 @@ def test_checkpoints_are_listed_in_order_and_verify(run: RunDir) -> None:
     assert run.newest(pytest.fail) == 200
     run.prune({10, 200})
     assert run.steps() == [10, 200]
+
+
+def test_whatever_has_a_checkpoints_name_is_removed_with_it(run: RunDir, tmp_path: Path) -> None:
+    run.save(1, fill("a"), needed=0)
+    (tmp_path / "elsewhere").mkdir()
+    run.folder(2).write_text("")
+    run.folder(3).symlink_to(tmp_path / "elsewhere")
+    (run.checkpoints / "step-٠٠٠٠٠٠٠٤").mkdir()  # digits, and not ours
+    assert run.steps() == [1, 2, 3]
+    assert run.newest(lambda text: None) == 1
+    run.prune({1})
+    run.folder(1).rename(run.folder(5))
+    run.folder(1).symlink_to(tmp_path / "elsewhere")
+    run.save(1, fill("b"), needed=0)
+    shutil.rmtree(run.folder(5))
+    run.folder(5).write_text("")
+    run.save(5, fill("c"), needed=0)
+    assert (tmp_path / "elsewhere").is_dir()
+    assert sorted(os.listdir(run.checkpoints)) == [
+        *("step-00000001", "step-00000005", "step-٠٠٠٠٠٠٠٤")
+    ]
+    assert [run.verify(step) for step in run.steps()] == [None, None]
 
 
 FILES = ("model.safetensors", "state.json", "manifest.json")
@@ -172,6 +202,19 @@ def test_opening_clears_what_an_interrupted_write_left(tmp_path: Path) -> None:
     assert sorted(entry.name for entry in tmp_path.rglob("*")) == [".lock", "checkpoints"]
 
 
+def test_opening_leaves_what_others_put_there(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.open()
+    run.close()
+    run.write_json("run.json", {"status": "running", "data_fingerprint": "0"})
+    kept = ["checkpoints/.gitkeep", ".notes.tmp", ".env"]
+    for name in kept:
+        (tmp_path / name).write_text("mine")
+    run.open()
+    run.close()
+    assert [(tmp_path / name).read_text() for name in kept] == ["mine"] * 3
+
+
 def test_opening_gives_back_a_model_that_was_about_to_be_replaced(run: RunDir) -> None:
     run.publish_model(fill("a"), needed=0)
     before = sorted(entry.name for entry in run.model.iterdir())
@@ -229,6 +272,26 @@ def test_a_damaged_line_of_the_log_takes_no_other_with_it(run: RunDir) -> None:
     assert [line["step"] for line in run.history()] == [1, 2]
 
 
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_a_file_that_is_none_is_said_to_be_damaged(make, run: RunDir) -> None:
+    for name in ("run.json", "metrics.jsonl"):
+        make(run.path / name)
+    with pytest.raises(CheckpointError, match=r"run\.json: cannot be read.*, not a file"):
+        run.read_json("run.json")
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl: cannot be read .*, not a file"):
+        run.history()
+    run.save(1, fill("a"), needed=0)
+    (run.folder(1) / "manifest.json").unlink()
+    make(run.folder(1) / "manifest.json")
+    assert "not a file" in str(run.verify(1))
+
+
+def test_a_manifest_that_is_nested_too_deep_is_damaged(run: RunDir) -> None:
+    run.save(1, fill("a"), needed=0)
+    (run.folder(1) / "manifest.json").write_text("[" * 200_000)
+    assert "levels deep" in str(run.verify(1))
+
+
 def test_a_log_line_that_finds_no_room_leaves_no_half(run: RunDir) -> None:
     run.log({"step": 1})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -271,4 +334,24 @@ def test_the_model_folder_is_replaced_as_a_whole(run: RunDir) -> None:
     run.publish_model(fill("a"), needed=0)
     run.publish_model(lambda folder: (folder / "README.md").write_text("b"), needed=0)
     assert [entry.name for entry in run.model.iterdir()] == ["README.md"]
+    assert not [entry for entry in run.path.iterdir() if entry.name.endswith(".tmp")]
+
+
+def test_a_signal_between_the_renames_leaves_the_old_model(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.publish_model(fill("a"), needed=0)
+    replace, calls = os.replace, []
+
+    def interrupted(source: Path, target: Path) -> None:
+        calls.append(target)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.publish_model(fill("b"), needed=0)
+    assert (run.model / "model.safetensors").read_text() == "a" * 100
     assert not [entry for entry in run.path.iterdir() if entry.name.endswith(".tmp")]

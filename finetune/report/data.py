@@ -10,6 +10,7 @@ from typing import Any
 
 from finetune.errors import CheckpointError, RecipeError
 from finetune.recipe import Recipe, load_recipe
+from finetune.run_files import MAX_LARGE_BYTES, read_regular
 
 __all__ = [
     "Run",
@@ -108,7 +109,7 @@ _HELP = "restore it from a copy, or continue the run with --resume"
 def _json(path: Path) -> dict[str, Any]:
     """A JSON object, empty where there is no file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_regular(path, limit_bytes=MAX_LARGE_BYTES).decode())
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, RecursionError) as error:
@@ -121,7 +122,7 @@ def _json(path: Path) -> dict[str, Any]:
 def _history(path: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl; a kill may have cut the last one short."""
     try:
-        texts = path.read_text(encoding="utf-8").splitlines()
+        texts = read_regular(path, limit_bytes=MAX_LARGE_BYTES).decode().splitlines()
     except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, ValueError) as error:

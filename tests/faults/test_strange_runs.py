@@ -1,0 +1,420 @@
+"""Run directories that hold what no run puts there: pipes, links, folders, other people's files."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from faults_runs import (
+    SMALL,
+    Ended,
+    Moments,
+    all_verified,
+    copied,
+    digest,
+    in_child,
+    killed_before,
+    leftovers,
+    losses,
+    tiny,
+    weights,
+)
+from faults_runs import command as ran
+from hypothesis import HealthCheck, given, settings
+
+from finetune.engine import train
+from finetune.errors import FinetuneError
+from finetune.evidence import refresh
+from finetune.job import Job, open_job
+from finetune.record import begin, note_plan, status_kept
+from finetune.rundir import RunDir
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
+RECIPE = tiny(*SMALL)
+MOST_SECONDS = 60
+PIPES = "exit code 4 or 5, or passed over as other damage is; nobody waits, nothing is changed"
+LINKS = "exit code 5; what they lead to is as it was"
+OTHERS = "exit code 5 and what is there; every file is as it was"
+VALUES = "an error of ours, or it is taken"
+
+
+def within(work: Callable[[], object]) -> Ended:
+    """Run in a child that a signal ends if it waits: its code is then negative."""
+
+    def timed() -> None:
+        signal.alarm(MOST_SECONDS)
+        work()
+
+    return in_child(timed)
+
+
+def resumed(out: Path) -> Ended:
+    return within(lambda: train(RECIPE, out, resume=True))
+
+
+def refused(ended: Ended, code: int, *said: str) -> None:
+    assert ended.code == code, ended.said
+    assert "Traceback" not in ended.said
+    for text in (*said, "; "):
+        assert text in ended.said
+
+
+def make(path: Path, kind: str) -> None:
+    """Put something else in the place of a file."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "deep":
+        path.write_text("[" * 200_000)
+    elif kind == "endless":
+        with path.open("wb") as file:
+            file.truncate(1 << 42)  # takes no room
+    else:
+        assert kind == "device"
+        path.symlink_to("/dev/zero")
+
+
+@pytest.fixture(scope="module")
+def stopped(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, killed in its last step but one."""
+    out = tmp_path_factory.mktemp("stopped") / "run"
+    killed_before(7, RECIPE, out)
+    assert all_verified(out)[-2:] == [4, 6]
+    return out
+
+
+# Pipes, folders and files without end -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "endless"])
+@pytest.mark.parametrize("name", ["run.json", "results.json", "metrics.jsonl"])
+def test_in_the_place_of_a_file(
+    name: str, kind: str, stopped: Path, whole: Path, tmp_path: Path, fault
+) -> None:
+    started = whole if name == "results.json" else stopped  # which is read of a finished run
+    out = copied(started, tmp_path / "run")
+    make(out / name, kind)
+    before = {} if kind == "endless" else digest(out)
+    refused(resumed(out), 4, str(out / name))
+    assert kind == "endless" or digest(out) == before
+    reported = within(lambda: ran_or_raise("report", out))
+    refused(reported, 2 if name == "run.json" and kind != "endless" else 4, str(out))
+    fault("a pipe, a folder or a file without end in the place of a run's file", PIPES)
+
+
+def ran_or_raise(*words: str | Path) -> None:
+    ended = ran(*words)
+    os.write(2, ended.said.encode())
+    raise SystemExit(ended.code)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "deep", "endless", "device"])
+def test_in_the_place_of_a_manifest(
+    kind: str, stopped: Path, whole: Path, tmp_path: Path, fault
+) -> None:
+    out = copied(stopped, tmp_path / "run")
+    make(RunDir(out).folder(6) / "manifest.json", kind)
+    ended = resumed(out)
+    assert ended.code == 0, ended.said
+    assert "checkpoint of step 6 is damaged and is passed over" in ended.said
+    assert weights(out) == weights(whole)
+    assert losses(out) == losses(whole)
+    assert leftovers(out) == []
+    fault("a pipe, a folder or a file without end in the place of a run's file", PIPES)
+
+
+def test_in_the_place_of_the_lock(stopped: Path, tmp_path: Path, fault) -> None:
+    for kind in ("pipe", "folder", "device"):
+        out = copied(stopped, tmp_path / kind)
+        make(out / ".lock", kind)
+        before = digest(out)
+        refused(resumed(out), 5, str(out / ".lock"))
+        assert digest(out) == before
+    fault("a pipe, a folder or a file without end in the place of a run's file", PIPES)
+
+
+def test_a_file_with_the_name_of_a_checkpoint(
+    stopped: Path, whole: Path, tmp_path: Path, fault
+) -> None:
+    out = copied(stopped, tmp_path / "run")
+    (out / "checkpoints" / "step-00000009").write_text("")
+    ended = resumed(out)
+    assert ended.code == 0, ended.said
+    assert "checkpoint of step 9 is damaged" in ended.said
+    assert weights(out) == weights(whole)
+    assert leftovers(out) == []
+    fault("a pipe, a folder or a file without end in the place of a run's file", PIPES)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "deep", "figures", "part"])
+def test_a_neighbour_is_in_nobodys_way(kind: str, whole: Path, tmp_path: Path, fault) -> None:
+    out, other = copied(whole, tmp_path / "run"), copied(whole, tmp_path / "other")
+    recipe = (other / "recipe.yaml").read_text()
+    assert "seed: 0" in recipe
+    (other / "recipe.yaml").write_text(recipe.replace("seed: 0", "seed: 1"))
+    results = json.loads((other / "results.json").read_text())
+    test = {**results["val"], "loss": "small"} if kind == "figures" else {"top1": 0.5}
+    if kind in ("figures", "part"):
+        (other / "results.json").write_text(json.dumps({**results, "test": test}))
+    else:
+        make(other / "run.json", kind)
+        make(other / "results.json", kind)
+    ended = within(lambda: refresh(RunDir(out)))
+    assert ended.code == 0, ended.said
+    assert "seeds (" not in (out / "model" / "README.md").read_text()
+    fault("a damaged run beside one that ends", "it is left out of the card, and nobody waits")
+
+
+# Links --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", [".lock", "checkpoints", "model", "run.json", "results.json", "metrics.jsonl"]
+)
+def test_links_in_a_run(name: str, whole: Path, tmp_path: Path, fault) -> None:
+    out = copied(whole, tmp_path / "run")
+    elsewhere = tmp_path / "elsewhere"
+    if name == ".lock":
+        elsewhere.write_text("export PATH")
+    else:
+        (out / name).rename(elsewhere)
+    (out / name).symlink_to(elsewhere)
+    if elsewhere.is_dir():
+        (elsewhere / ".bashrc").write_text("export PATH")
+    before, kept = digest(tmp_path), sorted(elsewhere.glob("**/*"))
+    refused(resumed(out), 5, str(out / name), "choose another --out")
+    assert digest(tmp_path) == before
+    assert sorted(elsewhere.glob("**/*")) == kept
+    fault("links in a run directory that lead elsewhere", LINKS)
+
+
+def test_a_left_over_that_is_a_link(stopped: Path, whole: Path, tmp_path: Path, fault) -> None:
+    out = copied(stopped, tmp_path / "run")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "thesis.tex").write_text("mine")
+    for name in (".run.json.1.tmp", ".model.1.tmp", ".model.old.1.tmp", "checkpoints/.doomed-9"):
+        (out / name).symlink_to(elsewhere)
+    ended = resumed(out)
+    assert ended.code == 0, ended.said
+    assert weights(out) == weights(whole)
+    assert leftovers(out) == []
+    assert (elsewhere / "thesis.tex").read_text() == "mine"
+    fault("links in a run directory that lead elsewhere", LINKS)
+
+
+# Other people's folders ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("resume", [False, True], ids=["new", "resume"])
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["checkpoints/.git/HEAD", "checkpoints/.gitkeep", ".notes.tmp", "model/best.pt"],
+        ["checkpoints/.gitkeep"],
+        ["checkpoints/step-00000002/model.pt", "model/best.pt"],
+        ["run.json", "model/best.pt"],
+        [".lock", "model/best.pt"],
+        ["recipe.yaml", "checkpoints/.step/x"],
+    ],
+    ids=["project", "kept", "steps", "record", "lock", "recipe"],
+)
+def test_a_folder_that_is_no_run(files: list[str], resume: bool, tmp_path: Path, fault) -> None:
+    out = tmp_path / "project"
+    for name in files:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text('{"status": "done"}')
+    before, there = digest(out), sorted(out.rglob("*"))
+    ended = within(lambda: train(RECIPE, out, resume=resume))
+    refused(ended, 5, str(out), "other things in it", "choose another --out")
+    assert (digest(out), sorted(out.rglob("*"))) == (before, there)
+    fault("--out is a folder of something else", OTHERS)
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    return open_job(RECIPE, device=torch.device("cpu"), notice=lambda text: None, progress=False)
+
+
+def started(run: RunDir, job: Job) -> int | None:
+    """Start or resume as `train` does."""
+    facts: dict[str, Any] = {"precision": "fp32", "num_processes": 1, "notice": lambda text: None}
+    start = begin(run, job, **facts, resume=True)
+    if start is not None:
+        note_plan(run, job, start=start)
+    return start
+
+
+def test_whatever_a_killed_start_leaves_is_taken_for_a_run(job: Job, tmp_path: Path, fault) -> None:
+    killed = 0
+    for moment in range(1, 100):
+        out = tmp_path / str(moment)
+
+        def work(at: int = moment, out: Path = out) -> None:
+            Moments(at).watch()
+            run = RunDir(out)
+            run.open()
+            started(run, job)
+
+        for _ in range(2):  # the second one finds what the first one left
+            ended = in_child(work)
+            assert ended.code in (0, -signal.SIGKILL), (moment, ended.said)
+        if ended.code == 0:
+            break
+        killed += 1
+        run = RunDir(out)
+        run.open()
+        assert started(run, job) == 0, sorted(out.rglob("*"))
+        run.close()
+        assert leftovers(out) == []
+    assert 20 < killed < 99, "each folder and file of a start, and the renames"
+    fault("SIGKILL at every moment of a start", "the next start takes the folder for its own")
+
+
+# Values -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"plan": {"steps": "many"}}, {"plan": []}, {"split_fingerprints": 7}, {"x": [1e999]}],
+    ids=["steps", "plan", "fingerprints", "infinite"],
+)
+def test_a_record_of_other_values(
+    changes: dict[str, Any], stopped: Path, tmp_path: Path, fault
+) -> None:
+    out = copied(stopped, tmp_path / "run")
+    record = json.loads((out / "run.json").read_text())
+    (out / "run.json").write_text(json.dumps({**record, **changes}))
+    before = digest(out)
+    refused(resumed(out), 4, str(out / "run.json"))
+    assert digest(out) == before
+    fault("run.json, manifest.json, state.json of any values", VALUES)
+
+
+SCALARS = st.one_of(
+    *(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=6)),
+    st.sampled_from([-1, 0, 2**53, 10**400, 1e308, "done", "running", "fp32"]),
+)
+ANY = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=4,
+)
+DEEP = st.sampled_from([60, 300, 900, 980]).map(lambda depth: json.loads("[" * depth + "]" * depth))
+
+
+def paths(tree: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where in an object of JSON something stands."""
+    if not isinstance(tree, (dict, list)):
+        return [above]
+    keys = tree if isinstance(tree, dict) else range(len(tree))
+    return [above, *(path for key in keys for path in paths(tree[key], (*above, key)))]
+
+
+def changed(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """A copy with another value in one place."""
+    if not path:
+        return value
+    result = part = copy.deepcopy(tree)
+    for key in path[:-1]:
+        part = part[key]
+    part[path[-1]] = value
+    return result
+
+
+def fuzz(tree: Any, number: int, run: Callable[[Any], object]) -> tuple[int, int]:
+    """Try other values in every place. Returns: how many were tried, and how many were taken."""
+    tried = taken = 0
+    codes: set[int] = set()
+    quick = settings(
+        max_examples=number,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+
+    @quick
+    @given(st.sampled_from(paths(tree)), st.one_of(ANY, DEEP))
+    def once(path: tuple[Any, ...], value: Any) -> None:
+        nonlocal tried, taken
+        tried += 1
+        try:
+            run(changed(tree, path, value))
+            taken += 1
+        except FinetuneError as error:
+            codes.add(error.exit_code)
+
+    once()
+    assert codes <= {2, 3, 4}
+    return tried, taken
+
+
+NUMBERS = [pytest.param(80, id="quick"), pytest.param(2000, id="long", marks=pytest.mark.faults)]
+
+
+@pytest.fixture
+def saved(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A run that has two checkpoints, and that no disk is waited for."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    run = RunDir(tmp_path / "run")
+    run.open()
+    assert started(run, job) == 0
+    for step in (2, 4):
+        counters = {"step": step, "best": 0.5, "best_step": 2, "pending": [1.0], "scaler": None}
+        run.save(step, state_writer(counters), needed=0)
+    return run
+
+
+def state_writer(counters: dict[str, Any]) -> Callable[[Path], None]:
+    return lambda folder: (folder / "state.json").write_text(json.dumps(counters)) and None
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_records_of_any_values(number: int, job: Job, saved: RunDir, fault) -> None:
+    record = saved.read_json("run.json")
+
+    def run(tree: Any) -> None:
+        (saved.path / "run.json").write_text(json.dumps(tree))
+        started(saved, job)
+        with status_kept(saved, main=True):
+            pass
+
+    tried, taken = fuzz(record, number, run)
+    assert tried >= number // 2
+    assert 0 < taken < tried
+    fault("run.json, manifest.json, state.json of any values", VALUES)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json"])
+@pytest.mark.parametrize("number", NUMBERS)
+def test_checkpoints_of_any_values(number: int, name: str, saved: RunDir, fault) -> None:
+    path = saved.folder(4) / name
+    tree = json.loads(path.read_text())
+
+    def run(other: Any) -> None:
+        path.write_text(json.dumps(other))
+        notices: list[str] = []
+        taken = saved.newest(notices.append) == 4
+        assert len(notices) == (not taken)
+        assert other == tree or not taken
+
+    tried, taken = fuzz(tree, number, run)
+    assert taken == tried >= number // 2
+    fault("run.json, manifest.json, state.json of any values", VALUES)

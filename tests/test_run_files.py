@@ -1,0 +1,274 @@
+"""What belongs to a run: read without waiting, told from what others put there, removed by name."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.errors import CheckpointError, SetupError
+from finetune.run_files import (
+    checked,
+    clear,
+    load_json,
+    log_line,
+    open_lock,
+    read_regular,
+    refuse_links,
+    refuse_others,
+    remove,
+)
+
+RECORD = json.dumps({"status": "running", "data_fingerprint": "0"})
+
+
+def laid(folder: Path, *names: str, **texts: str) -> Path:
+    """A folder with these in it; a name that ends in a slash is a folder's."""
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(exist_ok=True) if name.endswith("/") else path.write_text("")
+    for name, text in texts.items():
+        (folder / name.replace("_", ".")).write_text(text)
+    return folder
+
+
+def tree(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+# Reading ------------------------------------------------------------------------------------------
+
+
+def test_only_files_are_read_and_only_up_to_a_size(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").write_bytes(b"12345")
+    (tmp_path / "link").symlink_to("file")
+    assert read_regular(tmp_path / "link", limit_bytes=5) == b"12345"
+    with pytest.raises(ValueError, match="5 bytes are more than the 4"):
+        read_regular(tmp_path / "file", limit_bytes=4)
+    with pytest.raises(ValueError, match="a folder"):
+        read_regular(tmp_path)
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(ValueError, match="a pipe or a device"):
+            read_regular(path)
+    with pytest.raises(FileNotFoundError):
+        read_regular(tmp_path / "none")
+
+
+def test_json_is_what_could_be_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    path.write_text('{"a": [1, 2.5, "x", null]}')
+    assert load_json(path) == {"a": [1, 2.5, "x", None]}
+    for content in (b"[" * 200_000, b"[" * 60 + b"]" * 60, b"NaN", b"[1e999]", b"\xff\xfe", b""):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"deep|no number|decode|Expecting"):
+            load_json(path)
+
+
+def test_a_file_without_end_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "file.json").open("wb") as file:
+        file.truncate(1 << 40)  # takes no room
+    with pytest.raises(ValueError, match="bytes are more than"):
+        load_json(tmp_path / "file.json")
+
+
+def test_a_line_of_the_log_has_a_step() -> None:
+    assert log_line(b'{"step": 1, "loss": 2}\n') == {"step": 1, "loss": 2}
+    for text in (b"", b"[1]", b'{"step": "1"}', b'{"st', b"\xff", b"[" * 100_000, b"{" * 100):
+        assert log_line(text) is None
+
+
+# Shapes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, content, key",
+    [
+        ("run.json", {"status": 7}, "status"),
+        ("run.json", {"plan": []}, "plan"),
+        ("run.json", {"plan": None}, "plan"),
+        ("run.json", {"plan": {"steps": "many"}}, "plan.steps"),
+        ("run.json", {"plan": {"steps": True}}, "plan.steps"),
+        ("run.json", {"plan": {"steps": 0}}, "plan.steps"),
+        ("run.json", {"plan": {"steps_per_epoch": -1.0}}, "plan.steps_per_epoch"),
+        ("run.json", {"plan": {"weights": 3}}, "plan.weights"),
+        ("run.json", {"split_fingerprints": 7}, "split_fingerprints"),
+        ("run.json", {"device": "cpu"}, "device"),
+        ("results.json", {"test": 3}, "test"),
+        ("results.json", {"test": {"top1": "high"}}, "test"),
+        ("results.json", {"claims": [3]}, "claims"),
+        ("results.json", {"steps": 1.5}, "steps"),
+    ],
+)
+def test_another_kind_of_value_is_named(name: str, content: dict[str, Any], key: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{name}: '{key}' is .*; restore it"):
+        checked(Path(name), content)
+    assert checked(Path("other.json"), content) == content
+
+
+def test_what_is_not_there_has_no_shape() -> None:
+    plan = {"steps": 4, "images_read": 3, "steps_per_epoch": 0.5, "weights": {}, "images": {}}
+    for content in ({}, {"plan": {}}, {"plan": plan, "status": "done"}):
+        assert checked(Path("run.json"), content) == content
+    content = {"val": None, "test": {"top1": 0.5, "ece": 0, "examples": 3}, "claims": []}
+    assert checked(Path("results.json"), content) == content
+
+
+# Whose folder it is -------------------------------------------------------------------------------
+
+LOCK = "77 on a-host\n"
+OURS: dict[str, Callable[[Path], object]] = {
+    "empty": lambda at: at.mkdir(),
+    "killed before its lock": lambda at: laid(at, "checkpoints/"),
+    "killed before it wrote its name": lambda at: laid(at, "checkpoints/", ".lock"),
+    "killed before its record": lambda at: laid(
+        at, "checkpoints/", "metrics.jsonl", "recipe.yaml", ".run.json.77.tmp", _lock=LOCK
+    ),
+    "a record": lambda at: laid(at, "notes.txt", "checkpoints/.git/HEAD", run_json=RECORD),
+    "a checkpoint": lambda at: laid(at, "checkpoints/step-00000002/manifest.json", "model/x"),
+    "a damaged checkpoint": lambda at: laid(at, "checkpoints/step-00000002/manifest.json/"),
+    "a damaged record": lambda at: laid(at, "checkpoints/", "run.json", _lock=LOCK),
+    "only left-overs": lambda at: laid(at, "checkpoints/.step-00000002.1/", ".model.1f.tmp/"),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_run_shows_that_it_is_one(name: str, tmp_path: Path) -> None:
+    OURS[name](tmp_path / "run")
+    refuse_others(tmp_path / "run")
+
+
+OTHERS: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "a file": ("photo.png", lambda at: laid(at, "photo.png")),
+    "hidden": (".notes.tmp", lambda at: laid(at, ".notes.tmp")),
+    "a repository": ("checkpoints/.git", lambda at: laid(at, "checkpoints/.git/HEAD")),
+    "kept empty": ("checkpoints/.gitkeep", lambda at: laid(at, "checkpoints/.gitkeep")),
+    "other checkpoints": (
+        "checkpoints/step-00000002",
+        lambda at: laid(at, "checkpoints/step-00000002/model.pt"),
+    ),
+    "another record": ("run.json", lambda at: laid(at, "checkpoints/", run_json='{"status": 1}')),
+    "another record and our lock": (
+        "run.json",
+        lambda at: laid(at, "checkpoints/", run_json="{}", _lock=LOCK),
+    ),
+    "a damaged record of anybody": ("run.json", lambda at: laid(at, "checkpoints/", "run.json")),
+    "another lock": (".lock", lambda at: laid(at, "checkpoints/", _lock="mine")),
+    "an empty lock alone": (".lock", lambda at: laid(at, ".lock")),
+    "a lock that is a folder": (".lock", lambda at: laid(at, "checkpoints/", ".lock/")),
+    "a model beside a lock": ("model", lambda at: laid(at, "checkpoints/", "model/", _lock=LOCK)),
+    "a recipe": ("recipe.yaml", lambda at: laid(at, "checkpoints/", "recipe.yaml")),
+    "a log": ("metrics.jsonl", lambda at: laid(at, "checkpoints/", "metrics.jsonl")),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_any_other_folder_is_refused(name: str, tmp_path: Path) -> None:
+    named, lay = OTHERS[name]
+    lay(tmp_path / "run")
+    before = tree(tmp_path)
+    with pytest.raises(SetupError, match=f"other things in it .'{named}'.*choose another --out"):
+        refuse_others(tmp_path / "run")
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "name", ["run.json", "results.json", "metrics.jsonl", "recipe.yaml", "report.html"]
+)
+def test_a_file_of_a_run_is_a_file(name: str, tmp_path: Path) -> None:
+    laid(tmp_path, "checkpoints/step-00000002/manifest.json", run_json=RECORD)
+    refuse_others(tmp_path)
+    for make, said in ((os.mkdir, "a folder"), (os.mkfifo, "a pipe or a device")):
+        (tmp_path / name).unlink(missing_ok=True)
+        make(tmp_path / name)
+        with pytest.raises(CheckpointError, match=f"{name}: is {said}, not a file"):
+            refuse_others(tmp_path)
+        os.rmdir(tmp_path / name) if make is os.mkdir else None
+
+
+@pytest.mark.parametrize(
+    "name", [".lock", "checkpoints", "model", "run.json", "results.json", "metrics.jsonl"]
+)
+def test_a_part_of_a_run_that_is_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
+    elsewhere = laid(tmp_path, "elsewhere/.hidden", "run/") / "elsewhere"
+    (tmp_path / "link").symlink_to("run")
+    refuse_links(tmp_path / "link")
+    (tmp_path / "run" / name).symlink_to(elsewhere)
+    with pytest.raises(SetupError, match=f"{name}: is a symbolic link.*choose another --out"):
+        refuse_links(tmp_path / "link")
+
+
+# Writing and removing -----------------------------------------------------------------------------
+
+
+def test_a_lock_is_a_file(tmp_path: Path) -> None:
+    for _ in range(2):
+        with open_lock(tmp_path / "lock") as file:
+            file.write(b"12")
+    assert (tmp_path / "lock").read_bytes() == b"1212"
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("lock")
+    (tmp_path / "to nothing").symlink_to("none")
+    for name in ("folder", "pipe", "link", "to nothing"):
+        with pytest.raises(SetupError, match=f"{name}: is not a file"):
+            open_lock(tmp_path / name)
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(FileNotFoundError):
+        open_lock(tmp_path / "none" / "lock")
+
+
+def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    laid(tmp_path, "folder/file", "file")
+    for target in ("folder", "file", "none"):
+        (tmp_path / "link").symlink_to(target)
+        remove(tmp_path / "link")
+    assert tree(tmp_path) == ["file", "folder", "folder/file"]
+    remove(tmp_path / "folder")
+    remove(tmp_path / "file")
+    assert tree(tmp_path) == []
+
+
+LEFT = [
+    *("checkpoints/.step-00000002.1/model.safetensors", "checkpoints/.doomed-9/state.json"),
+    *(".model.00c0ffee.tmp/README.md", ".run.json.1.tmp", ".results.json.22.tmp"),
+    *(".metrics.jsonl.1.tmp", ".recipe.yaml.1.tmp", ".report.html.1.tmp"),
+]
+KEPT = [
+    *(
+        "checkpoints/.git/HEAD",
+        "checkpoints/.gitkeep",
+        "checkpoints/.step-1",
+        "checkpoints/.doomed",
+    ),
+    *(".notes.tmp", ".notes.1.tmp", ".model.tmp", ".model.best.tmp", "run.json.1.tmp", ".env"),
+    "model/best.pt",
+]
+
+
+def test_only_what_we_named_is_cleared(tmp_path: Path) -> None:
+    laid(tmp_path, *KEPT)
+    before = tree(tmp_path)
+    laid(tmp_path, *LEFT)
+    laid(tmp_path, "elsewhere/file")
+    (tmp_path / ".model.1.tmp").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / ".model.old.1.tmp").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "checkpoints" / ".doomed-1").symlink_to(tmp_path / "elsewhere")
+    os.mkfifo(tmp_path / ".run.json.2.tmp")
+    clear(tmp_path)
+    assert tree(tmp_path) == sorted([*before, "elsewhere", "elsewhere/file"])
+
+
+def test_a_model_comes_back_and_a_link_does_not_become_one(tmp_path: Path) -> None:
+    laid(tmp_path, "checkpoints/", "elsewhere/file")
+    (tmp_path / ".model.old.1.tmp").symlink_to(tmp_path / "elsewhere")
+    clear(tmp_path)
+    assert not (tmp_path / "model").exists()
+    laid(tmp_path, ".model.old.2.tmp/config.json")
+    clear(tmp_path)
+    assert tree(tmp_path / "model") == ["config.json"]

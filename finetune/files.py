@@ -13,12 +13,11 @@ from typing import IO, Any
 
 from safetensors import SafetensorError
 
-from finetune.errors import SetupError
+from finetune.errors import SetupError, visible
 
 __all__ = ["disk_errors", "make_folder", "sha256_of", "sync", "sync_folder", "write_atomically"]
 
 _NO_SPACE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
-_NOT_WRITABLE = {errno.EACCES, errno.EROFS, errno.EPERM}
 
 
 def sha256_of(path: Path) -> str:
@@ -36,7 +35,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     Args:
         path: of the file; its folder exists.
         content: text is written as UTF-8.
-    Raises: SetupError if the disk is full or the folder cannot be written.
+    Raises: SetupError if the disk is full or the file cannot be written.
     """
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -48,7 +47,8 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             os.replace(temporary, path)
             sync_folder(path.parent)
     finally:
-        with contextlib.suppress(OSError):  # where nothing can be written there is nothing either
+        # where nothing can be written there is nothing either
+        with contextlib.suppress(OSError, ValueError):
             temporary.unlink(missing_ok=True)
 
 
@@ -60,39 +60,59 @@ def make_folder(folder: Path, *, option: str) -> None:
         option: what the user wrote it behind, such as --out.
     Raises: SetupError if it cannot be made, or not be written into.
     """
-    try:
-        with disk_errors(folder, needed=4096):
+    with disk_errors(folder, needed=4096, option=option):
+        try:
             folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise SetupError(f"{option}: '{folder}' is not a folder; choose another place") from error
+        except (FileExistsError, NotADirectoryError) as error:
+            raise SetupError(
+                f"{option}: '{folder}' is not a folder; choose another place"
+            ) from error
     if not os.access(folder, os.W_OK):
         raise SetupError(f"{option}: '{folder}' cannot be written into; choose another place")
 
 
 @contextlib.contextmanager
-def disk_errors(path: Path, *, needed: int) -> Iterator[None]:
+def disk_errors(path: Path, *, needed: int, option: str = "--out") -> Iterator[None]:
     """Turn the operating system's refusals into one clear message.
 
     Args:
         path: what was being written.
         needed: bytes that the write needs.
-    Raises: SetupError for a full disk, a quota, or a folder without write permission.
+        option: what the user chose the place with.
+    Raises: SetupError for a full disk or a quota, and for a place that cannot be written to,
+        whether the system forbids it, has no such names, or fails.
     """
     try:
         yield
     except (OSError, SafetensorError) as error:
         number = _number_of(error)
+        if not number:  # a library's own words, about something else
+            raise
         if number in _NO_SPACE:
             raise SetupError(
                 f"{path}: the disk is full ({needed:,} bytes are needed); what was saved before is "
                 "kept: free space, then run it again (training with --resume)"
             ) from error
-        if number in _NOT_WRITABLE:
-            raise SetupError(
-                f"{path}: cannot be written ({os.strerror(number)}); choose another folder with "
-                "--out"
-            ) from error
-        raise
+        raise _refused(path, os.strerror(number), option) from error
+    except ValueError as error:
+        if _can_be_named(path):
+            raise
+        raise _refused(path, "no path has such characters", option) from error
+
+
+def _refused(path: Path, why: str, option: str) -> SetupError:
+    return SetupError(f"{visible(str(path))}: cannot be written ({why}); choose another {option}")
+
+
+def _can_be_named(path: Path) -> bool:
+    """Whether a path is one to the system, be it there or not: none holds a NUL."""
+    try:
+        os.lstat(path)
+    except OSError:
+        return True
+    except ValueError:
+        return False
+    return True
 
 
 def _number_of(error: Exception) -> int:

@@ -107,6 +107,19 @@ class Meter:
         self._since += time.perf_counter() - paused_at
 
 
+class _Heard(BaseException):
+    """A signal on its way to the edge of `at_once`; no `except Exception` takes it for its own."""
+
+    def __init__(self, message: str, signal_number: int) -> None:
+        super().__init__(message)
+        self.signal_number = signal_number
+        self.exit_code = 128 + signal_number
+
+    def told(self) -> Interrupted:
+        """What callers see of it."""
+        return Interrupted(str(self), self.signal_number)
+
+
 class StopSignals:
     """Turns the first SIGTERM or SIGINT into a request; the second one ends the process at once.
 
@@ -119,6 +132,7 @@ class StopSignals:
         self._launcher = launcher
         self._message: str | None = None
         self._before: dict[int, Any] = {}
+        self._process = os.getpid()
 
     def __enter__(self) -> StopSignals:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -127,16 +141,34 @@ class StopSignals:
 
     @contextlib.contextmanager
     def at_once(self, message: str) -> Iterator[None]:
-        """Raise `Interrupted` with a message as soon as a signal comes: nothing is to be saved."""
-        self._message = message
+        """Let a signal end what is done meanwhile as soon as it comes: nothing is to be saved.
+
+        Args:
+            message: of the `Interrupted` that it ends with.
+        Raises: Interrupted, also where something else came of the signal, or nothing at all: code
+            in C, and what clears up when an object goes, may drop what a handler raises.
+        """
         try:
-            if self.received:
-                raise Interrupted(message, self.received)
+            self._message = message
+            self._raise_received(message)
             yield
+            self._raise_received(message)
+        except _Heard as heard:
+            raise heard.told() from None
+        except Exception as error:
+            if self.received and not isinstance(error, Interrupted):
+                raise Interrupted(message, self.received) from error
+            raise
         finally:
             self._message = None
 
+    def _raise_received(self, message: str) -> None:
+        if self.received:
+            raise _Heard(message, self.received)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a worker that has not sat down yet; nobody misses it
+            os._exit(128 + number)
         launcher_gone = self._launcher is not None and self._launcher.heard()
         if self.received:
             if launcher_gone:
@@ -144,8 +176,10 @@ class StopSignals:
             os._exit(128 + number)
         self.received = number
         if self._message is not None:
-            raise Interrupted(self._message, number)
+            raise _Heard(self._message, number)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if isinstance(error, _Heard):  # it came between the end of a block and that of `at_once`
+            raise error.told() from None

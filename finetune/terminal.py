@@ -52,6 +52,7 @@ EXIT_TERMINATED = 143
 
 # Every rank ends with these, and one report is enough.
 _ALIKE = (RecipeError, DivergedError, Interrupted)
+_PLACES = ("out", "sheet", "profile", "export_space")  # options that say where to write
 _OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")  # torch's by name: it is not imported here
 _OUT_OF_MEMORY_HELP = (
     "out of memory; the training stays the same with a smaller data.micro_batch or with "
@@ -100,6 +101,7 @@ def answers(function: Callable[..., Answer]) -> Callable[..., None]:
     def body(as_json: bool, **arguments: Any) -> None:
         state = click.get_current_context().find_root().obj
         state["json"] = as_json
+        _check_places(arguments)
         # what libraries print is not an answer
         with contextlib.redirect_stdout(sys.stderr):
             answer = function(**arguments)
@@ -114,6 +116,30 @@ def answers(function: Callable[..., Answer]) -> Callable[..., None]:
         "--json", "as_json", is_flag=True, help="Print machine-readable output."
     )
     return json_option(debug_option(body))
+
+
+def _check_places(arguments: dict[str, Any]) -> None:
+    """Refuse, before any work, a place to write to that the system has no such names for.
+
+    What is there and whether it can be written is the verb's to find out.
+
+    Args:
+        arguments: of a verb, by name.
+    Raises: SetupError naming the option.
+    """
+    for name in _PLACES:
+        if place := arguments.get(name):
+            option = f"--{name.replace('_', '-')}"
+            try:
+                os.lstat(place)
+            except (FileNotFoundError, NotADirectoryError, PermissionError):
+                continue
+            except (OSError, ValueError) as error:
+                why = getattr(error, "strerror", None) or "no path has such characters"
+                raise SetupError(
+                    f"{option}: '{visible(place)}' cannot be written ({why}); choose another "
+                    f"{option}"
+                ) from error
 
 
 def run(group: click.Group, arguments: Sequence[str]) -> int:

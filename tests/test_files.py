@@ -38,9 +38,39 @@ def test_refusals_are_one_message_even_where_nothing_can_be_removed(
     assert caught.value.exit_code == 5
 
 
-def test_other_errors_stay_what_they_are(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="odd"), disk_errors(tmp_path, needed=1):
-        raise OSError(errno.EIO, "odd")
+@pytest.mark.parametrize("code", [errno.ENAMETOOLONG, errno.ELOOP, errno.EIO, errno.EISDIR])
+def test_whatever_else_the_system_says_of_the_place_is_told_too(tmp_path: Path, code: int) -> None:
+    words = rf"a: cannot be written \({os.strerror(code)}\); choose another --profile"
+    with (
+        pytest.raises(SetupError, match=words),
+        disk_errors(tmp_path / "a", needed=1, option="--profile"),
+    ):
+        raise OSError(code, "odd")
+
+
+@pytest.mark.parametrize("error", [OSError("odd"), ValueError("odd"), KeyError("odd")])
+def test_errors_that_are_not_the_systems_stay_what_they_are(
+    tmp_path: Path, error: Exception
+) -> None:
+    for path in (tmp_path, tmp_path / "not" / "there"):
+        with pytest.raises(type(error), match="odd"), disk_errors(path, needed=1):
+            raise error
+
+
+@pytest.mark.parametrize("name", ["u/" + "y" * 300, "loop/x", "u/\0x", "u/\ud800"])
+def test_a_path_that_cannot_be_is_refused_as_a_folder_and_as_a_file(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "u").mkdir()
+    (tmp_path / "loop").symlink_to("pool")
+    (tmp_path / "pool").symlink_to("loop")
+    for write in (
+        lambda path: make_folder(path, option="--out"),
+        lambda path: write_atomically(path, "{}"),
+    ):
+        with pytest.raises(SetupError, match=r"\(.+\); choose another --out") as caught:
+            write(tmp_path / name)
+        assert str(caught.value).isprintable()
 
 
 def test_a_full_disk_that_safetensors_met_is_one_too(tmp_path: Path) -> None:

@@ -60,6 +60,8 @@ class _Page:
     def __init__(self, path: Path) -> None:
         self._path = path.resolve()
         self._rows: dict[str, _Row] = {}
+        self._told: dict[str, set[str]] = {}  # test, without its parameters: faults
+        self._silent: list[str] = []  # failed before they told what they try
         self._failed: list[str] = []
         self._skipped: dict[str, str] = {}
 
@@ -68,13 +70,15 @@ class _Page:
             self._failed.append(report.nodeid)
         if report.skipped and isinstance(report.longrepr, tuple):
             self._skipped[report.nodeid] = report.longrepr[2].removeprefix("Skipped: ")
+        told = [value for key, value in report.user_properties if key == _KEY]
+        if report.failed and not told:
+            self._silent.append(_test(report.nodeid))
         if report.when != "call":
             return
-        for key, value in report.user_properties:
-            if key != _KEY:
-                continue
+        for value in told:
             name, promise, measured = (str(part) for part in value)  # type: ignore[attr-defined]
             place = (report.location[0], report.location[1] or 0)
+            self._told.setdefault(_test(report.nodeid), set()).add(name)
             row = self._rows.setdefault(name, _Row(promise, place))
             row.place = min(row.place, place)
             row.tried += 1
@@ -83,6 +87,9 @@ class _Page:
                 row.texts.append(measured)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        for test in self._silent:  # a trial of what the others of the same test have tried
+            for name in self._told.get(test, ()):
+                self._rows[name].tried += 1
         self._path.write_text(self._text(), encoding="utf-8")
         terminalreporter.write_line(f"{len(self._rows)} faults: {self._path}")
 
@@ -108,6 +115,10 @@ class _Page:
             lines += ["", "Not run:", ""]
             lines += [f"- `{name}`: {why}" for name, why in sorted(self._skipped.items())]
         return "\n".join([*lines, ""])
+
+
+def _test(nodeid: str) -> str:
+    return nodeid.partition("[")[0]
 
 
 def _cell(text: str) -> str:

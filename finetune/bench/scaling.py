@@ -46,7 +46,7 @@ class Grown(Ours):
         before, job.num_samples = job.num_samples, images
         tracemalloc.start()  # after the mapping, which is no memory of this process
         split = feed.store.split.subset(np.resize(np.arange(len(feed.store.split)), images))
-        self.feed = Feed(
+        self.trained = Feed(
             Store(split, mapped),
             feed.pipeline,
             num_classes=feed.num_classes,
@@ -60,7 +60,7 @@ class Grown(Ours):
         try:
             rate = self.train(warmup=warmup + 1, steps=steps)
         finally:
-            self.feed, job.num_samples = feed, before
+            self.trained, job.num_samples = feed, before
         return {"images": images, "rate": rate, "own_bytes": own_bytes}
 
     def _mapped(self, images_NHWC: torch.Tensor, number: int) -> torch.Tensor:

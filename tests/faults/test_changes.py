@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 from faults_launch import launched
 from faults_runs import digest, weights
+from faults_runs import launched as launch_ranks
 from PIL import Image
 
 from finetune.engine import train
@@ -200,6 +203,37 @@ def test_another_number_of_processes_continues_by_samples(
     assert distance < 1e-5
     fault(
         "one process at the stop, two at --resume",
+        "the same images in the same steps, losses within 1e-5",
+        f"largest difference of a loss {distance:.1e}",
+    )
+
+
+@pytest.mark.faults
+def test_fewer_processes_continue_by_samples(
+    recipe: Callable[..., Recipe], tmp_path: Path, fault
+) -> None:
+    calm = "model.dropout=0"
+    out, step = tmp_path / "two", Live.step
+
+    def until(live: Live, *args: object) -> None:
+        if live.counters.step == 6:
+            live.keeper.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+        step(live, *args)  # type: ignore[arg-type]
+
+    def dies() -> None:
+        Live.step = until  # type: ignore[method-assign]
+        train(recipe(calm), out)
+
+    codes, told = launch_ranks([dies, dies])
+    assert codes == [-signal.SIGKILL] * 2, told
+    assert json.loads((out / "run.json").read_text())["num_processes"] == 2
+    train(recipe(calm), out, resume=True)
+    train(recipe(calm), tmp_path / "plain")
+    distance = largest_difference(out, tmp_path / "plain")
+    assert distance < 1e-5
+    fault(
+        "two processes at the stop, one at --resume",
         "the same images in the same steps, losses within 1e-5",
         f"largest difference of a loss {distance:.1e}",
     )

@@ -25,6 +25,7 @@ from faults_runs import (
     command,
     copied,
     in_child,
+    launched,
     leftovers,
     losses,
     tiny,
@@ -156,6 +157,29 @@ def test_a_limit_on_the_size_of_files(kibibytes: int, whole: Path, tmp_path: Pat
     assert leftovers(out) == []
     goes_on(out, whole)
     fault("limit on the size of a file (RLIMIT_FSIZE)", FULL_DISK)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("kibibytes", [1, 100])
+def test_a_limit_on_two_processes(kibibytes: int, tmp_path: Path, fault) -> None:
+    out, limited = tmp_path / "run", True
+
+    def work() -> None:
+        if limited:
+            limit = (kibibytes << 10, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        train(RECIPE, out, resume=True)
+
+    codes, said = launched([work, work])
+    assert codes[0] == 5, said
+    assert codes[1] != 0, said
+    assert said.count("bytes are needed") == 1, said
+    assert leftovers(out) == []
+    limited = False
+    codes, said = launched([work, work])
+    assert codes == [0, 0], said
+    assert leftovers(out) == []
+    fault("limit on the size of a file, two processes", FULL_DISK, "and --resume goes on")
 
 
 # Not writable -------------------------------------------------------------------------------------

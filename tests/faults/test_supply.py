@@ -63,6 +63,8 @@ def problems(text: str, *, python: bool) -> list[str]:
     if not python:
         return found
     for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module in ("torch", "numpy"):
+            found += [f"{node.module}.load" for name in node.names if name.name == "load"]
         if not isinstance(node, ast.Call):
             continue
         name = ast.unparse(node.func)
@@ -83,6 +85,8 @@ class TestTheLint:
             "torch.load(path)",
             "torch.load(path, weights_only=False)".replace("False", "F" + "alse"),
             "np.load(path)",
+            "from torch import load as read",
+            "from numpy import load",
             "np.load(path, allow_pickle=x)",
             "yaml." + "load(text, Loader)",
             "pickle." + "loads(body)",

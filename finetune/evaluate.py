@@ -23,6 +23,7 @@ from finetune.errors import DataError, RecipeError, WeightsError, nearest
 from finetune.features import identity_of
 from finetune.files import make_folder, write_atomically
 from finetune.frozen import feature_feed
+from finetune.kernels import choose_kernels
 from finetune.measure import examine
 from finetune.models.build import build
 from finetune.models.built import Built
@@ -31,6 +32,7 @@ from finetune.models.weights import locate
 from finetune.predictions import marked, one_line
 from finetune.preprocess import make_pipeline
 from finetune.progress import say
+from finetune.provenance import dtype_of
 from finetune.recipe import DataSection, RunSection
 from finetune.record import recipe_of
 
@@ -79,9 +81,10 @@ def evaluate_model(
     source = _source_with(section, split, seed=seed)
     labelled, names = _by_the_models_classes(model, built.class_names, num_classes, source, split)
     frozen = recipe is not None and recipe.model.freeze == "backbone"
-    built.model.to(accelerator.device, torch.float32)
+    network = built.model.to(accelerator.device, torch.float32)
+    choose_kernels(network, device=accelerator.device, dtype=dtype_of(accelerator))
     result = examine(
-        built.model,
+        network,
         _feed_of(labelled, built, section, accelerator, num_classes=num_classes, frozen=frozen),
         accelerator,
         batch_size=section.eval_batch_size,

@@ -1,4 +1,4 @@
-"""Which kernels a device computes a network with: attention's, and compiled ones.
+"""What a device computes a network with: which attention, how much of it, and compiled or not.
 
 Both follow from the recipe and the device alone, never from a clock: a resumed run computes as the
 run that it continues.
@@ -16,7 +16,9 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-__all__ = ["compiles", "prefer_fast_attention", "training_operations"]
+from finetune.models.last_block import compute_class_token
+
+__all__ = ["choose_kernels", "compiles", "training_operations"]
 
 # Compiling takes half a minute to a minute. On a CPU it made steps 5 to 25 % faster, so it is
 # earned back in some minutes; no part of this needs to be exact.
@@ -24,13 +26,25 @@ LONG_SECONDS = 900.0
 _OPERATIONS_PER_SECOND = {"cpu": 3e11, "cuda": 3e14}  # in bf16: two server cores, a recent GPU
 
 
-def prefer_fast_attention(network: nn.Module, *, device: torch.device, precision: str) -> None:
-    """Choose between timm's fused attention and plain products of matrices; both give the same.
+def choose_kernels(
+    network: nn.Module, *, device: torch.device, dtype: torch.dtype, sharded: bool = False
+) -> None:
+    """Let a network compute the same logits and gradients in the fastest way.
 
-    On a CPU in bf16 the fused kernel is slower at every length from 65 tokens to 1,025, 1.3 to 2.1
-    times forward and backward; in float32 it is as fast or faster, and needs less memory.
+    Nothing is computed that the classifier does not read, see `compute_class_token`. Attention is
+    timm's fused kernel but on a CPU in bf16: there it is slower than plain products of matrices at
+    every length from 65 tokens to 1,025, 1.3 to 2.1 times forward and backward; in float32 it is
+    as fast or faster, and needs less memory.
+
+    Args:
+        network: in float32, neither copied nor wrapped yet.
+        device: that computes it.
+        dtype: of its products.
+        sharded: by FSDP, which brings a layer's weights to that layer's own call.
     """
-    if device.type != "cpu" or precision != "bf16":
+    if not sharded:
+        compute_class_token(network)
+    if device.type != "cpu" or dtype != torch.bfloat16:
         return
     for module in network.modules():
         if getattr(module, "fused_attn", False):

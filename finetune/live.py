@@ -25,10 +25,11 @@ from finetune.errors import CheckpointError, DivergedError, RecipeError
 from finetune.frozen import Feeds
 from finetune.job import Job
 from finetune.keeper import Keeper
-from finetune.kernels import compiles, prefer_fast_attention, training_operations
+from finetune.kernels import choose_kernels, compiles, training_operations
 from finetune.models.head import set_train_mode
 from finetune.optim import build_optimizer, can_mask, set_lr
 from finetune.progress import Meter
+from finetune.provenance import dtype_of
 from finetune.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -52,8 +53,9 @@ class Live:
         self._finite, self._signals = Echo(accelerator.device), Echo(accelerator.device)
         network, optim = job.built.model, recipe.optim
         network.to(accelerator.device)
-        device, precision = accelerator.device, accelerator.mixed_precision
-        prefer_fast_attention(network, device=device, precision=precision)
+        device = accelerator.device
+        self.sharded = "FSDP" in str(accelerator.distributed_type)
+        choose_kernels(network, device=device, dtype=dtype_of(accelerator), sharded=self.sharded)
         self.feeds = Feeds(job, accelerator)  # before the network is copied and wrapped
         self.ema = ModelEmaV3(network, decay=optim.ema_decay) if optim.ema_decay else None
         optimizer = build_optimizer(
@@ -67,7 +69,6 @@ class Live:
             layer_decay=optim.layer_decay,
             args=optim.args,
         )
-        self.sharded = "FSDP" in str(accelerator.distributed_type)
         self.compiled = compiles(
             recipe.model.compile,
             device=device,

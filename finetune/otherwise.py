@@ -17,6 +17,7 @@ from torch import nn
 from finetune.bench.rates import count_operations, synchronise
 from finetune.errors import FinetuneError, RecipeError
 from finetune.job import Job
+from finetune.kernels import choose_kernels
 from finetune.models.anatomy import depth
 from finetune.models.build import build
 from finetune.models.head import freeze_parameters
@@ -211,10 +212,7 @@ class Ground:
         except FinetuneError:
             return []
         other = built.model.to(self.job.device)
-        fused = {name: getattr(module, "fused_attn", None) for name, module in _named(network)}
-        for name, module in _named(other):
-            if fused.get(name) is not None:  # as it is computed here
-                module.fused_attn = fused[name]
+        choose_kernels(other, device=self.job.device, dtype=self.dtype)
         need = self._need(other, image_size=size)
         shown = size[0] if size[0] == size[1] else list(size)
         said = f"model.image_size={shown}"
@@ -254,7 +252,3 @@ class Ground:
 
 def _checkpointed(network: nn.Module) -> None:
     network.set_grad_checkpointing(True)  # type: ignore[operator]
-
-
-def _named(network: nn.Module) -> list[tuple[str, Any]]:
-    return [(name, module) for name, module in network.named_modules()]

@@ -21,9 +21,10 @@ from finetune.engine import launch
 from finetune.errors import DataError, RecipeError, SetupError, nearest
 from finetune.features import Features, identity_of, places_of, split_features
 from finetune.files import disk_errors, write_atomically
+from finetune.kernels import choose_kernels
 from finetune.models.build import build
 from finetune.preprocess import make_pipeline
-from finetune.provenance import describe_machine
+from finetune.provenance import describe_machine, dtype_of
 from finetune.readout import (
     BIAS,
     L2,
@@ -230,6 +231,7 @@ def _features(
     identity = identity_of(built, task.section.eval) if accelerator.is_main_process else {}
     pipeline = make_pipeline(built.preprocessing, task.section.eval)
     network = built.model.to(accelerator.device, torch.float32)
+    choose_kernels(network, device=accelerator.device, dtype=dtype_of(accelerator))
     names = dict.fromkeys(["train", task.split])
     if with_val and "val" in task.source.splits:
         names["val"] = None

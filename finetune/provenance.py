@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DTYPES",
     "describe_machine",
+    "dtype_of",
     "pick_precision",
     "precision_of",
     "requested_processes",
@@ -117,6 +118,11 @@ def pick_precision(wanted: str, device: torch.device) -> str:
 def precision_of(accelerator: Accelerator) -> str:
     """The numbers that an accelerator computes with: "fp32", "bf16" or "fp16"."""
     return str(accelerator.mixed_precision).replace("no", "fp32")
+
+
+def dtype_of(accelerator: Accelerator) -> torch.dtype:
+    """The dtype of the forward pass's products."""
+    return DTYPES[precision_of(accelerator)]
 
 
 def requested_processes() -> int | None:

@@ -18,7 +18,7 @@ from finetune.data.rows import AnyFeed
 from finetune.errors import RecipeError, SetupError
 from finetune.host_memory import free_bytes
 from finetune.live import Live
-from finetune.provenance import DTYPES, precision_of
+from finetune.provenance import dtype_of
 from finetune.recipe import OptimSection
 from finetune.rehearse import need_of, num_bytes, pass_once, state_bytes, twin_of
 from finetune.rundir import RunDir
@@ -72,7 +72,7 @@ def find_micro_batch(live: Live, *, tries: Callable[[int], bool] | None = None) 
         raise RecipeError("data.micro_batch: auto is not possible with FSDP; give a number")
     job, accelerator = live.job, live.accelerator
     network = accelerator.unwrap_model(live.model)
-    dtype = DTYPES[precision_of(accelerator)]
+    dtype = dtype_of(accelerator)
     size, device = job.preprocessing.image_size, accelerator.device
     parts = _parts(job.stream, rank=accelerator.process_index, world=accelerator.num_processes)
     share = max(parts)

@@ -17,6 +17,7 @@ from finetune.bench.clock import Clock
 from finetune.bench.peers import Peer
 from finetune.errors import RecipeError
 from finetune.job import open_job
+from finetune.models.anatomy import count_macs
 
 CHANGES = (
     *("data.batch_size=8", "data.micro_batch=4", "data.num_train=64", "run.test=false"),
@@ -72,7 +73,18 @@ def test_workers_are_taken_where_they_serve(tmp_path: Path) -> None:
 
         peer._run = run  # type: ignore[assignment]
         assert peer.prepare()["workers"] == faster
-        assert asked == [0, 1]
+        assert asked == [0, 0, 1]  # once more to count operations
+
+
+@pytest.mark.parametrize("loop", ["transformers", "timm-loop"])
+def test_its_operations_are_those_of_the_whole_network(tmp_path: Path, loop: str) -> None:
+    """Three times the forward pass, but for the gradient of the images."""
+    if loop == "transformers":
+        pytest.importorskip("transformers")
+    peer = peer_of(tmp_path, loop)
+    found = peer.prepare()["operations"]
+    macs = count_macs(peer.setting.network.eval(), (16, 16))
+    assert 0.9 < found / (3 * 2 * 8 * macs) < 1.0
 
 
 def test_what_workers_loaded_before_is_not_timed(tmp_path: Path) -> None:

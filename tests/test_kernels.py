@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 
-from finetune.kernels import LONG_SECONDS, compiles, prefer_fast_attention, training_operations
+from finetune.kernels import LONG_SECONDS, choose_kernels, compiles, training_operations
 
 CPU = torch.device("cpu")
 
@@ -24,13 +24,20 @@ def fused(model: torch.nn.Module) -> list[bool]:
 
 
 @pytest.mark.parametrize(
-    "device, precision, kept",
-    [("cpu", "bf16", False), ("cpu", "no", True), ("cuda", "bf16", True), ("cuda", "fp16", True)],
+    "device, dtype, kept",
+    [
+        ("cpu", torch.bfloat16, False),
+        ("cpu", torch.float32, True),
+        ("cuda", torch.bfloat16, True),
+        ("cuda", torch.float16, True),
+    ],
 )
-def test_plain_attention_on_a_cpu_in_bf16_alone(device: str, precision: str, kept: bool) -> None:
+def test_plain_attention_on_a_cpu_in_bf16_alone(
+    device: str, dtype: torch.dtype, kept: bool
+) -> None:
     model = network()
     assert fused(model) == [True, True]
-    prefer_fast_attention(model, device=torch.device(device), precision=precision)
+    choose_kernels(model, device=torch.device(device), dtype=dtype)
     assert fused(model) == [kept, kept]
 
 
@@ -38,10 +45,18 @@ def test_both_attentions_give_the_same() -> None:
     model, images = network().double(), torch.rand(2, 3, 32, 32, dtype=torch.float64)
     with torch.no_grad():
         before = model(images)
-        prefer_fast_attention(model, device=CPU, precision="bf16")
+        choose_kernels(model, device=CPU, dtype=torch.bfloat16)
         after = model(images)
     assert fused(model) == [False, False]
     torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_no_more_is_computed_than_is_read(sharded: bool) -> None:
+    model = network()
+    choose_kernels(model, device=CPU, dtype=torch.float32, sharded=sharded)
+    tokens = model.forward_features(torch.zeros(1, 3, 32, 32))  # type: ignore[operator]
+    assert tokens.shape[1] == (17 if sharded else 1)
 
 
 def test_operations_of_a_step() -> None:

@@ -9,6 +9,7 @@ import torch
 from faults_runs import tiny
 
 from finetune.job import open_job
+from finetune.kernels import choose_kernels
 from finetune.otherwise import Ground, rehearsed
 from finetune.rehearse import num_bytes, state_bytes
 from finetune.sizing import optimizer_settings
@@ -25,6 +26,7 @@ def ground(*overrides: str, **given: Any) -> Ground:
         progress=False,
     )
     network = job.built.model
+    choose_kernels(network, device=job.device, dtype=torch.float32)
     trained = num_bytes(p for p in network.parameters() if p.requires_grad)
     own = {
         "weights": num_bytes(network.state_dict().values()),

@@ -133,6 +133,14 @@ def _table(result: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def _operations(rows: list[dict[str, Any]]) -> str:
+    """What an image takes here, and in the loops that take something else."""
+    counts = {row["name"]: f"{row['operations_per_image'] / 1e9:,.3g}" for row in rows}
+    own = counts["finetune"]
+    others = [f"{number} in {name}" for name, number in counts.items() if number != own]
+    return f"{own} GFLOP" + (f" ({', '.join(others)})" if others else "")
+
+
 def _notes(result: dict[str, Any]) -> list[str]:
     share, matrix = result["input_share"], result["matrix_rate"]
     notes = [
@@ -151,7 +159,7 @@ def _notes(result: dict[str, Any]) -> list[str]:
         notes.append(
             f"this machine multiplies {result['precision']} matrices of this network's shapes at "
             f"{matrix['median'] / 1e9:,.0f} GFLOP/s ({low:,.0f}–{high:,.0f}); an image of training "
-            f"takes {result['operations_per_image'] / 1e9:,.3g} GFLOP"
+            f"takes {_operations(result['rows'])}"
         )
     others = [row for row in result["rows"] if row["workers"] is not None]
     if others:

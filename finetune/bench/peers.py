@@ -13,6 +13,7 @@ import torch
 
 from finetune.bench.clock import BATCHES_AHEAD, Clock, give_back, peak_memory
 from finetune.bench.loops import LOOPS, Images, Setting
+from finetune.bench.rates import count_operations
 from finetune.bench.transforms import translate
 from finetune.errors import RecipeError
 from finetune.job import Job, open_job
@@ -51,7 +52,7 @@ class Peer:
     def prepare(self) -> dict[str, Any]:
         """Build the network, decode images, and find out how many workers serve the loop best.
 
-        Returns: "seconds_to_first_step" and "workers".
+        Returns: "seconds_to_first_step", "workers" and "operations" of a step.
         Raises: RecipeError if the recipe asks for what these loops have not.
         """
         recipe = self.recipe
@@ -80,10 +81,15 @@ class Peer:
             folder=self.folder,
         )
         clock = self._run(_TRIAL_STEPS)
+        operations = count_operations(lambda: self._run(0))
         alone, self.setting.workers = clock.seconds, len(os.sched_getaffinity(0))
         if self._run(_TRIAL_STEPS).seconds > alone:
             self.setting.workers = 0
-        return {"seconds_to_first_step": clock.alive, "workers": self.setting.workers}
+        return {
+            "seconds_to_first_step": clock.alive,
+            "workers": self.setting.workers,
+            "operations": operations,
+        }
 
     def train(self, *, warmup: int, steps: int) -> float:
         """Train on; see `Ours.train`. Returns: images a second."""

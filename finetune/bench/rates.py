@@ -54,7 +54,7 @@ def synchronise(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def count_operations(step: Callable[[], None]) -> int:
+def count_operations(step: Callable[[], object]) -> int:
     """Count the operations of the matrix products and convolutions of one real training step.
 
     What gradient checkpointing computes again is counted again. What a fused attention kernel

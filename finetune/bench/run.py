@@ -58,10 +58,10 @@ def bench(
         profile: a folder for a trace.
         out: a Markdown file, in which the recipe's section is added or replaced.
     Returns: "rows", each {"name", "precision", "train", "evaluation", "seconds_to_first_step",
-        "host_bytes", "device_bytes", "workers", "ratio", "fraction"}; "matrix_rate",
-        "input_share"; "inputs" of `input_rates`, "losses" of `study_losses` and "sizes" of
-        `study_sizes`, or None; "load", the processes that wanted to run before; what was measured,
-        and on which machine. Rates are {"median", "min", "max", "values"} of images (or
+        "host_bytes", "device_bytes", "workers", "operations_per_image", "ratio", "fraction"};
+        "matrix_rate", "input_share"; "inputs" of `input_rates`, "losses" of `study_losses` and
+        "sizes" of `study_sizes`, or None; "load", the processes that wanted to run before; what was
+        measured, and on which machine. Rates are {"median", "min", "max", "values"} of images (or
         operations) a second; "ratio" is ours over this row's, "fraction" the share of the matrix
         rate.
     Raises: FinetuneError of the kind that DESIGN's exit codes list.
@@ -198,16 +198,16 @@ class _Session:
         pairs = zip(rates[_OWN], rates["synthetic"], strict=True)
         shares = [_share(real, without) for real, without in pairs]
         matrix = None if None in rates["matrix"] else _spread(rates["matrix"])
-        per_image = facts["operations"] / facts["batch_size"]
         kept = ("architecture", "precision", "compiled", "batch_size", "image_size", "num_images")
         machine = facts["machine"]
         machine["versions"] |= {
             package: version(package) for loop, package in _PACKAGES.items() if loop in self.hosts
         }
         row = {"seconds_to_first_step": None, "memory": {"host": None, "device": None}}
+        row["operations"] = facts["operations"]
         names = [name for name in rates if name not in ("evaluation", "matrix")]
         rows = [
-            self._row(name, {**row, **self.facts.get(name, {})}, matrix, per_image)
+            self._row(name, {**row, **self.facts.get(name, {})}, matrix)
             for name in names
             if name != "synthetic" or shown_synthetic
         ]
@@ -218,17 +218,17 @@ class _Session:
             "rows": rows,
             "input_share": _spread(shares),
             "matrix_rate": matrix,
-            "operations_per_image": per_image,
             "order": self.order,
             "machine": machine,
         }
 
     def _row(
-        self, name: str, facts: dict[str, Any], matrix: dict[str, Any] | None, per_image: float
+        self, name: str, facts: dict[str, Any], matrix: dict[str, Any] | None
     ) -> dict[str, Any]:
         train, own = _spread(self.rates[name]), _spread(self.rates[_OWN])
         precision = facts.get("precision", self.facts[_OWN]["precision"])
         comparable = precision == self.facts[_OWN]["precision"]
+        per_image = facts["operations"] / self.recipe.data.batch_size
         return {
             "name": name,
             "precision": precision,
@@ -238,6 +238,7 @@ class _Session:
             "host_bytes": facts["memory"]["host"],
             "device_bytes": facts["memory"]["device"],
             "workers": facts.get("workers"),
+            "operations_per_image": per_image,
             "ratio": own["median"] / train["median"],
             "fraction": train["median"] * per_image / matrix["median"]
             if comparable and matrix is not None

@@ -1,0 +1,92 @@
+"""The last block of a network whose classifier reads the class token alone.
+
+What that block makes of the other tokens is never read: their queries, keys and values, their way
+through the MLP and all gradients of these. Without them, one of a network's blocks is nearly free.
+"""
+
+# B batch, N tokens, D width, G heads, C width of a head, 3 query, key and value
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from timm.layers import Attention
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import Tensor, nn
+
+__all__ = ["compute_class_token"]
+
+_TOKENS = 5  # any number shows whether the block does what is done here
+_TOLERANCE = 1e-4  # of the largest value: products of other shapes sum in another order
+
+
+def compute_class_token(network: nn.Module) -> bool:
+    """Let the last block compute the class token alone, if the logits depend on no other.
+
+    Logits and gradients stay what they are, but for the order of sums; `forward_features` gives
+    one token then, and the last block's attention weights are those of one query. Names, copies
+    and wrappers of the network stay as they are.
+
+    Args:
+        network: in float32; left alone unless it is timm's ViT with a class token that alone is
+            read, and of plain blocks (without norms of queries and keys, for instance).
+    Returns: whether it does so now.
+    """
+    if type(network) is not VisionTransformer:
+        return False
+    if network.global_pool != "token" or network.cls_token is None or not len(network.blocks):
+        return False
+    block = network.blocks[-1]
+    if not _is_known(block):
+        return False
+    # bound to the block, so that a copy's is bound to the copy
+    block.forward = MethodType(_forward, block)
+    return True
+
+
+def _is_known(block: Any) -> bool:
+    """Whether the block computes what `_forward` does, found by trying it."""
+    if type(block) is not Block or type(block.attn) is not Attention:
+        return False
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in block.modules()):
+        return False
+    weight, was_training = block.attn.qkv.weight, block.training
+    noise = torch.randn(2, _TOKENS, weight.shape[1], generator=torch.Generator().manual_seed(0))
+    tokens_BND = noise.to(weight.device, weight.dtype)
+    block.eval()
+    with torch.no_grad():
+        expected_B1D, found_B1D = block(tokens_BND)[:, :1], _forward(block, tokens_BND)
+    block.train(was_training)
+    apart, largest = (found_B1D - expected_B1D).abs().max(), expected_B1D.abs().max()
+    return bool(apart <= _TOLERANCE * largest)
+
+
+def _forward(block: Any, tokens_BND: Tensor) -> Tensor:
+    """The block's first token. Returns: (B, 1, D)."""
+    token_B1D = tokens_BND[:, :1]
+    read_B1D = _attend(block.attn, block.norm1(tokens_BND))
+    token_B1D = token_B1D + block.drop_path1(block.ls1(read_B1D))
+    return token_B1D + block.drop_path2(block.ls2(block.mlp(block.norm2(token_B1D))))
+
+
+def _attend(attn: Any, tokens_BND: Tensor) -> Tensor:
+    """What the first token reads from all. Returns: (B, 1, D).
+
+    One query needs neither keys nor values of the tokens: it is taken through the keys' weights
+    once, and what it reads through the values'. The keys' bias adds the same to all its scores.
+    """
+    heads, biases_3GC = (3, attn.num_heads, -1), None
+    to_query_GCD, to_key_GCD, to_value_GCD = attn.qkv.weight.unflatten(0, heads)
+    query_BGC = torch.einsum("bd,gcd->bgc", tokens_BND[:, 0], to_query_GCD)
+    if attn.qkv.bias is not None:
+        biases_3GC = attn.qkv.bias.unflatten(0, heads)
+        query_BGC = query_BGC + biases_3GC[0]
+    query_BGD = torch.einsum("bgc,gcd->bgd", query_BGC * attn.scale, to_key_GCD)
+    weights_BGN = attn.attn_drop((query_BGD @ tokens_BND.mT).softmax(dim=-1))
+    read_BGC = torch.einsum("bgd,gcd->bgc", weights_BGN @ tokens_BND, to_value_GCD)
+    if biases_3GC is not None:
+        read_BGC = read_BGC + weights_BGN.sum(dim=-1, keepdim=True) * biases_3GC[2]
+    result: Tensor = attn.proj_drop(attn.proj(read_BGC.flatten(1)[:, None]))
+    return result

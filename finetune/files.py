@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and what the system's refusals mean for the user."""
+"""Files: opened only if they are some, written whole or not at all, and the system's refusals."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import errno
 import hashlib
 import os
 import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -15,7 +16,16 @@ from safetensors import SafetensorError
 
 from finetune.errors import SetupError, visible
 
-__all__ = ["disk_errors", "make_folder", "sha256_of", "sync", "sync_folder", "write_atomically"]
+__all__ = [
+    "disk_errors",
+    "kind_of",
+    "make_folder",
+    "open_regular",
+    "sha256_of",
+    "sync",
+    "sync_folder",
+    "write_atomically",
+]
 
 _NO_SPACE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
@@ -27,6 +37,29 @@ def sha256_of(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def open_regular(path: Path, *, limit_bytes: int | None = None) -> IO[bytes]:
+    """Open a regular file to read: opening a named pipe would wait for ever.
+
+    Args:
+        path: links to a file are followed.
+        limit_bytes: the most that it may hold.
+    Raises: OSError if it cannot be opened; ValueError if it is something else, or too large.
+    """
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"is {kind_of(mode)}, not a file")
+    file = path.open("rb")
+    if limit_bytes is not None and (size := os.fstat(file.fileno()).st_size) > limit_bytes:
+        file.close()
+        raise ValueError(f"{size:,} bytes are more than the {limit_bytes:,} that are read")
+    return file
+
+
+def kind_of(mode: int) -> str:
+    """What something is that is no regular file, for people, from its `st_mode`."""
+    return "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

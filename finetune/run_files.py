@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from finetune.errors import CheckpointError, SetupError
+from finetune.files import kind_of, open_regular
 
 __all__ = [
     "MAX_JSON_BYTES",
@@ -28,7 +29,7 @@ __all__ = [
     "load_json",
     "log_line",
     "open_lock",
-    "open_regular",
+    "read_log",
     "read_regular",
     "refuse_links",
     "refuse_others",
@@ -53,26 +54,8 @@ _LEFT_IN_CHECKPOINTS = re.compile(r"\.(?:step-[0-9]{8,}\.[0-9]+|doomed-[0-9]+)")
 # Reading ------------------------------------------------------------------------------------------
 
 
-def open_regular(path: Path, *, limit_bytes: int) -> IO[bytes]:
-    """Open a regular file to read: opening a named pipe would wait for ever.
-
-    Args:
-        path: links to a file are followed.
-        limit_bytes: the most that it may hold.
-    Raises: OSError if it cannot be opened; ValueError if it is something else, or too large.
-    """
-    mode = path.stat().st_mode
-    if not stat.S_ISREG(mode):
-        raise ValueError(f"is {_kind(mode)}, not a file")
-    file = path.open("rb")
-    if (size := os.fstat(file.fileno()).st_size) > limit_bytes:
-        file.close()
-        raise ValueError(f"{size:,} bytes are more than the {limit_bytes:,} that are read")
-    return file
-
-
 def read_regular(path: Path, *, limit_bytes: int = MAX_JSON_BYTES) -> bytes:
-    """The whole content of a regular file. Args, Raises: as for `open_regular`."""
+    """The whole content of a file. Args, Raises: as for `files.open_regular`."""
     with open_regular(path, limit_bytes=limit_bytes) as file:
         return file.read(limit_bytes)
 
@@ -106,6 +89,12 @@ def _is_flat(content: Any, depth: int) -> bool:
         depth > 0
         and all(_is_flat(each, depth - 1) for each in children if isinstance(each, (dict, list)))
     )
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl that are not damaged. Raises: as for `read_regular`."""
+    with open_regular(path, limit_bytes=MAX_LARGE_BYTES) as file:
+        return [line for text in file if (line := log_line(text)) is not None]
 
 
 def log_line(text: bytes) -> dict[str, Any] | None:
@@ -235,8 +224,8 @@ def refuse_others(folder: Path) -> None:
     for path in (folder / name for name in _FILES):
         if os.path.lexists(path) and not path.is_file() and not path.is_symlink():
             raise CheckpointError(
-                f"{path}: is {_kind(path.stat().st_mode)}, not a file; restore it from a copy, or "
-                "train in another --out"
+                f"{path}: is {kind_of(path.stat().st_mode)}, not a file; restore it from a copy, "
+                "or train in another --out"
             )
 
 
@@ -274,10 +263,6 @@ def _is_our_lock(place: Path, *, begun: bool) -> bool:
     except (OSError, ValueError):
         return False
     return bool(_HOLDER.fullmatch(text)) or (begun and not text)
-
-
-def _kind(mode: int) -> str:
-    return "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
 
 
 # Writing and removing -----------------------------------------------------------------------------

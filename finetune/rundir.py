@@ -29,9 +29,8 @@ from finetune.run_files import (
     checked,
     clear,
     load_json,
-    log_line,
     open_lock,
-    open_regular,
+    read_log,
     refuse_links,
     refuse_others,
     remove,
@@ -161,12 +160,8 @@ class RunDir:
         Raises: CheckpointError if it is no file, or cannot be read.
         """
         path = self.path / "metrics.jsonl"
-        lines: list[dict[str, Any]] = []
         try:
-            with open_regular(path, limit_bytes=MAX_LARGE_BYTES) as file:
-                for text in file:
-                    if (line := log_line(text)) is not None:
-                        lines.append(line)
+            return read_log(path)
         except FileNotFoundError:
             return []
         except (OSError, ValueError) as error:
@@ -174,7 +169,6 @@ class RunDir:
                 f"{path}: cannot be read ({error}); restore it from a copy, or train in another "
                 "--out"
             ) from error
-        return lines
 
     def forget_after(self, step: int) -> None:
         """Drop the metrics of steps that will be trained again after a resume from `step`."""

@@ -12,6 +12,7 @@ import pytest
 import timm
 from networks import message, timm_folder
 
+from finetune.errors import WeightsError
 from finetune.models import config as config_module
 from finetune.models.weights import resolve
 
@@ -33,18 +34,24 @@ class TestConfig:
         os.truncate(folder / "config.json", 2**31)  # sparse
         tracemalloc.start()
         try:
-            assert "config.json has more than 8 MiB" in message(folder)
+            assert "config.json describes no network (2,147,483,648 bytes" in message(folder)
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
         assert peak < 32 * 2**20
+
+    @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+    def test_what_is_no_file_is_not_waited_for(self, tmp_path: Path, make: Any) -> None:
+        make(tmp_path / "config.json")
+        with pytest.raises(WeightsError, match=r"net: config\.json .*not a file"):
+            config_module.read_config(tmp_path / "config.json", "net")
 
     def test_as_much_as_is_allowed_is_read(self, folder: Path) -> None:
         text = (folder / "config.json").read_text()
         (folder / "config.json").write_text(text.ljust(config_module.LARGEST_JSON))
         assert resolve(str(folder)).architecture
         (folder / "config.json").write_text(text.ljust(config_module.LARGEST_JSON + 1))
-        assert "more than 8 MiB" in message(folder)
+        assert "more than the 8,388,608 that are read" in message(folder)
 
     @pytest.mark.parametrize("key", sorted({*config_module.CONTROL_ARGS} - {"num_classes"}))
     def test_nothing_steers_timms_loader(self, folder: Path, key: str) -> None:

@@ -309,8 +309,8 @@ def test_paths_that_are_no_files(tmp_path: Path) -> None:
     (tmp_path / "locked.png").write_bytes(encoded(Image.fromarray(picture()), "PNG"))
     (tmp_path / "locked.png").chmod(0)
     expected = {
-        "pipe.png": "a pipe or a device",
-        "folder.png": "a folder, not an image",
+        "pipe.png": "is a pipe or a device",
+        "folder.png": "is a folder, not a file",
         "broken.png": "a link to nothing",
         "circle.png": "cannot be opened",
         "absent.png": "no such file",

@@ -61,7 +61,7 @@ def test_scan_lists_every_unreadable_image(tmp_path: Path, workers: int) -> None
         ("train/b/5.png", "b", "train"),
         ("test/a/link.png", "a", "test"),
     ]
-    causes = ("cannot be decoded", "zero bytes", "not an image", "a pipe", "a link to nothing")
+    causes = ("cannot be decoded", "zero bytes", "not an image", "is a pipe", "a link to nothing")
     for item, cause in zip(found, causes, strict=True):
         assert item["error"].startswith(cause)  # the name is given once
     json.dumps(found)

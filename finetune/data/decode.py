@@ -16,24 +16,24 @@ import functools
 import io
 import logging
 import os
-import stat
 import struct
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from finetune.errors import DataError, visible
+from finetune.files import open_regular
 
 __all__ = [
     "LIMIT_PIXELS",
     "counted",
     "decode",
     "notice",
-    "open_regular",
+    "open_data",
     "printable",
     "relay_notices",
 ]
@@ -105,7 +105,7 @@ def decode(
             return _pixels(data, None, limit_pixels)
         if isinstance(data, bytes):
             return _from_stream(io.BytesIO(data), size, limit_pixels)
-        with open_regular(Path(data)) as stream:
+        with open_data(Path(data)) as stream:
             return _from_stream(stream, size, limit_pixels)
     except DataError as error:
         cause = str(error)
@@ -127,12 +127,10 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file: opening a named pipe would wait for ever."""
+def open_data(path: Path) -> IO[bytes]:
+    """Open a file of a data set. Raises: DataError if there is none, or it cannot be opened."""
     try:
-        mode = path.stat().st_mode
-        if stat.S_ISREG(mode):
-            return path.open("rb")
+        return open_regular(path)
     except FileNotFoundError:
         if _ADDRESSES.intersection(path.parts):  # Path makes one slash of two
             raise DataError("addresses are not read; download it and give its path") from None
@@ -140,7 +138,8 @@ def open_regular(path: Path) -> BinaryIO:
         raise DataError("a link to nothing" if link else "no such file") from None
     except OSError as error:
         raise DataError(f"cannot be opened ({error.strerror or error})") from None
-    raise DataError("a folder, not an image" if stat.S_ISDIR(mode) else "a pipe or a device")
+    except ValueError as error:
+        raise DataError(str(error)) from None
 
 
 @functools.lru_cache(maxsize=1)
@@ -150,7 +149,7 @@ def _formats() -> list[str]:
     return [name for name in _FORMATS if name in Image.OPEN]
 
 
-def _from_stream(stream: BinaryIO, size: int | None, limit_pixels: int) -> np.ndarray:
+def _from_stream(stream: IO[bytes], size: int | None, limit_pixels: int) -> np.ndarray:
     """Decode an open file. Returns: (H, W, 3) uint8."""
     try:
         image = Image.open(stream, formats=_formats())

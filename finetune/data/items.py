@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from finetune.data.columns import integers
-from finetune.data.decode import decode, open_regular, printable
+from finetune.data.decode import decode, open_data, printable
 from finetune.errors import DataError
 
 __all__ = [
@@ -118,7 +118,7 @@ class RowItems:
         path = chunk.path(offset)
         if not path:
             raise DataError("no image in this row")
-        with open_regular(chunk.file(path)) as stream:  # the hub's image folders: paths only
+        with open_data(chunk.file(path)) as stream:  # the hub's image folders: paths only
             return stream.read()
 
     def read(self, row: int, size: int | None = None) -> np.ndarray:
@@ -168,7 +168,7 @@ class FileItems:
 
     def content(self, row: int) -> bytes:
         """The file's bytes. Raises: DataError for anything but a readable file."""
-        with open_regular(self._path(row)) as stream:
+        with open_data(self._path(row)) as stream:
             return stream.read()
 
     def read(self, row: int, size: int | None = None) -> np.ndarray:

@@ -22,7 +22,7 @@ from finetune.data.columns import (
     in_order,
     number_labels,
 )
-from finetune.data.decode import counted, notice, open_regular
+from finetune.data.decode import counted, notice, open_data
 from finetune.data.hub_sets import load_hub
 from finetune.data.hub_shards import find_shards
 from finetune.data.items import Chunk, RowItems
@@ -134,7 +134,7 @@ def _split_files(files: Sequence[Path], path: str) -> dict[str, list[Path]]:
 def _refuse_other(file: Path) -> None:
     """Refuse what is found under the name of a parquet file: a pointer, a page, nothing."""
     try:
-        with open_regular(file) as stream:
+        with open_data(file) as stream:
             head = stream.read(256).lstrip().lower()
     except DataError as error:
         raise DataError(f"{file}: {error}") from None

@@ -13,6 +13,7 @@ import timm
 from timm.models import PretrainedCfg, split_model_name_tag
 
 from finetune.errors import WeightsError, nearest
+from finetune.files import open_regular
 
 __all__ = [
     "CONTROL_ARGS",
@@ -87,16 +88,14 @@ def read_json(path: Path, where: str) -> Any:
     Raises: WeightsError for a file that cannot be read, is too large, or is not JSON.
     """
     try:
-        with path.open("rb") as file:
-            content = file.read(LARGEST_JSON + 1)
-        if len(content) > LARGEST_JSON:
-            raise WeightsError(
-                f"{where} has more than {LARGEST_JSON // 2**20} MiB, which describes no network; "
-                f"get it again"
-            )
-        return json.loads(content.decode("utf-8"))
+        with open_regular(path, limit_bytes=LARGEST_JSON) as file:
+            content = file.read(LARGEST_JSON)
     except OSError as error:
         raise WeightsError(f"{where} cannot be read ({error.strerror}); check the file") from error
+    except ValueError as error:
+        raise WeightsError(f"{where} describes no network ({error}); get it again") from error
+    try:
+        return json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise WeightsError(f"{where} is not JSON ({error}); get it again") from error
 

@@ -263,7 +263,7 @@ DESCRIBED = {
     "a folder": described("no config.json", instead(Path.mkdir)),
     "zero bytes": described("not JSON", put(b"")),
     "cut": described("not JSON", cut(0.5)),
-    "of 9 MiB": described("more than 8 MiB", hollow(b"{", 9 * 2**20)),
+    "of 9 MiB": described("9,437,184 bytes are more than", hollow(b"{", 9 * 2**20)),
     "not UTF-8": described("not JSON", put(b"\xff\xfe{}")),
     "a list": described("no architecture", put(b"[]")),
     "many levels": described("not JSON", put(b"[" * 200_000)),

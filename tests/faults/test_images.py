@@ -162,7 +162,7 @@ PLACES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a link to itself": (loop, "cannot be opened"),
     "a named pipe": (os.mkfifo, "a pipe or a device"),
     "a link to a device": (lambda path: path.symlink_to("/dev/zero"), "a pipe or a device"),
-    "a folder": (Path.mkdir, "a folder, not an image"),
+    "a folder": (Path.mkdir, "is a folder, not a file"),
     "nothing": (lambda path: None, "no such file"),
 }
 

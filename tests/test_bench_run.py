@@ -18,6 +18,7 @@ from faults_launch import heeding_interrupts
 from faults_runs import TINY
 
 from finetune.bench import run, studies
+from finetune.bench.rates import spread
 from finetune.bench.run import WARMUP_STEPS, bench
 from finetune.cli import main
 from finetune.errors import FinetuneError, RecipeError, SetupError
@@ -242,7 +243,7 @@ def test_sets_of_other_sizes(recipe: str, stands: list[Stand]) -> None:
         "--steps 4 --repeats 3 --images 1000 --images 10 --images 1000"
     )
     small, large = found["sizes"]["rows"]
-    assert small["train"] == large["train"] == {"median": 200, "min": 100, "max": 300}
+    assert small["train"] == large["train"] == spread([100.0, 200.0, 300.0])
     assert (small["images"], large["images"]) == (10, 1000)
     assert found["sizes"]["per_image"] == 16
     grown = [stand for stand in stands if stand.make == "Grown"]
@@ -298,6 +299,12 @@ class TestRefused:
 
     def test_a_place_for_traces_that_is_a_file(self, recipe: str) -> None:
         assert "--profile" in str(refused(recipe, profile=recipe))
+
+    def test_a_page_that_could_not_be_written(self, recipe: str, stands: list[Stand]) -> None:
+        """Before anything is measured."""
+        assert "is no page of benchmarks" in str(refused(recipe, out=recipe))
+        assert "is not a folder" in str(refused(recipe, out=f"{recipe}/B.md"))
+        assert not stands
 
 
 def test_our_own_training_may_use_what_the_others_have_not(

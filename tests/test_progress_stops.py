@@ -98,6 +98,15 @@ def undisturbed(recipe: Path, no_pictures: None) -> Path:
     return out
 
 
+def check_stopped(recipe: Path, out: Path, bell: Bell, capsys: pytest.CaptureFixture[str]) -> None:
+    """The signal ends the run, which says so and nothing else that it did not do."""
+    assert trained(recipe, out) == 128 + bell.number
+    assert bell.calls == bell.call, "it came, and nothing of the kind was done after it"
+    said = capsys.readouterr().err
+    assert f"{out}: stopped; continue with --resume" in said
+    assert "left out" not in said
+
+
 def check_resumed(recipe: Path, out: Path, undisturbed: Path) -> None:
     """The run goes on to its end, and ends as if nothing had been."""
     assert trained(recipe, out, "--resume") == 0
@@ -129,11 +138,7 @@ def test_before_training_a_signal_stops_the_run_at_once(
         monkeypatch.setattr(scan, "paint", decode_all)
     else:
         monkeypatch.setattr(name, bell)
-    assert trained(recipe, out) == 128 + number
-    assert bell.calls == call, "it came, and nothing of the kind was done after it"
-    said = capsys.readouterr().err
-    assert f"{out}: stopped; continue with --resume" in said
-    assert "left out" not in said
+    check_stopped(recipe, out, bell, capsys)
     if name == DECODE:  # the network is made before there is a record
         assert status(out) == f"stopped ({128 + number})"
         assert (out / "metrics.jsonl").read_text() == ""
@@ -155,11 +160,7 @@ def test_after_training_a_stopped_run_is_not_done_and_resuming_finishes_it(
     out, (name, call) = tmp_path / "run", AFTER[place]
     bell = Bell(name, call, signal.SIGTERM)
     monkeypatch.setattr(name, bell)
-    assert trained(recipe, out) == 143
-    assert bell.calls == call
-    said = capsys.readouterr().err
-    assert f"{out}: stopped; continue with --resume" in said
-    assert "left out" not in said
+    check_stopped(recipe, out, bell, capsys)
     assert status(out) == "stopped (143)"
     assert not (out / "report.html").exists()
     monkeypatch.undo()

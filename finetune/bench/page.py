@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import RecipeError
-from finetune.files import disk_errors, write_atomically
+from finetune.files import disk_errors, make_folder, write_atomically
 
-__all__ = ["describe", "section", "write_section"]
+__all__ = ["check_page", "describe", "section", "write_section"]
 
 _HEAD = (
     "# Benchmarks\n\nWritten by `finetune bench RECIPE --out`; each section names the command that "
@@ -59,6 +59,15 @@ def section(result: dict[str, Any]) -> str:
     return "\n".join(shown) + "\n"
 
 
+def check_page(path: Path) -> None:
+    """Refuse a place for a page before anything is measured; its folder is made.
+
+    Raises: as for `write_section`.
+    """
+    make_folder(path.parent, option="--out")
+    _text_of(path)
+
+
 def write_section(path: Path, result: dict[str, Any]) -> None:
     """Put the result's section into a page, in the place of an earlier one of the same heading.
 
@@ -68,13 +77,7 @@ def write_section(path: Path, result: dict[str, Any]) -> None:
     Raises: RecipeError for a file that is no page of benchmarks; SetupError where it cannot be
         written.
     """
-    text = _HEAD
-    if path.exists():
-        with disk_errors(path, needed=4096):
-            text = path.read_text(encoding="utf-8", errors="replace")
-        if not text.startswith(_HEAD.split("\n")[0] + "\n"):
-            raise RecipeError(f"--out: '{path}' is no page of benchmarks; name another file")
-    parts = re.split(r"^(?=## )", text, flags=re.MULTILINE)
+    parts = re.split(r"^(?=## )", _text_of(path), flags=re.MULTILINE)
     own, found = _heading(result), section(result)
     kept = [part.rstrip("\n") + "\n" for part in parts]
     places = [place for place, part in enumerate(kept) if part.startswith(own + "\n")]
@@ -83,6 +86,17 @@ def write_section(path: Path, result: dict[str, Any]) -> None:
     else:
         kept.append(found)
     write_atomically(path, "\n".join(kept))
+
+
+def _text_of(path: Path) -> str:
+    """A page's text so far."""
+    if not path.exists():
+        return _HEAD
+    with disk_errors(path, needed=4096):
+        text = path.read_text(encoding="utf-8", errors="replace")
+    if not text.startswith(_HEAD.split("\n")[0] + "\n"):
+        raise RecipeError(f"--out: '{path}' is no page of benchmarks; name another file")
+    return text
 
 
 def _heading(result: dict[str, Any]) -> str:

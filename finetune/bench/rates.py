@@ -8,6 +8,7 @@ Two operations make a multiply-accumulate, as in every data sheet.
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-__all__ = ["Product", "count_operations", "matrix_rate", "products", "synchronise"]
+__all__ = ["Product", "count_operations", "matrix_rate", "products", "spread", "synchronise"]
 
 _SECONDS = 0.03  # for which each product is repeated
 _LEAST = 3  # repetitions of each, however long they take
@@ -46,6 +47,12 @@ class Product:
         """Of the forward product and of the gradients that are made."""
         one = 2 * self.rows * self.inner * self.columns
         return one * (1 + self.with_input + self.with_weight)
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """What was measured several times over: {"median", "min", "max", "values"}."""
+    middle = statistics.median(values)
+    return {"median": middle, "min": min(values), "max": max(values), "values": list(values)}
 
 
 def synchronise(device: torch.device) -> None:

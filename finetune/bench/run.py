@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import os
 import shlex
-import statistics
 import tempfile
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -16,7 +15,8 @@ from typing import Any
 from tqdm import tqdm
 
 from finetune.bench.hosts import Host
-from finetune.bench.page import write_section
+from finetune.bench.page import check_page, write_section
+from finetune.bench.rates import spread
 from finetune.bench.studies import LOSSES_EVERY, PLAINLY, study_losses, study_sizes
 from finetune.errors import RecipeError, SetupError, masked, nearest
 from finetune.files import make_folder
@@ -72,6 +72,8 @@ def bench(
     load = os.getloadavg()[0]  # what else this machine is busy with is in every figure
     if profile is not None:
         make_folder(Path(profile), option="--profile")
+    if out is not None:
+        check_page(Path(out))
     measured = _measured(recipe, against, steps=steps, repeats=repeats, profile=profile)
     counts = {"steps": steps, "repeats": repeats}
     result = {
@@ -197,7 +199,7 @@ class _Session:
         facts, rates = self.facts[_OWN], self.rates
         pairs = zip(rates[_OWN], rates["synthetic"], strict=True)
         shares = [_share(real, without) for real, without in pairs]
-        matrix = None if None in rates["matrix"] else _spread(rates["matrix"])
+        matrix = None if None in rates["matrix"] else spread(rates["matrix"])
         kept = ("architecture", "precision", "compiled", "batch_size", "image_size", "num_images")
         machine = facts["machine"]
         machine["versions"] |= {
@@ -216,7 +218,7 @@ class _Session:
             "optimizer": self.recipe.optim.name,
             "augmentation": facts["augmentation"],
             "rows": rows,
-            "input_share": _spread(shares),
+            "input_share": spread(shares),
             "matrix_rate": matrix,
             "order": self.order,
             "machine": machine,
@@ -225,7 +227,7 @@ class _Session:
     def _row(
         self, name: str, facts: dict[str, Any], matrix: dict[str, Any] | None
     ) -> dict[str, Any]:
-        train, own = _spread(self.rates[name]), _spread(self.rates[_OWN])
+        train, own = spread(self.rates[name]), spread(self.rates[_OWN])
         precision = facts.get("precision", self.facts[_OWN]["precision"])
         comparable = precision == self.facts[_OWN]["precision"]
         per_image = facts["operations"] / self.recipe.data.batch_size
@@ -233,7 +235,7 @@ class _Session:
             "name": name,
             "precision": precision,
             "train": train,
-            "evaluation": _spread(self.rates["evaluation"]) if name == _OWN else None,
+            "evaluation": spread(self.rates["evaluation"]) if name == _OWN else None,
             "seconds_to_first_step": facts["seconds_to_first_step"],
             "host_bytes": facts["memory"]["host"],
             "device_bytes": facts["memory"]["device"],
@@ -249,12 +251,6 @@ class _Session:
 def _share(real: float, without: float) -> float:
     """The share of a step that is its input's; noise does not make it negative."""
     return max(0.0, 1 - real / without)
-
-
-def _spread(values: Sequence[float]) -> dict[str, Any]:
-    """Median and range."""
-    middle = statistics.median(values)
-    return {"median": middle, "min": min(values), "max": max(values), "values": list(values)}
 
 
 def _command(

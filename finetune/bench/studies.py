@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from finetune.bench.hosts import Host
+from finetune.bench.rates import spread
 from finetune.progress import bar, say
 from finetune.recipe import Recipe
 
@@ -49,7 +50,7 @@ def study_sizes(
         recipe: whose images are repeated.
         sizes: numbers of images.
         warmup, steps, repeats: as for `bench`.
-    Returns: "rows", each {"images", "train": {"median", "min", "max"}, "own_bytes"}; "per_image",
+    Returns: "rows", each {"images", "train" of `spread`, "own_bytes"}; "per_image",
         of `scaling.per_image`.
     """
     from finetune.bench.scaling import Grown, per_image
@@ -87,6 +88,6 @@ def _middle(size: int, found: list[dict[str, Any]]) -> dict[str, Any]:
     rates = [each["rate"] for each in found]
     return {
         "images": size,
-        "train": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},
+        "train": spread(rates),
         "own_bytes": int(statistics.median(each["own_bytes"] for each in found)),
     }

@@ -66,12 +66,18 @@ def stopped(
     return stop
 
 
-def largest_difference(run: Path, other: Path) -> float:
-    """Of a loss, between two runs that saw the same samples."""
+def shown_as_close(title: str, run: Path, other: Path, fault: Callable[..., None]) -> None:
+    """Two runs saw the same samples and had nearly the same losses; an entry of the page."""
     lines = [(each / "metrics.jsonl").read_text().splitlines() for each in (run, other)]
     ours, theirs = ([json.loads(line) for line in each] for each in lines)
     assert [line["samples_seen"] for line in ours] == [line["samples_seen"] for line in theirs]
-    return max(abs(a["loss"] - b["loss"]) for a, b in zip(ours, theirs, strict=True))
+    distance = max(abs(a["loss"] - b["loss"]) for a, b in zip(ours, theirs, strict=True))
+    assert distance < 1e-5
+    fault(
+        title,
+        "the same images in the same steps, losses within 1e-5",
+        f"largest difference of a loss {distance:.1e}",
+    )
 
 
 def refused(recipe: Recipe, run: Path, kind: type[FinetuneError], said: str) -> None:
@@ -174,12 +180,11 @@ def test_another_micro_batch_continues_by_samples(
     out = stopped(calm)
     train(recipe(calm, "data.micro_batch=2"), out, resume=True)
     train(recipe(calm), tmp_path / "plain")
-    distance = largest_difference(out, tmp_path / "plain")
-    assert distance < 1e-5
-    fault(
+    shown_as_close(
         "data.micro_batch changed at --resume: accumulation in four parts instead of one",
-        "the same images in the same steps, losses within 1e-5",
-        f"largest difference of a loss {distance:.1e}",
+        out,
+        tmp_path / "plain",
+        fault,
     )
 
 
@@ -199,12 +204,11 @@ def test_another_number_of_processes_continues_by_samples(
     with launched(tmp_path, calm, "--resume", recipe=text, out=out, processes=2) as two:
         two.wait_for_end()
     assert two.record()["num_processes"] == 2, two.text
-    distance = largest_difference(out, tmp_path / "plain")
-    assert distance < 1e-5
-    fault(
+    shown_as_close(
         "one process at the stop, two at --resume",
-        "the same images in the same steps, losses within 1e-5",
-        f"largest difference of a loss {distance:.1e}",
+        out,
+        tmp_path / "plain",
+        fault,
     )
 
 
@@ -230,12 +234,11 @@ def test_fewer_processes_continue_by_samples(
     assert json.loads((out / "run.json").read_text())["num_processes"] == 2
     train(recipe(calm), out, resume=True)
     train(recipe(calm), tmp_path / "plain")
-    distance = largest_difference(out, tmp_path / "plain")
-    assert distance < 1e-5
-    fault(
+    shown_as_close(
         "two processes at the stop, one at --resume",
-        "the same images in the same steps, losses within 1e-5",
-        f"largest difference of a loss {distance:.1e}",
+        out,
+        tmp_path / "plain",
+        fault,
     )
 
 

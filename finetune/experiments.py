@@ -240,12 +240,13 @@ def describe(told: Mapping[str, Any]) -> str:
     for name, rows in told["choices"].items():
         lines += ["", f"Chosen for {name}, without reading the test split:", ""]
         lines += _choice_table(rows)
-    if told["claims"]:
-        met = sum(claim["verdict"] == VERDICTS[0] for claim in told["claims"])
-        of_what = (
-            "of another experiment than this" if smoke else f"{met} of {len(told['claims'])} met"
-        )
-        lines += ["", f"## Claims: {of_what}", "", table(told["claims"])]
+    if claims := told["claims"]:
+        met = sum(claim["verdict"] == VERDICTS[0] for claim in claims)
+        of_what = f"{met} of {len(claims)} met"
+        if smoke:
+            of_what = "of another experiment than this"
+            claims = [{**claim, "verdict": "–"} for claim in claims]
+        lines += ["", f"## Claims: {of_what}", "", table(claims)]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 

@@ -12,6 +12,7 @@ from plan_files import write_plan
 from ranks import command, two_ranks
 
 from finetune import experiments
+from finetune.claims import VERDICTS
 from finetune.errors import FinetuneError, Interrupted, RecipeError
 from finetune.experiments import describe, reproduce
 from finetune.recipe import Recipe
@@ -93,6 +94,10 @@ def test_smoke_says_everywhere_that_it_is_not_the_experiment(
     assert all("not the experiment" in str(recipe.run.note) for _, recipe in trained)
     assert "It is not the experiment" in describe(told)
     assert "It is not the experiment" in Path(told["table"]).read_text()
+    claims = describe(told).partition("## Claims: of another experiment than this")[2]
+    rows = [line for line in claims.splitlines() if "another table" in line]
+    assert rows, claims
+    assert not any(verdict in claims for verdict in VERDICTS)
     full = reproduce(plan, only=["plain"], out=tmp_path / "full")
     assert [claim["source"] for claim in full["claims"]] == ["another table"]
     assert "not the experiment" not in describe(full)

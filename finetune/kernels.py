@@ -1,7 +1,7 @@
 """What a device computes a network with: which attention, how much of it, and compiled or not.
 
-Both follow from the recipe and the device alone, never from a clock: a resumed run computes as the
-run that it continues.
+All follow from the recipe and the device alone, never from a clock or from the weights: a resumed
+run computes as the run that it continues.
 """
 
 # C channels, H W pixels
@@ -31,7 +31,7 @@ def choose_kernels(
 ) -> None:
     """Let a network compute the same logits and gradients in the fastest way.
 
-    Nothing is computed that the classifier does not read, see `compute_class_token`. Attention is
+    Nothing is computed that the classifier does not read: see `compute_class_token`. Attention is
     timm's fused kernel but on a CPU in bf16: there it is slower than plain products of matrices at
     every length from 65 tokens to 1,025, 1.3 to 2.1 times forward and backward; in float32 it is
     as fast or faster, and needs less memory.

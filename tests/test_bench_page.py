@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from finetune.bench.page import describe, section, write_section
+from finetune.bench.page import check_page, describe, section, write_section
 from finetune.errors import RecipeError
 
 
@@ -166,6 +167,13 @@ def test_another_machine_is_another_section(tmp_path: Path) -> None:
     write_section(path, other)
     assert len(headings(path)) == 2
     assert "A Card, cuda;" in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path, make: Any) -> None:
+    make(tmp_path / "B.md")
+    with pytest.raises(RecipeError, match=r"--out: '.*B\.md' is a .*, not a file"):
+        check_page(tmp_path / "B.md")
 
 
 def test_another_file_is_left_alone(tmp_path: Path) -> None:

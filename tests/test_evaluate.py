@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from finetune import evaluate
 from finetune.data.sources import open_source
 from finetune.engine import train
 from finetune.errors import DataError, RecipeError, SetupError
@@ -41,6 +43,13 @@ def test_the_runs_figures_are_repeated(finished, split: str) -> None:
     assert measured["confusion"] == results[split]["confusion"]
     assert measured["loss"] == pytest.approx(results[split]["loss"], abs=1e-6)
     assert (measured["split"], measured["data"]) == (split, "embedded:digits")
+
+
+def test_the_network_computes_as_it_does_in_training(finished, monkeypatch) -> None:
+    chosen: list[dict[str, Any]] = []
+    monkeypatch.setattr(evaluate, "choose_kernels", lambda network, **given: chosen.append(given))
+    evaluate_model(str(finished[0]), split="val")
+    assert [(each["device"].type, each["dtype"]) for each in chosen] == [("cpu", torch.float32)]
 
 
 def test_the_model_folder_alone_gives_the_same_pixels(finished) -> None:

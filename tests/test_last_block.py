@@ -63,7 +63,6 @@ def test_losses_and_gradients_are_those_of_the_whole_block(kind: str, training: 
     whole = network(name, **args).train(training)
     short = copy.deepcopy(whole)
     assert compute_class_token(short)
-    assert [m.training for m in short.modules()] == [m.training for m in whole.modules()]
     assert short.state_dict().keys() == whole.state_dict().keys()
     expected, found = loss(whole), loss(short)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
@@ -75,6 +74,25 @@ def test_losses_and_gradients_are_those_of_the_whole_block(kind: str, training: 
         # products of other shapes sum in another order; the gradient of the keys' bias is 0
         scale = max(float(parameter.grad.abs().max()), 1e-3)
         assert float((gradients[where].grad - parameter.grad).abs().max()) < 1e-5 * scale, where
+
+
+class Halved(nn.Module):
+    """Stands for dropout: keeps every other value, always the same ones."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        kept = torch.arange(values.shape[-1]) % 2
+        return 2 * kept * values
+
+
+@pytest.mark.parametrize("where", ["attn.attn_drop", "attn.proj_drop", "mlp.drop1", "mlp.drop2"])
+def test_dropout_drops_what_it_does_in_the_whole_block(where: str) -> None:
+    whole = network().train()
+    whole.blocks[-1].set_submodule(where, Halved())  # type: ignore[index, union-attr, operator]
+    whole.blocks[-1].attn.fused_attn = False  # type: ignore[index, union-attr]
+    short = copy.deepcopy(whole)
+    assert compute_class_token(short)
+    torch.testing.assert_close(loss(short), loss(whole), rtol=1e-5, atol=0)
+    assert abs(loss(short) - loss(network().train())) > 1e-3
 
 
 def test_a_block_is_nearly_free() -> None:
@@ -90,7 +108,8 @@ def test_a_block_is_nearly_free() -> None:
         ("vit_tiny_patch16_224", {"global_pool": "avg"}),
         ("vit_tiny_patch16_224", {"global_pool": "avg", "class_token": False}),
         ("vit_tiny_patch16_224", {"qk_norm": True}),
-        ("vit_tiny_patch16_224", {"scale_attn_norm": True}),
+        ("vit_tiny_patch16_224", {"qk_norm": True, "init_values": 1e-5}),
+        ("vit_tiny_patch16_224", {"scale_attn_norm": True, "init_values": 1e-5}),
         ("vit_tiny_patch16_224", {"depth": 0}),
         ("vit_base_patch16_siglip_224", {}),
         ("deit_tiny_distilled_patch16_224", {}),
@@ -105,13 +124,33 @@ def test_what_reads_more_or_computes_otherwise_is_left_alone(
     assert not any("forward" in vars(module) for module in made.modules())
 
 
-def test_a_block_that_only_looks_the_same_is_found_out() -> None:
+def test_weights_do_not_hide_that_a_block_computes_otherwise() -> None:
+    for kind, expected in (({}, True), ({"qk_norm": True}, False)):
+        made = network(**kind)
+        with torch.no_grad():
+            for parameter in made.parameters():
+                parameter.zero_()
+        assert compute_class_token(made) is expected
+
+
+def test_an_attention_that_was_changed_is_found_out() -> None:
     made = network()
     made.blocks[-1].attn.register_forward_hook(  # type: ignore[index, union-attr, operator]
         lambda module, inputs, output: 1.1 * output
     )
     assert not compute_class_token(made)
-    assert all(module.training for module in made.modules())
+
+
+def test_the_trial_leaves_no_trace() -> None:
+    made = network().train()
+    made.blocks[-1].attn.eval()  # type: ignore[index, union-attr, operator]
+    modes = [module.training for module in made.modules()]
+    weights = {name: tensor.clone() for name, tensor in made.state_dict().items()}
+    state = torch.get_rng_state()
+    assert compute_class_token(made)
+    assert [module.training for module in made.modules()] == modes
+    assert all(torch.equal(weights[name], tensor) for name, tensor in made.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_copy_computes_with_its_own_weights() -> None:

@@ -114,13 +114,18 @@ def test_the_figures_are_those_of_timm_and_a_few_lines(model: str) -> None:
         assert result["shots"][count]["seeds"] == pytest.approx(row["seeds"], abs=0.006)
 
 
-def test_a_run_is_probed_on_its_own_data_and_pixels(tmp_path: Path) -> None:
-    out = tmp_path / "run"
+def test_a_run_is_probed_on_its_own_data_and_pixels(tmp_path: Path, monkeypatch) -> None:
+    out, chosen = tmp_path / "run", []
     trained = train(parse_recipe(RECIPE), out)
+    choose = probe.choose_kernels
+    monkeypatch.setattr(
+        probe, "choose_kernels", lambda *given, **how: chosen.append(how) or choose(*given, **how)
+    )
     result = probe_model(str(out), shots=[2], seeds=1)
     assert result["data"] == "embedded:digits"
     assert result["protocol"]["eval"] == "resize(10) | center_crop"
     assert result["shots"][2]["std"] is None
+    assert [how["dtype"] for how in chosen] == [torch.float32]
     assert "–" in describe(result)
     held_out = probe_model(str(out), split="val", shots=[2], seeds=1)
     images = [held_out["protocol"][f"{part}_images"] for part in ("train", "test")]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import RecipeError
-from finetune.files import disk_errors, make_folder, write_atomically
+from finetune.files import disk_errors, make_folder, open_regular, write_atomically
 
 __all__ = ["check_page", "describe", "section", "write_section"]
 
@@ -92,8 +92,11 @@ def _text_of(path: Path) -> str:
     """A page's text so far."""
     if not path.exists():
         return _HEAD
-    with disk_errors(path, needed=4096):
-        text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        with disk_errors(path, needed=4096), open_regular(path) as file:
+            text = file.read().decode("utf-8", "replace")
+    except ValueError as error:
+        raise RecipeError(f"--out: '{path}' {error}; name another") from error
     if not text.startswith(_HEAD.split("\n")[0] + "\n"):
         raise RecipeError(f"--out: '{path}' is no page of benchmarks; name another file")
     return text

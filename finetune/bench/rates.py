@@ -109,8 +109,8 @@ def _of_convolution_backward(
 def products(network: nn.Module, step: Callable[[], None]) -> Counter[Product]:
     """List the products of the linear layers and convolutions of one real training step.
 
-    Those of attention, between activations, are not among them: the rate is of the shapes that
-    make up most of the work.
+    Those of attention, between activations, are not among them, nor the few of a class token's
+    queries, keys and values: the rate is of the shapes that make up most of the work.
 
     Args:
         network: its layers are watched.

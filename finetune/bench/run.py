@@ -72,7 +72,7 @@ def bench(
     load = os.getloadavg()[0]  # what else this machine is busy with is in every figure
     if profile is not None:
         make_folder(Path(profile), option="--profile")
-    if out is not None:
+    if out is not None and _speaks():
         check_page(Path(out))
     measured = _measured(recipe, against, steps=steps, repeats=repeats, profile=profile)
     counts = {"steps": steps, "repeats": repeats}

@@ -8,6 +8,7 @@ through the MLP and all gradients of these. Without them, one of a network's blo
 
 from __future__ import annotations
 
+import copy
 from types import MethodType
 from typing import Any
 
@@ -18,21 +19,21 @@ from torch import Tensor, nn
 
 __all__ = ["compute_class_token"]
 
-_TOKENS = 5  # any number shows whether the block does what is done here
+_TOKENS = 5  # of the trial
 _TOLERANCE = 1e-4  # of the largest value: products of other shapes sum in another order
 
 
 def compute_class_token(network: nn.Module) -> bool:
     """Let the last block compute the class token alone, if the logits depend on no other.
 
-    Logits and gradients stay what they are, but for the order of sums; `forward_features` gives
-    one token then, and the last block's attention weights are those of one query. Names, copies
-    and wrappers of the network stay as they are.
+    Logits and gradients stay what they are, but for the order of sums and the draws of dropout in
+    this block. `forward_features` gives one token then, the last block's attention has one query,
+    and no mask is taken. Names, copies and wrappers of the network stay as they are.
 
     Args:
         network: in float32; left alone unless it is timm's ViT with a class token that alone is
             read, and of plain blocks (without norms of queries and keys, for instance).
-    Returns: whether it does so now.
+    Returns: whether it does so now; the values of the weights make no difference.
     """
     if type(network) is not VisionTransformer:
         return False
@@ -47,18 +48,22 @@ def compute_class_token(network: nn.Module) -> bool:
 
 
 def _is_known(block: Any) -> bool:
-    """Whether the block computes what `_forward` does, found by trying it."""
+    """Whether the block computes what `_forward` does, found by trying a copy.
+
+    Its weights are random: in those of the block itself a norm, or a small layer scale, could hide
+    the difference until they are trained.
+    """
     if type(block) is not Block or type(block.attn) is not Attention:
         return False
-    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in block.modules()):
-        return False
-    weight, was_training = block.attn.qkv.weight, block.training
-    noise = torch.randn(2, _TOKENS, weight.shape[1], generator=torch.Generator().manual_seed(0))
-    tokens_BND = noise.to(weight.device, weight.dtype)
-    block.eval()
+    draws = torch.Generator().manual_seed(0)
+    twin = copy.deepcopy(block).to("cpu", torch.float32).eval()
     with torch.no_grad():
-        expected_B1D, found_B1D = block(tokens_BND)[:, :1], _forward(block, tokens_BND)
-    block.train(was_training)
+        for parameter in twin.parameters():
+            parameter.normal_(std=parameter.shape[-1] ** -0.5, generator=draws)
+            if parameter.ndim == 1:
+                parameter.mul_(parameter.shape[-1] ** 0.5)
+        tokens_BND = torch.randn(2, _TOKENS, block.attn.qkv.in_features, generator=draws)
+        expected_B1D, found_B1D = twin(tokens_BND)[:, :1], _forward(twin, tokens_BND)
     apart, largest = (found_B1D - expected_B1D).abs().max(), expected_B1D.abs().max()
     return bool(apart <= _TOLERANCE * largest)
 

@@ -107,7 +107,7 @@ def test_a_terminals_table_is_aligned() -> None:
     assert "1,024 MiB" in table[2]
     text = "\n".join(lines)
     assert "input takes 2.0% of a step (1.0%–3.0%)" in text
-    assert "920 GFLOP/s (900–940); an image of training takes 7 GFLOP (7.5 in timm-loop)" in text
+    assert "920 GFLOP/s (900–940); an image of training takes 7 GFLOP (7.5 in the other" in text
     assert "A Processor, 2 threads; commit abc; python 3.11 torch 2.15" in text
     assert "the loops in turn; load before 1.2" in text
     assert "vit_tiny at 224×192, 32 images a step, adamw, resize | flip" in text

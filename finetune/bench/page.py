@@ -151,11 +151,9 @@ def _table(result: dict[str, Any]) -> list[list[str]]:
 
 
 def _operations(rows: list[dict[str, Any]]) -> str:
-    """What an image takes here, and in the loops that take something else."""
-    counts = {row["name"]: f"{row['operations_per_image'] / 1e9:,.3g}" for row in rows}
-    own = counts["finetune"]
-    others = [f"{number} in {name}" for name, number in counts.items() if number != own]
-    return f"{own} GFLOP" + (f" ({', '.join(others)})" if others else "")
+    """What an image takes here, and in the loops of others where that is something else."""
+    own, *others = dict.fromkeys(f"{row['operations_per_image'] / 1e9:,.3g}" for row in rows)
+    return f"{own} GFLOP" + (f" ({' or '.join(others)} in the other loops)" if others else "")
 
 
 def _notes(result: dict[str, Any]) -> list[str]:

@@ -18,6 +18,7 @@ from finetune.errors import CheckpointError, FinetuneError
 from finetune.files import sha256_of
 from finetune.recipe import Recipe, load_recipe
 from finetune.record import but_the_seed
+from finetune.run_files import SPLIT_FIGURES
 from finetune.rundir import RunDir
 
 __all__ = ["PUBLISHED", "publishable", "refresh", "write_evidence"]
@@ -155,8 +156,7 @@ def _seeds(
 
 def _is_whole(test: Mapping[str, Any] | None) -> bool:
     """Whether a neighbour's figures can be averaged with ours; it may not have read its test."""
-    names = ("top1", "top5", "loss", "ece", "examples")
-    return not test or all(name in test for name in names)
+    return not test or all(name in test for name in SPLIT_FIGURES)
 
 
 def _draw(

@@ -24,6 +24,7 @@ from finetune.files import kind_of, open_regular
 __all__ = [
     "MAX_JSON_BYTES",
     "MAX_LARGE_BYTES",
+    "SPLIT_FIGURES",
     "checked",
     "clear",
     "load_json",
@@ -38,6 +39,7 @@ __all__ = [
 
 MAX_JSON_BYTES = 64 << 20  # run.json, a manifest
 MAX_LARGE_BYTES = 1 << 30  # metrics.jsonl; results.json, with a number for each pair of classes
+SPLIT_FIGURES = ("top1", "top5", "loss", "ece", "examples")  # numbers of results.json, by split
 _MAX_DEPTH = 50
 _FILES = ("run.json", "results.json", "metrics.jsonl", "recipe.yaml", "report.html")
 _LINKED = (".lock", "checkpoints", "model", "run.json", "results.json", "metrics.jsonl")
@@ -131,9 +133,8 @@ def _is_rows(value: Any) -> bool:
 
 def _is_split(value: Any) -> bool:
     """Whether these may be a split's figures, or none."""
-    names = ("top1", "top5", "loss", "ece", "examples")
     return value is None or (
-        isinstance(value, dict) and all(_is_figure(value.get(name, 0)) for name in names)
+        isinstance(value, dict) and all(_is_figure(value.get(name, 0)) for name in SPLIT_FIGURES)
     )
 
 

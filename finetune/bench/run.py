@@ -205,8 +205,11 @@ class _Session:
         machine["versions"] |= {
             package: version(package) for loop, package in _PACKAGES.items() if loop in self.hosts
         }
-        row = {"seconds_to_first_step": None, "memory": {"host": None, "device": None}}
-        row["operations"] = facts["operations"]
+        row = {
+            "seconds_to_first_step": None,
+            "memory": {"host": None, "device": None},
+            "operations": facts["operations"],
+        }
         names = [name for name in rates if name not in ("evaluation", "matrix")]
         rows = [
             self._row(name, {**row, **self.facts.get(name, {})}, matrix)

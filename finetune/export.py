@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from finetune.data.augment import Pipeline
 from finetune.data.decode import counted, decode
+from finetune.data.planes import planes
 from finetune.data.sources import Source, open_source
 from finetune.data_of import whole_data_of
 from finetune.errors import DataError, FinetuneError, RecipeError, SetupError, WeightsError, nearest
@@ -175,7 +176,7 @@ def _some_of(source: Source, pipeline: Pipeline) -> Tensor:
 
 def _prepared(pipeline: Pipeline, images: Iterable[np.ndarray]) -> Tensor:
     """(N, 3, h, w) from images of any size, of which one at a time is held."""
-    return torch.cat([pipeline([torch.from_numpy(one).permute(2, 0, 1)]) for one in images])
+    return torch.cat([pipeline([planes(one)]) for one in images])
 
 
 def _spread(things: Sequence[Any]) -> list[Any]:

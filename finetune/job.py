@@ -19,6 +19,7 @@ import torch
 from finetune.data.augment import Pipeline
 from finetune.data.feed import Feed, Stream, crosses_epoch
 from finetune.data.lanes import lanes_of
+from finetune.data.planes import planes
 from finetune.data.sources import Source, Split
 from finetune.data.store import open_store
 from finetune.data_of import data_of
@@ -64,9 +65,7 @@ class Job:
 
         Raises: RecipeError naming the pipeline that does not lead to the network's size.
         """
-        split = self.source.splits["train"]
-        images = (_read(split, index) for index in range(len(split)))
-        image = next((image for image in images if image is not None), None)
+        image = _first_image(self.source.splits["train"])
         if image is None:
             return  # decoding all of them will say so
         keys = np.zeros(1, dtype=np.uint64)
@@ -296,12 +295,12 @@ def _check_decode_size(
     )
 
 
-def _read(split: Split, index: int) -> torch.Tensor | None:
-    """One image as (C, H, W) uint8, or None where it cannot be read."""
-    try:
-        return torch.from_numpy(split.read(index)).permute(2, 0, 1)
-    except DataError:
-        return None
+def _first_image(split: Split) -> torch.Tensor | None:
+    """The first that can be read as (C, H, W) uint8, or None."""
+    for index in range(len(split)):
+        with contextlib.suppress(DataError):
+            return planes(split.read(index))
+    return None
 
 
 def _build(recipe: Recipe, *, num_classes: int) -> Built:

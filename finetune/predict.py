@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from finetune.data.augment import Pipeline
 from finetune.data.decode import decode, printable
+from finetune.data.planes import planes
 from finetune.errors import DataError, FinetuneError, RecipeError, SetupError, WeightsError
 from finetune.listing import Found, find_files, list_files
 from finetune.models.build import Built, build
@@ -164,9 +165,8 @@ class Classifier:
     ) -> Iterator[Row]:
         held: list[Row] = []  # rows that wait for a batch to be full
         waiting: list[tuple[Row, Tensor]] = []
-        with tqdm(
-            total=len(found), unit="image", file=sys.stderr, disable=None if progress else True
-        ) as shown:
+        hidden = None if progress else True
+        with tqdm(total=len(found), unit="image", file=sys.stderr, disable=hidden) as shown:
             for path, image in self._read(found, look):
                 row: Row = {"path": path}
                 held.append(row)
@@ -327,4 +327,4 @@ def _decoded(
         return str(cause).removeprefix(f"{printable(path)}: ")
     if look is not None:
         look(place, pixels_HWC)
-    return torch.from_numpy(pixels_HWC).permute(2, 0, 1)
+    return planes(pixels_HWC)

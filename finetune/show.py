@@ -18,6 +18,7 @@ from torch import Tensor
 
 from finetune.data.augment import Pipeline
 from finetune.data.decode import decode
+from finetune.data.planes import planes
 from finetune.drawing import COLORS, blank, legible, save_png, style
 from finetune.errors import DataError, RecipeError, SetupError, WeightsError
 from finetune.inside import attention_distances, even_distance, patch_filters, position_similarity
@@ -119,7 +120,7 @@ def read_images(images: Sequence[str | Path], pipeline: Pipeline) -> tuple[list[
         if error is not None:
             raise DataError(f"{path}: {error}; name another")
         try:
-            pixels_CHW = torch.from_numpy(decode(path, size=pipeline.decode_size)).permute(2, 0, 1)
+            pixels_CHW = planes(decode(path, size=pipeline.decode_size))
         except DataError as cause:
             raise DataError(f"{cause}; name another") from None
         prepared.append(pipeline(pixels_CHW[None], device=torch.device("cpu"))[0])

@@ -72,6 +72,7 @@ LAYERS = {
     "models.anatomy": "",
     "inside": "errors models",
     "data.decode": "errors files",
+    "data.planes": "",
     "data.columns": "errors data",
     "data.items": "errors data",
     "data.hub_sets": "errors data hub",

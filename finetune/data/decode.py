@@ -97,7 +97,7 @@ def decode(
             this then, which skips most of the work; other formats are not affected.
         limit_pixels: H*W above which the image is refused, read from its header.
         name: what to call it in errors; a function is called only then.
-    Returns: (H, W, 3) uint8, contiguous and writable.
+    Returns: (H, W, 3) uint8, contiguous; not to be written to.
     Raises: DataError, whatever is wrong with the image.
     """
     try:
@@ -237,7 +237,7 @@ def _check_tiles(image: Image.Image, limit_pixels: int) -> None:
 def _to_rgb(image: Image.Image) -> np.ndarray:
     """Bring any mode to RGB. Returns: (H, W, 3) uint8, not yet turned upright."""
     if image.mode == "RGB" and "transparency" not in image.info:
-        return np.array(image)
+        return np.asarray(image)
     if image.mode.startswith("I") or image.mode == "F":
         return np.repeat(_scale_grey(np.asarray(image), image.mode)[:, :, None], 3, axis=2)
     if image.has_transparency_data:
@@ -245,8 +245,8 @@ def _to_rgb(image: Image.Image) -> np.ndarray:
         straight = {"La": "LA", "RGBa": "RGBA"}.get(image.mode, image.mode)
         rgba = image.convert(straight).convert("RGBA")
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-        return np.array(Image.alpha_composite(white, rgba).convert("RGB"))
-    return np.array(image.convert("RGB"))
+        return np.asarray(Image.alpha_composite(white, rgba).convert("RGB"))
+    return np.asarray(image.convert("RGB"))
 
 
 def _scale_grey(grey: np.ndarray, mode: str) -> np.ndarray:

@@ -291,7 +291,8 @@ class ArrayItems:
     """Images already decoded."""
 
     def __init__(self, images: np.ndarray, title: str) -> None:
-        self._images = images  # (N, H, W, 3) uint8
+        self._images = images.view()  # (N, H, W, 3) uint8
+        self._images.flags.writeable = False
         self._title = title
 
     def __len__(self) -> int:
@@ -302,8 +303,8 @@ class ArrayItems:
         return bytes(self._images[row].tobytes())
 
     def read(self, row: int, size: int | None = None) -> np.ndarray:
-        """A copy of one image. Returns: (H, W, 3) uint8."""
-        return np.array(self._images[row])
+        """One image. Returns: (H, W, 3) uint8, not to be written to."""
+        return self._images[row]
 
     def name_of(self, row: int) -> str:
         """Title and number."""

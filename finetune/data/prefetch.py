@@ -21,15 +21,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from finetune.data.planes import planes
 from finetune.data.sources import Split
 from finetune.data.streaming import Group, ShardItems
 from finetune.errors import SetupError
 
-__all__ = ["LIMIT_BYTES", "Prefetch", "is_streamed", "planes", "prefetch_of"]
+__all__ = ["LIMIT_BYTES", "Prefetch", "is_streamed", "prefetch_of"]
 
 LIMIT_BYTES = 2 * 2**30  # of encoded images that one process holds for one split
 _FETCHERS = 8  # waiting for the hub or a disk, not computing
@@ -189,11 +189,6 @@ class Prefetch:
         for group, loading in list(self._held.items()):
             if not loading.done() or loading.cancelled() or loading.exception() is not None:
                 del self._held[group]
-
-
-def planes(image: NDArray[np.uint8]) -> Tensor:
-    """An image, (H, W, C), as (C, H, W) of the same memory: whoever batches it has to copy it."""
-    return torch.from_numpy(image).permute(2, 0, 1)
 
 
 def is_streamed(split: Split) -> bool:

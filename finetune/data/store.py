@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Literal, overload
 
@@ -22,7 +21,8 @@ from torch import Tensor
 
 from finetune.data.canvas import Ragged
 from finetune.data.pixels import Kept, kept_pixels
-from finetune.data.prefetch import is_streamed, planes, prefetch_of
+from finetune.data.planes import planes
+from finetune.data.prefetch import is_streamed, prefetch_of
 from finetune.data.scan import (
     SMALL_BYTES,
     TIMEOUT_SECONDS,
@@ -45,8 +45,6 @@ _AHEAD = 2  # batches for each worker
 _SPREAD_OF_SIZES = 4  # how much more than the mean a batch may take; memory is only promised
 _MOST = 32  # processes that decode at once
 _REMEDY = "free space, or set FINETUNE_CACHE to another folder"
-# a mapped file; nobody writes to a store's images
-warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 
 class _Planes(Sequence[Tensor]):

@@ -12,6 +12,7 @@ import torch
 
 from finetune.data.augment import Pipeline
 from finetune.data.decode import decode
+from finetune.data.planes import planes
 from finetune.errors import DataError, WeightsError
 from finetune.models.attention import attention_rollout
 from finetune.predict import Classifier
@@ -78,7 +79,7 @@ class Reader:
             RecipeError if its size does not go through the pipeline.
         """
         device, size = self.classifier.device, self.classifier.pipeline.decode_size
-        pixels_BCHW = torch.from_numpy(pixels_of(path, size)).permute(2, 0, 1)[None]
+        pixels_BCHW = planes(pixels_of(path, size))[None]
         images_BCHW = self.classifier.pipeline(pixels_BCHW, device=device)
         seen_CHW = self._plain(pixels_BCHW, device=device)[0]
         seen_HWC = (seen_CHW * 255).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from finetune.models.last_block import compute_class_token
+from finetune.models.plain_attention import multiply_plainly
 
 __all__ = ["choose_kernels", "compiles", "training_operations"]
 
@@ -46,9 +47,7 @@ def choose_kernels(
         compute_class_token(network)
     if device.type != "cpu" or dtype != torch.bfloat16:
         return
-    for module in network.modules():
-        if getattr(module, "fused_attn", False):
-            module.fused_attn = False  # type: ignore[assignment]
+    multiply_plainly(network)
 
 
 def training_operations(network: nn.Module, image_size: Sequence[int]) -> int:

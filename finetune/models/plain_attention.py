@@ -1,0 +1,86 @@
+"""Attention as plain products of matrices, which a CPU multiplies fastest in bf16.
+
+timm's own products copy queries, keys and values one by one into the order that the products need,
+and their gradients back again. Here each goes in one piece.
+"""
+
+# B batch, N tokens, D width, G heads, C width of a head, 3 query, key and value
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from timm.layers import Attention
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from finetune.models.trial import computes_alike
+
+__all__ = ["multiply_plainly"]
+
+
+def multiply_plainly(network: nn.Module) -> None:
+    """Let a network's attention be computed without timm's fused kernel, and trained as here.
+
+    Logits and gradients stay what they are, but for the order of sums. Where no gradient is asked
+    for, attention weights are dropped out, or attention is not timm's plain one, the products are
+    timm's. Names, copies and wrappers of the network stay as they are.
+
+    Args:
+        network: in float32.
+    """
+    for module in network.modules():
+        if getattr(module, "fused_attn", False):
+            module.fused_attn = False  # type: ignore[assignment]
+        if type(module) is Attention and computes_alike(module, _forward, module.qkv.in_features):
+            # bound to the module, so that a copy's is bound to the copy
+            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+
+
+def _forward(
+    attn: Any, tokens_BND: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+) -> Tensor:
+    """What timm's attention gives. Returns: (B, N, D)."""
+    dropped = attn.training and attn.attn_drop.p > 0
+    if attn_mask is not None or is_causal or dropped or not torch.is_grad_enabled():
+        result: Tensor = Attention.forward(attn, tokens_BND, attn_mask, is_causal)
+        return result
+    read_BND = _Read.apply(attn.qkv(tokens_BND), attn.num_heads, attn.scale)
+    result = attn.proj_drop(attn.proj(read_BND))
+    return result
+
+
+class _Read(torch.autograd.Function):
+    """What each token reads from all: softmax(scale q kᵀ) v for each head."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv_BNE: Tensor, heads: int, scale: float) -> Tensor:
+        """Returns: (B, N, D) from (B, N, 3 D)."""
+        parts_BN3GC = qkv_BNE.unflatten(2, (3, heads, -1))
+        parts_3BGNC = parts_BN3GC.permute(2, 0, 3, 1, 4).contiguous()
+        query_BGNC, key_BGNC, value_BGNC = parts_3BGNC
+        query_BGNC.mul_(scale)
+        weights_BGNN = (query_BGNC @ key_BGNC.mT).softmax(dim=-1)
+        ctx.save_for_backward(parts_3BGNC, weights_BGNN)
+        ctx.scale = scale
+        return (weights_BGNN @ value_BGNC).transpose(1, 2).flatten(2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BND: Tensor) -> tuple[Tensor, None, None]:
+        """Returns: the gradient of queries, keys and values, (B, N, 3 D)."""
+        parts_3BGNC, weights_BGNN = ctx.saved_tensors
+        query_BGNC, key_BGNC, value_BGNC = parts_3BGNC
+        heads = parts_3BGNC.shape[2]
+        grad_BGNC = grad_BND.unflatten(2, (heads, -1)).transpose(1, 2).contiguous()
+        grads_3BGNC = torch.empty_like(parts_3BGNC)
+        by_weights_BGNN = grad_BGNC @ value_BGNC.mT
+        by_scores_BGNN = torch._softmax_backward_data(
+            by_weights_BGNN, weights_BGNN, -1, weights_BGNN.dtype
+        )
+        torch.matmul(by_scores_BGNN, key_BGNC, out=grads_3BGNC[0]).mul_(ctx.scale)
+        torch.matmul(by_scores_BGNN.mT, query_BGNC, out=grads_3BGNC[1])
+        torch.matmul(weights_BGNN.mT, grad_BGNC, out=grads_3BGNC[2])
+        return grads_3BGNC.permute(1, 3, 0, 2, 4).flatten(2), None, None

@@ -6,10 +6,13 @@ reading the test split; the choice is then trained anew, once for each seed.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from finetune.claims import VERDICTS, table
 from finetune.engine import leave, train
@@ -166,6 +169,8 @@ def _outcome(
 
 def _trained(recipe: Recipe, folder: Path, name: str) -> _Done:
     """Train one run of a plan, go on with it, or take it as it is."""
+    gc.collect()  # the network of the run before, whose bound methods hold it
+    torch.cuda.empty_cache()  # for those who ask the device what is free
     try:
         return _Done(name, folder, train(recipe, folder, resume=True, stay=True))
     except Interrupted as error:

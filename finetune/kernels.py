@@ -8,9 +8,12 @@ run computes as the run that it continues.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
+import sysconfig
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -90,10 +93,22 @@ def compiles(
     rate = _OPERATIONS_PER_SECOND.get(device.type)
     if rate is None or sharded or images * operations() < LONG_SECONDS * rate:
         return False
-    if device.type == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is None:
+    if missing := _missing_to_compile(device):
         notice(
-            "model.compile: no C++ compiler is installed; with one (g++) a run of this length is "
+            f"model.compile: {missing} is not installed; with that a run of this length is "
             "somewhat faster"
         )
-        return False
-    return True
+    return not missing
+
+
+def _missing_to_compile(device: torch.device) -> str | None:
+    """What torch.compile needs on this machine and would not find."""
+    if device.type == "cpu":
+        return None if shutil.which(os.environ.get("CXX", "g++")) else "a C++ compiler (g++)"
+    if importlib.util.find_spec("triton") is None:
+        return "triton (it comes with torch's wheels for CUDA)"
+    # it builds what starts its kernels, as a module of Python's
+    if not any(map(shutil.which, (os.environ.get("CC", "gcc"), "gcc", "clang"))):
+        return "a C compiler (gcc)"
+    headers = Path(sysconfig.get_paths()["include"], "Python.h")
+    return None if headers.exists() else f"{headers} (python3-dev)"

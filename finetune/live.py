@@ -120,13 +120,15 @@ class Live:
 
     def _update(self, finite: Tensor) -> None:
         """Let the optimiser step, or leave the step out where the gradient is not finite."""
-        optimizer = self.optimizer.optimizer
+        optimizer, scaler = self.optimizer.optimizer, self.accelerator.scaler
         # The first step makes the moments, and torch's fused SGD would leave them unset.
         if self._masks and optimizer.state:  # on the device, which nobody waits for
             optimizer.grad_scale, optimizer.found_inf = None, (~finite).float()
             self.optimizer.step()
-        elif self.accelerator.scaler is not None or bool(finite):  # a scaler sees to it by itself
+        elif (scaler is not None and optimizer.state) or bool(finite):  # a scaler sees to it itself
             self.optimizer.step()
+        elif scaler is not None:
+            scaler.update()  # to a lower scale
 
     def _seed_dropout(self, micro_batch: int) -> None:
         """Key dropout by (seed, step, rank, micro-batch): resuming needs no random state."""

@@ -29,6 +29,8 @@ _TABLES = frozenset(
         *("cls_token", "class_token", "dist_token", "reg_token", "register_tokens", "mask_token"),
     }
 )
+# Optimisers of timm's that keep lists of tensors, or a dtype among their numbers.
+_NOT_KEPT = ("adafactorbv", "kron")
 # Arguments of an optimiser that have a key of their own in a recipe.
 _OWN_KEYS = ("lr", "momentum", "betas", "weight_decay")
 
@@ -237,6 +239,10 @@ def _check_name(name: str) -> None:
         )
     if get_optimizer_info(name).second_order:
         raise RecipeError(f"optim.name: '{name}' needs second derivatives, which a run has not")
+    if any(kind in name for kind in _NOT_KEPT):
+        raise RecipeError(
+            f"optim.name: '{name}' has a state that no checkpoint can hold; name another"
+        )
 
 
 def _check_args(name: str, optimizer_class: Any, args: Mapping[str, Any]) -> None:

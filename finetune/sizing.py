@@ -149,11 +149,18 @@ def passes(
         try:
             carry_out()
             succeeded = True
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not _is_of_memory(error):
+                raise
             succeeded = False
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return succeeded
+
+
+def _is_of_memory(error: RuntimeError) -> bool:
+    """Whether memory ran out, which libraries of NVIDIA's call by names of their own."""
+    return isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in str(error)
 
 
 def available_bytes(device: torch.device, local_processes: int) -> int:

@@ -215,6 +215,14 @@ def test_the_images_given_are_not_changed() -> None:
     assert torch.equal(images, before)
 
 
+def test_autocast_changes_no_pixel() -> None:
+    prepare, images = pipeline("resize(40) | center_crop(40)", (40, 40), train=False), photos(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = prepare(images)
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16  # it goes on
+    assert torch.equal(inside, prepare(images))
+
+
 def test_bf16_is_near_float32() -> None:
     images, names = photos(16), keys(16)
     run = pipeline("resize | flip | rotate(15) | color_jitter(0.2, 0.2, 0.2, 0.05)", (96, 96))

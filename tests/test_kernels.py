@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import timm
 import torch
 
-from finetune.kernels import LONG_SECONDS, choose_kernels, compiles, training_operations
+from finetune.kernels import (
+    LONG_SECONDS,
+    _missing_to_compile,
+    choose_kernels,
+    compiles,
+    training_operations,
+)
 
 CPU = torch.device("cpu")
 
@@ -77,12 +85,30 @@ def decided(choice: bool | str, seconds: float, *, device: str = "cpu", **given:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_long_runs_are_compiled(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr("finetune.kernels._missing_to_compile", lambda device: None)
     assert decided("auto", 1.01 * LONG_SECONDS, device=device)
     assert not decided("auto", 0.99 * LONG_SECONDS, device=device)
     assert not decided("auto", 2 * LONG_SECONDS, device=device, sharded=True)
     assert decided(True, 0, device=device)
     assert not decided(False, 2 * LONG_SECONDS, device=device)
+
+
+def test_what_triton_needs_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    there = {"CC": False, "triton": False}
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: there[name] or None)
+    monkeypatch.setattr("shutil.which", lambda name: (there["CC"] and name == "clang") or None)
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    for name, cure in (
+        ("triton", lambda: there.update(triton=True)),
+        ("C compiler", lambda: there.update(CC=True)),
+        ("Python.h", lambda: (tmp_path / "Python.h").write_text("")),
+    ):
+        missing = _missing_to_compile(torch.device("cuda"))
+        assert missing is not None
+        assert name in missing
+        cure()
+    assert _missing_to_compile(torch.device("cuda")) is None
 
 
 def test_without_a_compiler_the_user_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 
 from finetune.data.feed import Batch
 from finetune.echo import Echo
@@ -96,6 +97,32 @@ def test_a_wrong_first_step_leaves_no_moments(name: str, tmp_path: Path) -> None
     assert not live.optimizer.optimizer.state
     live.step(1, iter([batch(8)]), meter)
     assert all(value.isfinite().all() for value in live.model.state_dict().values())
+
+
+def test_a_wrong_first_step_under_a_loss_scale_leaves_no_moments(tmp_path: Path) -> None:
+    """torch's fused SGD would make its momentum of memory as it is, and not write to it."""
+    live, meter = live_of(tmp_path, "optim.momentum=0.9", "optim.args={fused: true}")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    # what Accelerate does for fp16, which it refuses to do on a CPU
+    live.accelerator.scaler, live.accelerator.native_amp, live._masks = scaler, True, False
+    plain = live.optimizer.optimizer
+    live.optimizer = AcceleratedOptimizer(plain, device_placement=False, scaler=scaler)
+    live.accelerator._optimizers = [live.optimizer]
+    live.accelerator.state._shared_state["_mixed_precision"] = "fp16"
+    try:
+        bad = batch(8)
+        bad.images_BCHW[0] = float("nan")
+        live.step(1, iter([bad]), meter)
+        assert not live.optimizer.optimizer.state
+        assert scaler.get_scale() == 2.0
+        before = {name: value.clone() for name, value in live.model.state_dict().items()}
+        live.step(1, iter([batch(8)]), meter)
+    finally:
+        live.accelerator.state._shared_state["_mixed_precision"] = "no"
+    after = live.model.state_dict()
+    assert all(value.isfinite().all() for value in after.values())
+    assert not torch.equal(after["head.weight"], before["head.weight"])
+    assert live.counters.skipped == 1
 
 
 def test_steps_that_are_heard_of_late_are_counted_before_a_checkpoint(tmp_path: Path) -> None:

@@ -292,6 +292,7 @@ def test_optimisers_by_name_lower_a_loss(name: str) -> None:
     [
         ({"name": "adamww"}, ["optim.name", "'adamww'", "did you mean 'adamw'?"]),
         ({"name": "adahessian"}, ["optim.name", "'adahessian'", "second derivatives"]),
+        ({"name": "kronw"}, ["optim.name", "'kronw'", "no checkpoint can hold"]),
         ({"args": {"nestrov": True}}, ["optim.args.nestrov", "'sgd'", "'nesterov'"]),
         (
             {"args": {"foo": 1, "lr": 3}},

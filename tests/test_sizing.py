@@ -162,8 +162,15 @@ class TestARealPass:
     def network(self) -> nn.Module:
         return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.LazyLinear(2))
 
+    @pytest.mark.parametrize(
+        "error",
+        [
+            torch.OutOfMemoryError("a device of five images"),
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
+        ],
+    )
     def test_a_device_that_is_full_is_an_answer(
-        self, network: nn.Module, monkeypatch: pytest.MonkeyPatch
+        self, error: RuntimeError, network: nn.Module, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         network(torch.zeros(2, 3, *self.SIZE))
         before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
@@ -173,7 +180,7 @@ class TestARealPass:
             torch.rand(3)
             real(twin, images, *given, **named)
             if images > 5:
-                raise torch.OutOfMemoryError("a device of five images")
+                raise error
 
         class Torch:
             """Stands for torch, and notes what is taken."""

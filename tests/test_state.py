@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from timm.optim import list_optimizers
 from timm.utils import ModelEmaV3
 
 from finetune import state
+from finetune.errors import RecipeError, SetupError
 from finetune.optim import build_optimizer
 
 
@@ -51,6 +53,38 @@ def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, name: str) ->
         assert torch.equal(value, fresh.state_dict()[key]), key
     for key, value in ema.module.state_dict().items():
         assert torch.equal(value, other_ema.module.state_dict()[key]), key
+
+
+def test_every_optimiser_that_a_run_takes_is_kept(tmp_path: Path) -> None:
+    """By its own name; those that need a package or a GPU are taken where there are such."""
+
+    def made(name: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3))
+        return model, build_optimizer(model, name=name, lr=0.01)
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        torch.manual_seed(seed)
+        model(torch.randn(5, 4)).pow(4).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    kept = 0
+    for name in list_optimizers():
+        try:
+            model, optimizer = made(name)
+        except (RecipeError, SetupError):
+            continue
+        step(model, optimizer, 1)
+        state.capture(model, optimizer, None, {}).write(tmp_path)
+        other = made(name)
+        state.restore(tmp_path, *other, None)
+        for trained in ((model, optimizer), other):
+            step(*trained, 2)
+        for one, two in zip(model.parameters(), other[0].parameters(), strict=True):
+            assert torch.equal(one, two), name
+        kept += 1
+    assert kept > 60
 
 
 def test_a_snapshot_shares_nothing_with_the_live_network(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ class Pipeline:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> Tensor:
-        """Augment, resize and normalise a batch.
+        """Augment, resize and normalise a batch, alike under autocast and without it.
 
         Args:
             images: uint8 (B, 3, H, W), or B of (3, H_i, W_i).
@@ -112,13 +112,14 @@ class Pipeline:
             for place, image in enumerate(images):
                 places.setdefault((image.shape[-2], image.shape[-1]), []).append(place)
         parts = [part for size, rows in places.items() for part in _chunks(rows, size)]
-        if len(parts) == 1:
-            return self._group(_gather(images, parts[0], target), numbers, dtype)
-        result = torch.empty(len(images), 3, *self.image_size, dtype=dtype, device=target)
-        for part in parts:
-            some = None if numbers is None else numbers[part]
-            rows_here = torch.tensor(part).to(target)
-            result[rows_here] = self._group(_gather(images, part, target), some, dtype)
+        with torch.autocast(target.type, enabled=False):  # its products would be of bf16
+            if len(parts) == 1:
+                return self._group(_gather(images, parts[0], target), numbers, dtype)
+            result = torch.empty(len(images), 3, *self.image_size, dtype=dtype, device=target)
+            for part in parts:
+                some = None if numbers is None else numbers[part]
+                rows_here = torch.tensor(part).to(target)
+                result[rows_here] = self._group(_gather(images, part, target), some, dtype)
         return result
 
     def _numbers(self, keys: Keys | Tensor | None, count: int) -> Keys | None:

@@ -169,7 +169,7 @@ def _outcome(
 
 def _trained(recipe: Recipe, folder: Path, name: str) -> _Done:
     """Train one run of a plan, go on with it, or take it as it is."""
-    gc.collect()  # the network of the run before, whose bound methods hold it
+    gc.collect()  # the network of the run before, which Accelerate's wrappers hold
     torch.cuda.empty_cache()  # for those who ask the device what is free
     try:
         return _Done(name, folder, train(recipe, folder, resume=True, stay=True))

@@ -112,7 +112,7 @@ def identity_of(built: Built, sentence: str | None) -> dict[str, Any]:
         "model_args": sizes,
         "preprocessing": pixels,
         "eval": sentence or default_eval(built.preprocessing),
-        "resampled": "float32",
+        "resampled": "float32",  # once it was as run.precision: other features
         "versions": [__version__, torch.__version__, timm.__version__],
     }
 

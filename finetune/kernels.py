@@ -108,7 +108,8 @@ def _missing_to_compile(device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton (it comes with torch's wheels for CUDA)"
     # it builds what starts its kernels, as a module of Python's
-    if not any(map(shutil.which, (os.environ.get("CC", "gcc"), "gcc", "clang"))):
-        return "a C compiler (gcc)"
-    headers = Path(sysconfig.get_paths()["include"], "Python.h")
+    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    if not any(map(shutil.which, names)):
+        return f"a C compiler ({' or '.join(names)})"
+    headers = Path(sysconfig.get_config_var("INCLUDEPY"), "Python.h")
     return None if headers.exists() else f"{headers} (python3-dev)"

@@ -84,6 +84,7 @@ class Live:
             raise RecipeError("optim.ema_decay: not with FSDP; remove the key or train with DDP")
         plain = not self.sharded and accelerator.scaler is None
         self._masks = plain and can_mask(self.optimizer.optimizer)
+        self._has_stepped = False
 
     # One step ---------------------------------------------------------------------------------
 
@@ -122,13 +123,14 @@ class Live:
         """Let the optimiser step, or leave the step out where the gradient is not finite."""
         optimizer, scaler = self.optimizer.optimizer, self.accelerator.scaler
         # The first step makes the moments, and torch's fused SGD would leave them unset.
-        if self._masks and optimizer.state:  # on the device, which nobody waits for
+        if self._masks and self._has_stepped:  # on the device, which nobody waits for
             optimizer.grad_scale, optimizer.found_inf = None, (~finite).float()
             self.optimizer.step()
-        elif (scaler is not None and optimizer.state) or bool(finite):  # a scaler sees to it itself
-            self.optimizer.step()
+        elif (scaler is not None and self._has_stepped) or bool(finite):
+            self.optimizer.step()  # a scaler looks for what is not finite itself
+            self._has_stepped = True
         elif scaler is not None:
-            scaler.update()  # to a lower scale
+            scaler.update()  # as its own step would have done
 
     def _seed_dropout(self, micro_batch: int) -> None:
         """Key dropout by (seed, step, rank, micro-batch): resuming needs no random state."""

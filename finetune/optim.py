@@ -174,7 +174,7 @@ def build_optimizer(
 
     Args:
         model: its trainable parameters are grouped by `param_groups`.
-        name: one of timm.optim.list_optimizers().
+        name: one of timm.optim.list_optimizers(), of first order and with a state of tensors.
         lr: learning rate; `set_lr` changes it at every step.
         momentum: for the optimisers that have one.
         betas: for the optimisers that have them; None: the optimiser's own.
@@ -233,9 +233,10 @@ def _check_name(name: str) -> None:
 
     names = [str(known) for known in list_optimizers()]
     if name not in names:
+        possible = [known for known in names if not any(kind in known for kind in _NOT_KEPT)]
         raise RecipeError(
-            f"optim.name: unknown '{name}'{nearest(name, names) or '.'} "
-            "Any name of timm.optim.list_optimizers() is possible."
+            f"optim.name: unknown '{name}'{nearest(name, possible) or '.'} Nearly any name of "
+            "timm.optim.list_optimizers() is possible."
         )
     if get_optimizer_info(name).second_order:
         raise RecipeError(f"optim.name: '{name}' needs second derivatives, which a run has not")

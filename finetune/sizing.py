@@ -160,7 +160,8 @@ def passes(
 
 def _is_of_memory(error: RuntimeError) -> bool:
     """Whether memory ran out, which libraries of NVIDIA's call by names of their own."""
-    return isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in str(error)
+    words = ("ALLOC_FAILED", "ALLOCATION_FAILED", "out of memory")
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
 def available_bytes(device: torch.device, local_processes: int) -> int:

@@ -98,7 +98,7 @@ def test_what_triton_needs_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: there[name] or None)
     monkeypatch.setattr("shutil.which", lambda name: (there["CC"] and name == "clang") or None)
-    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr("sysconfig.get_config_var", lambda name: str(tmp_path))
     for name, cure in (
         ("triton", lambda: there.update(triton=True)),
         ("C compiler", lambda: there.update(CC=True)),
@@ -109,6 +109,8 @@ def test_what_triton_needs_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_pa
         assert name in missing
         cure()
     assert _missing_to_compile(torch.device("cuda")) is None
+    monkeypatch.setenv("CC", "/opt/cc")  # it would be taken as it is
+    assert "/opt/cc" in str(_missing_to_compile(torch.device("cuda")))
 
 
 def test_without_a_compiler_the_user_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

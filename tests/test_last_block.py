@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -121,7 +123,19 @@ def test_what_reads_more_or_computes_otherwise_is_left_alone(
 ) -> None:
     made = timm.create_model(name) if args is None else network(name, **args)
     assert not compute_class_token(made)
-    assert not any("forward" in vars(module) for module in made.modules())
+    assert all(type(module).__module__.startswith(("timm.", "torch.")) for module in made.modules())
+
+
+def test_it_is_gone_with_its_last_reference() -> None:
+    made = network()
+    assert compute_class_token(made)
+    block = weakref.ref(made.blocks[-1])  # type: ignore[index]
+    gc.disable()  # a block that held itself would keep its part of a GPU
+    try:
+        del made
+        assert block() is None
+    finally:
+        gc.enable()
 
 
 def test_a_copy_computes_with_its_own_weights() -> None:

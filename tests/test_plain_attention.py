@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -56,6 +57,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "a norm of what is read": {"scale_norm": True, "norm_layer": nn.LayerNorm},
 }
 OTHERS = {"norms of queries and keys", "a norm of what is read"}
+if "gated" in inspect.signature(Attention).parameters:  # not in every version of timm's
+    KINDS["gates"] = {"gated": True}
+    OTHERS.add("gates")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -64,7 +68,7 @@ def test_results_and_gradients_are_timms(kind: str, training: bool) -> None:
     theirs = attention(**KINDS[kind]).train(training)
     theirs.fused_attn = False  # which draws its dropout otherwise
     ours = plainly(theirs)
-    assert ("forward" in vars(ours)) is (kind not in OTHERS)
+    assert (type(ours) is Attention) is (kind in OTHERS)
     for expected, found in zip(results(theirs), results(ours), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
@@ -96,6 +100,10 @@ def images() -> Tensor:
     return torch.randn(4, 3, 32, 32, generator=draws, dtype=torch.float64)
 
 
+def attentions(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, Attention)]
+
+
 def gradients(model: nn.Module) -> list[Tensor]:
     loss = F.cross_entropy(model(images()), torch.arange(4))
     return list(torch.autograd.grad(loss, list(model.parameters())))
@@ -105,7 +113,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 def test_a_network_trains_as_before(checkpointing: bool) -> None:
     theirs = network().train()
     ours = plainly(theirs)
-    assert sum("forward" in vars(module) for module in ours.modules()) == 2
+    assert sum(type(module) is not Attention for module in attentions(ours)) == 2
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     ours.set_grad_checkpointing(checkpointing)
     for expected, found in zip(gradients(theirs), gradients(ours), strict=True):
@@ -131,11 +139,23 @@ def test_a_copy_computes_with_its_own_weights() -> None:
 
 
 def test_in_bf16_it_is_timms_to_the_bit() -> None:
-    exact = attention().float()
-    exact.fused_attn = False
-    ours = plainly(exact)
-    given_BND = tokens().float()
-    with torch.autocast("cpu", torch.bfloat16):
-        theirs_BND, ours_BND = exact(given_BND), ours(given_BND)
-    assert ours_BND.dtype == torch.bfloat16
-    assert torch.equal(ours_BND, theirs_BND)
+    theirs = attention().float()
+    theirs.fused_attn = False
+    both = []
+    for one in (theirs, plainly(theirs)):
+        given_BND = tokens().detach().float().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            found_BND = one(given_BND)
+        assert found_BND.dtype == torch.bfloat16
+        asked = [given_BND, *one.parameters()]
+        both.append([found_BND, *torch.autograd.grad(found_BND.square().sum(), asked)])
+    for expected, found in zip(*both, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_one_token_of_one_image_leaves_its_projection_as_it_is() -> None:
+    ours, seen = plainly(attention()), []
+    ours.qkv.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    given_BND = tokens()[:1, :1]
+    ours(given_BND)
+    assert torch.equal(seen[0], F.linear(given_BND, ours.qkv.weight, ours.qkv.bias))

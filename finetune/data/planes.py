@@ -13,7 +13,7 @@ from torch import Tensor
 
 __all__ = ["planes"]
 
-# what is decoded may be memory of PIL's, or a mapped file; nobody writes to it
+# what is decoded may be Python's bytes, or a mapped file; nobody writes to it
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 

@@ -8,7 +8,6 @@ through the MLP and all gradients of these. Without them, one of a network's blo
 
 from __future__ import annotations
 
-from types import MethodType
 from typing import Any
 
 import torch
@@ -40,24 +39,30 @@ def compute_class_token(network: nn.Module) -> bool:
     block = network.blocks[-1]
     if not _is_known(block):
         return False
-    # bound to the block, so that a copy's is bound to the copy
-    block.forward = MethodType(_forward, block)
+    # a class, not a method of the block's own, which would hold the block for ever
+    block.__class__ = _ClassTokenBlock
     return True
 
 
 def _is_known(block: Any) -> bool:
-    """Whether the block computes what `_forward` does."""
+    """Whether the block computes what a `_ClassTokenBlock` does."""
     if type(block) is not Block or type(block.attn) is not Attention:
         return False
-    return computes_alike(block, _forward, block.attn.qkv.in_features)
+    if type(block.attn.qkv) is not nn.Linear:
+        return False
+    return computes_alike(block, _ClassTokenBlock.forward, block.attn.qkv.in_features)
 
 
-def _forward(block: Any, tokens_BND: Tensor) -> Tensor:
-    """The block's first token. Returns: (B, 1, D)."""
-    token_B1D = tokens_BND[:, :1]
-    read_B1D = _attend(block.attn, block.norm1(tokens_BND))
-    token_B1D = token_B1D + block.drop_path1(block.ls1(read_B1D))
-    return token_B1D + block.drop_path2(block.ls2(block.mlp(block.norm2(token_B1D))))
+class _ClassTokenBlock(Block):
+    """timm's block, of which only the first token is computed."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """The block's first token, without any mask. Returns: (B, 1, D) from (B, N, D)."""
+        token_B1D = x[:, :1]
+        read_B1D = _attend(self.attn, self.norm1(x))
+        token_B1D = token_B1D + self.drop_path1(self.ls1(read_B1D))
+        token_B1D = token_B1D + self.drop_path2(self.ls2(self.mlp(self.norm2(token_B1D))))
+        return token_B1D
 
 
 def _attend(attn: Any, tokens_BND: Tensor) -> Tensor:

@@ -4,11 +4,10 @@ timm's own products copy queries, keys and values one by one into the order that
 and their gradients back again. Here each goes in one piece.
 """
 
-# B batch, N tokens, D width, G heads, C width of a head, 3 query, key and value
+# B batch, N tokens, D width, G heads, C width of a head, 3 query, key and value, E = 3 G C
 
 from __future__ import annotations
 
-from types import MethodType
 from typing import Any
 
 import torch
@@ -24,9 +23,10 @@ __all__ = ["multiply_plainly"]
 def multiply_plainly(network: nn.Module) -> None:
     """Let a network's attention be computed without timm's fused kernel, and trained as here.
 
-    Logits and gradients stay what they are, but for the order of sums. Where no gradient is asked
-    for, attention weights are dropped out, or attention is not timm's plain one, the products are
-    timm's. Names, copies and wrappers of the network stay as they are.
+    Logits and gradients stay what they are, but for the order of sums; second derivatives there are
+    none any more. Where no gradient is asked for, attention weights are dropped out, or attention
+    is not timm's plain one, the products are timm's. Names, copies and wrappers of the network stay
+    as they are.
 
     Args:
         network: in float32.
@@ -34,22 +34,27 @@ def multiply_plainly(network: nn.Module) -> None:
     for module in network.modules():
         if getattr(module, "fused_attn", False):
             module.fused_attn = False  # type: ignore[assignment]
-        if type(module) is Attention and computes_alike(module, _forward, module.qkv.in_features):
-            # bound to the module, so that a copy's is bound to the copy
-            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+        if type(module) is not Attention or type(module.qkv) is not nn.Linear:
+            continue
+        if computes_alike(module, _PlainAttention.forward, module.qkv.in_features):
+            # a class, not a method of the module's own, which would hold the module for ever
+            module.__class__ = _PlainAttention
 
 
-def _forward(
-    attn: Any, tokens_BND: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
-) -> Tensor:
-    """What timm's attention gives. Returns: (B, N, D)."""
-    dropped = attn.training and attn.attn_drop.p > 0
-    if attn_mask is not None or is_causal or dropped or not torch.is_grad_enabled():
-        result: Tensor = Attention.forward(attn, tokens_BND, attn_mask, is_causal)
+class _PlainAttention(Attention):
+    """timm's attention, of which only the way to compute it differs."""
+
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        """What timm's attention gives. Returns: (B, N, D) from (B, N, D)."""
+        dropped = self.training and self.attn_drop.p > 0
+        if attn_mask is not None or is_causal or dropped or not torch.is_grad_enabled():
+            result: Tensor = Attention.forward(self, x, attn_mask, is_causal)
+            return result
+        result = _Read.apply(self.qkv(x), self.num_heads, self.scale)
+        result = self.proj_drop(self.proj(result))
         return result
-    read_BND = _Read.apply(attn.qkv(tokens_BND), attn.num_heads, attn.scale)
-    result = attn.proj_drop(attn.proj(read_BND))
-    return result
 
 
 class _Read(torch.autograd.Function):
@@ -57,9 +62,9 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, qkv_BNE: Tensor, heads: int, scale: float) -> Tensor:
-        """Returns: (B, N, D) from (B, N, 3 D)."""
-        parts_BN3GC = qkv_BNE.unflatten(2, (3, heads, -1))
-        parts_3BGNC = parts_BN3GC.permute(2, 0, 3, 1, 4).contiguous()
+        """Returns: (B, N, G C)."""
+        parts_3BGNC = qkv_BNE.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+        parts_3BGNC = parts_3BGNC.clone(memory_format=torch.contiguous_format)
         query_BGNC, key_BGNC, value_BGNC = parts_3BGNC
         query_BGNC.mul_(scale)
         weights_BGNN = (query_BGNC @ key_BGNC.mT).softmax(dim=-1)
@@ -69,12 +74,12 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_BND: Tensor) -> tuple[Tensor, None, None]:
-        """Returns: the gradient of queries, keys and values, (B, N, 3 D)."""
+    def backward(ctx: Any, grad_BNE: Tensor) -> tuple[Tensor, None, None]:
+        """Returns: the gradient of queries, keys and values, (B, N, E), from (B, N, G C)."""
         parts_3BGNC, weights_BGNN = ctx.saved_tensors
         query_BGNC, key_BGNC, value_BGNC = parts_3BGNC
         heads = parts_3BGNC.shape[2]
-        grad_BGNC = grad_BND.unflatten(2, (heads, -1)).transpose(1, 2).contiguous()
+        grad_BGNC = grad_BNE.unflatten(2, (heads, -1)).transpose(1, 2).contiguous()
         grads_3BGNC = torch.empty_like(parts_3BGNC)
         by_weights_BGNN = grad_BGNC @ value_BGNC.mT
         by_scores_BGNN = torch._softmax_backward_data(

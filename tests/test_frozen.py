@@ -36,6 +36,7 @@ run: {precision: fp32, log_every: 1}
 """
 # Random by name, the same pixels by probability: so each step computes them.
 THROUGH = "data.train=resize | flip(0)"
+BF16 = 2e-2  # how far losses may be apart then
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +74,9 @@ def same_training(one: Path, other: Path, *, tolerance: float = 1e-6) -> None:
         mine, theirs = lines(one, split), lines(other, split)
         assert [line["step"] for line in mine] == [line["step"] for line in theirs] != []
         for key in ("loss", "top1", "lr", "samples_seen"):
-            expected = pytest.approx([line[key] for line in theirs], abs=tolerance)
+            # of thirty images one may change sides where numbers are rounded to bf16
+            allowed = 0.034 if key == "top1" and tolerance == BF16 else tolerance
+            expected = pytest.approx([line[key] for line in theirs], abs=allowed)
             assert [line[key] for line in mine] == expected, key
     weights = [load_file(run / "model" / "model.safetensors") for run in (one, other)]
     assert weights[0].keys() == weights[1].keys()
@@ -103,7 +106,7 @@ def test_the_head_is_trained_as_through_the_net(
     # two looks at two images of noise; then train, val and test once each
     assert sum(computed) == 3 * 2 + 320 + 355
     train(recipe(*overrides, THROUGH), tmp_path / "through")
-    rounding = 2e-2 if "run.precision=bf16" in overrides else 1e-6
+    rounding = BF16 if "run.precision=bf16" in overrides else 1e-6
     same_training(tmp_path / "features", tmp_path / "through", tolerance=rounding)
 
 

@@ -87,7 +87,8 @@ def same_training(one: Path, other: Path, *, tolerance: float = 1e-6) -> None:
         else:
             assert torch.equal(tensor, weights[1][name])
     tests = [json.loads((run / "results.json").read_text())["test"] for run in (one, other)]
-    assert tests[0]["confusion"] == tests[1]["confusion"]
+    moved = np.abs(np.subtract(*(test["confusion"] for test in tests))).sum() / 2
+    assert moved <= (3 if tolerance == BF16 else 0)  # of 355
 
 
 @pytest.mark.parametrize(

@@ -232,15 +232,15 @@ def _check_name(name: str) -> None:
     from timm.optim import get_optimizer_info, list_optimizers
 
     names = [str(known) for known in list_optimizers()]
+    kept = [known for known in names if not any(kind in known for kind in _NOT_KEPT)]
     if name not in names:
-        possible = [known for known in names if not any(kind in known for kind in _NOT_KEPT)]
         raise RecipeError(
-            f"optim.name: unknown '{name}'{nearest(name, possible) or '.'} Nearly any name of "
+            f"optim.name: unknown '{name}'{nearest(name, kept) or '.'} Nearly any name of "
             "timm.optim.list_optimizers() is possible."
         )
     if get_optimizer_info(name).second_order:
         raise RecipeError(f"optim.name: '{name}' needs second derivatives, which a run has not")
-    if any(kind in name for kind in _NOT_KEPT):
+    if name not in kept:
         raise RecipeError(
             f"optim.name: '{name}' has a state that no checkpoint can hold; name another"
         )

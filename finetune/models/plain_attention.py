@@ -1,7 +1,7 @@
 """Attention as plain products of matrices, which a CPU multiplies fastest in bf16.
 
 timm's own products copy queries, keys and values one by one into the order that the products need,
-and their gradients back again. Here each goes in one piece.
+and their gradients back again. Here all three are copied at once, each way.
 """
 
 # B batch, N tokens, D width, G heads, C width of a head, 3 query, key and value, E = 3 G C

@@ -18,6 +18,7 @@ __all__ = [
     "RecipeError",
     "SetupError",
     "WeightsError",
+    "is_of_memory",
     "masked",
     "nearest",
     "visible",
@@ -25,6 +26,8 @@ __all__ = [
 
 _SECRET_NAME = re.compile(r"(?i)(TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY)(?!.*(PATH|FILE|DIR)$)")
 _SECRET = re.compile(r"\bhf_[A-Za-z0-9]{20,}|(?<=://)[^/\s@'\"]+(?=@)")
+# torch's own on a GPU, those of NVIDIA's libraries, and torch's on a CPU
+_NO_MEMORY = ("out of memory", "ALLOC_FAILED", "ALLOCATION_FAILED", "can't allocate memory")
 _LEAST_CHARACTERS = 8  # what is shorter is a switch, such as TOKENIZERS_PARALLELISM=false
 
 
@@ -96,6 +99,16 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
     return f"; did you mean '{close[0]}'?" if close else ""
+
+
+def is_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, on the host or a device."""
+    if isinstance(error, MemoryError):
+        return True
+    # torch's own by its name: it is not imported here
+    named = type(error).__name__ == "OutOfMemoryError"
+    words = any(words in str(error) for words in _NO_MEMORY)
+    return isinstance(error, RuntimeError) and (named or words)
 
 
 def masked(text: str) -> str:

@@ -40,6 +40,7 @@ _PACKAGES = (
     "safetensors",
     "numpy",
     "pillow",
+    "simplejpeg",
 )
 
 

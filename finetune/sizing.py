@@ -15,7 +15,7 @@ from torch import nn
 
 from finetune.data.feed import Feed, Stream
 from finetune.data.rows import AnyFeed
-from finetune.errors import RecipeError, SetupError
+from finetune.errors import RecipeError, SetupError, is_of_memory
 from finetune.host_memory import free_bytes
 from finetune.live import Live
 from finetune.provenance import dtype_of
@@ -150,18 +150,12 @@ def passes(
             carry_out()
             succeeded = True
         except RuntimeError as error:
-            if not _is_of_memory(error):
+            if not is_of_memory(error):
                 raise
             succeeded = False
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return succeeded
-
-
-def _is_of_memory(error: RuntimeError) -> bool:
-    """Whether memory ran out, which libraries of NVIDIA's call by names of their own."""
-    words = ("ALLOC_FAILED", "ALLOCATION_FAILED", "out of memory")
-    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
 def available_bytes(device: torch.device, local_processes: int) -> int:

@@ -28,6 +28,7 @@ from finetune.errors import (
     Interrupted,
     RecipeError,
     SetupError,
+    is_of_memory,
     masked,
     nearest,
     visible,
@@ -53,7 +54,6 @@ EXIT_TERMINATED = 143
 # Every rank ends with these, and one report is enough.
 _ALIKE = (RecipeError, DivergedError, Interrupted)
 _PLACES = ("out", "sheet", "profile", "export_space")  # options that say where to write
-_OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")  # torch's by name: it is not imported here
 _OUT_OF_MEMORY_HELP = (
     "out of memory; the training stays the same with a smaller data.micro_batch or with "
     "model.grad_checkpointing=true; see also data.eval_batch_size and data.keep"
@@ -184,7 +184,7 @@ def run(group: click.Group, arguments: Sequence[str]) -> int:
         return _fail(str(error), error.exit_code, state, expected=expected, said=error.said)
     except Exception as error:
         kind = type(error).__name__
-        if kind in _OUT_OF_MEMORY:
+        if is_of_memory(error):
             return _fail(_OUT_OF_MEMORY_HELP, SetupError.exit_code, state, expected=False)
         message = f"internal error: {kind}: {error}".strip().splitlines()[0]
         said = getattr(error, "said", False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from finetune import errors
 
@@ -55,3 +56,24 @@ def test_tokens_and_passwords_are_masked(monkeypatch: pytest.MonkeyPatch, tmp_pa
         "hf_abcdefghijklmnopqrstuvwxyz"
     )
     assert shown == "*** https://***@host/x *** false ***"
+
+
+@pytest.mark.parametrize(
+    "error, expected",
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("no room for it"), True),
+        (torch.AcceleratorError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (errors.DataError("cat.jpg: out of memory"), False),
+    ],
+)
+def test_memory_that_ran_out_is_known_by_name_or_words(error: Exception, expected: bool) -> None:
+    assert errors.is_of_memory(error) == expected
+
+
+def test_torch_says_it_so() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert errors.is_of_memory(caught.value)

@@ -19,10 +19,10 @@ def test_both_read_every_image_in_every_turn(
     split = open_source(f"folder:{image_folder}").splits["train"]
     read, parent, log = Split.read, os.getpid(), tmp_path / "log"
 
-    def noted(self: Split, index: int) -> np.ndarray:
+    def noted(self: Split, index: int, room: np.ndarray | None = None) -> np.ndarray:
         with log.open("a") as file:  # appended as a whole, whoever else does
             file.write(f"{index} {os.getpid() != parent}\n")
-        return read(self, index)
+        return read(self, index, room)
 
     monkeypatch.setattr(Split, "read", noted)
     short = {"repeats": 2, "seconds": 0.0}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import re
 import shutil
 import signal
 import sys
@@ -161,6 +163,16 @@ builtins.__import__ = guarded
 sys.path.insert(0, ".")
 runpy.run_path("app.py", run_name="__main__")
 """
+
+
+def test_what_is_not_required_is_known() -> None:
+    """What the package itself needs is needed here, but for what the next test does without."""
+    ours = [
+        line for line in importlib.metadata.requires("finetune") or [] if "extra ==" not in line
+    ]
+    names = {re.split(r"[^\w-]", line)[0].lower() for line in ours}
+    needed = {name.lower() for name in space._NEEDED}
+    assert names - needed == {"accelerate", "datasets", "scikit-learn", "matplotlib"}
 
 
 @pytest.mark.slow

@@ -145,7 +145,8 @@ class TestErrors:
     def test_out_of_memory_says_what_to_do(self, capsys: Captured) -> None:
         import torch
 
-        for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory")):
+        host = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 T")
+        for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), host):
             assert failing(error)("go") == 5
             assert "data.micro_batch" in capsys.readouterr().err
 

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from finetune import collector
-from finetune.errors import FinetuneError, SetupError
+from finetune.errors import FinetuneError, SetupError, is_of_memory
 from finetune.watch import end_with_parent
 
 __all__ = ["Host", "Line"]
@@ -141,7 +141,7 @@ def _as_here(name: str, kind: str, message: str, code: int | None, trace: str) -
     if code is not None:
         found = FinetuneError(message)
         found.exit_code = code
-    elif "OutOfMemory" in kind or kind == "MemoryError":
+    elif kind == MemoryError.__name__:
         found = SetupError(f"{name}: out of memory; a smaller data.batch_size needs less")
     else:
         unknown = RuntimeError(f"{name}: {kind}: {message}")
@@ -192,7 +192,8 @@ def _answer(connection: Connection, make: str, arguments: dict[str, Any]) -> Non
                 answer = ("answer", getattr(subject, method)(**given))
             except Exception as error:
                 code = getattr(error, "exit_code", None)
-                told = (type(error).__name__, str(error), code, traceback.format_exc())
+                kind = (MemoryError if is_of_memory(error) else type(error)).__name__
+                told = (kind, str(error), code, traceback.format_exc())
                 answer = ("error", told)
             collector.as_usual()  # the first answer ends the start, whatever is measured
             line.flush()

@@ -25,9 +25,9 @@ def input_rates(
     batch_size: int,
     images: int,
     repeats: int = 3,
-    seconds: float = 5.0,
+    seconds: float = 12.0,
 ) -> dict[str, Any]:
-    """Read images as training does when none are kept, and as nobody could faster.
+    """Read images as training does when none are kept, and only decode them.
 
     The two take turns, the same images in the same order: first as many processes as there are
     workers decode and drop them, then the workers decode and hand them over.

@@ -25,6 +25,7 @@ from typing import IO
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from finetune.data.jpeg import read_jpeg
 from finetune.errors import DataError, visible
 from finetune.files import open_regular
 
@@ -43,6 +44,7 @@ LIMIT_PIXELS = 64_000_000
 # the picture inside an ICO while opening it, before its size can be looked at.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "MPO")
 _ADDRESSES = {"http:", "https:", "ftp:", "s3:", "gs:", "hf:", "file:"}
+_MOST_BYTES = 2**26  # of a JPEG; of a longer one PIL reads a piece at a time
 _ORIENTATION = 0x0112
 _TILE_TAGS = (322, 323)  # TIFF's TileWidth and TileLength
 _TIFF_NUMBERS = {3: 2, 4: 4}  # bytes of a SHORT and of a LONG, the types that TIFF 6.0 allows them
@@ -88,6 +90,7 @@ def decode(
     size: int | None = None,
     limit_pixels: int = LIMIT_PIXELS,
     name: str | Callable[[], str] | None = None,
+    room: np.ndarray | None = None,
 ) -> np.ndarray:
     """Turn an encoded image, a file or a PIL image into canonical RGB.
 
@@ -97,6 +100,8 @@ def decode(
             this then, which skips most of the work; other formats are not affected.
         limit_pixels: H*W above which the image is refused, read from its header.
         name: what to call it in errors; a function is called only then.
+        room: (n,) uint8, memory that is free to decode into; the result lies at its start, or
+            elsewhere.
     Returns: (H, W, 3) uint8, contiguous; not to be written to.
     Raises: DataError, whatever is wrong with the image.
     """
@@ -104,9 +109,9 @@ def decode(
         if isinstance(data, Image.Image):
             return _pixels(data, None, limit_pixels)
         if isinstance(data, bytes):
-            return _from_stream(io.BytesIO(data), size, limit_pixels)
+            return _from_stream(io.BytesIO(data), size, limit_pixels, room)
         with open_data(Path(data)) as stream:
-            return _from_stream(stream, size, limit_pixels)
+            return _from_stream(stream, size, limit_pixels, room)
     except DataError as error:
         cause = str(error)
     # PIL's readers raise nearly everything on damaged files: a bare struct.error, KeyError, ...
@@ -149,7 +154,9 @@ def _formats() -> list[str]:
     return [name for name in _FORMATS if name in Image.OPEN]
 
 
-def _from_stream(stream: IO[bytes], size: int | None, limit_pixels: int) -> np.ndarray:
+def _from_stream(
+    stream: IO[bytes], size: int | None, limit_pixels: int, room: np.ndarray | None
+) -> np.ndarray:
     """Decode an open file. Returns: (H, W, 3) uint8."""
     try:
         image = Image.open(stream, formats=_formats())
@@ -162,7 +169,17 @@ def _from_stream(stream: IO[bytes], size: int | None, limit_pixels: int) -> np.n
         frames = 1 if image.format in ("JPEG", "MPO") else getattr(image, "n_frames", 1)
         if frames > 1:
             notice("of animated images and files of several pages only the first frame is used")
-        return _pixels(image, size, limit_pixels)
+        return _pixels(image, size, limit_pixels, functools.partial(_read_jpeg, stream, room))
+
+
+def _read_jpeg(stream: IO[bytes], room: np.ndarray | None, image: Image.Image) -> np.ndarray | None:
+    """Decode an opened JPEG without PIL. Returns: (H, W, 3) uint8; None for what PIL has to."""
+    if image.format not in ("JPEG", "MPO") or image.mode not in ("RGB", "L"):
+        return None
+    if stream.seek(0, os.SEEK_END) > _MOST_BYTES:
+        return None
+    stream.seek(0)
+    return read_jpeg(stream.read(), image.size, room)
 
 
 def _what_instead(head: bytes) -> str:
@@ -181,8 +198,17 @@ def _what_instead(head: bytes) -> str:
     return f"not an image, or of an unsupported format (it begins with {head[:12]!r})"
 
 
-def _pixels(image: Image.Image, size: int | None, limit_pixels: int) -> np.ndarray:
-    """Convert an opened PIL image. Returns: (H, W, 3) uint8."""
+def _pixels(
+    image: Image.Image,
+    size: int | None,
+    limit_pixels: int,
+    read: Callable[[Image.Image], np.ndarray | None] = lambda image: None,
+) -> np.ndarray:
+    """Convert an opened PIL image. Returns: (H, W, 3) uint8.
+
+    Args:
+        read: asked first for its pixels, (H, W, 3) uint8.
+    """
     width, height = image.size
     if width * height > limit_pixels:
         raise DataError(
@@ -194,9 +220,11 @@ def _pixels(image: Image.Image, size: int | None, limit_pixels: int) -> np.ndarr
         raise DataError(f"an image of {width} x {height} pixels")
     if size is not None:
         image.draft(None, (size, size))
-    image.load()
-    upright = _turn(_to_rgb(image), _orientation(image))
-    return np.ascontiguousarray(upright)
+    pixels = read(image)
+    if pixels is None:
+        image.load()
+        pixels = _to_rgb(image)
+    return np.ascontiguousarray(_turn(pixels, _orientation(image)))
 
 
 def _check_tiles(image: Image.Image, limit_pixels: int) -> None:

@@ -40,12 +40,14 @@ _SUFFIXES = (
 class Items(Protocol):
     """Encoded images in a fixed order. Cheap to pickle, and safe to read from several threads.
 
-    A size that is given to `read` is that of `decode`.
+    The size and the room that are given to `read` are those of `decode`.
     """
 
     def __len__(self) -> int: ...
     def content(self, row: int) -> bytes: ...
-    def read(self, row: int, size: int | None = None) -> np.ndarray: ...
+    def read(
+        self, row: int, size: int | None = None, room: np.ndarray | None = None
+    ) -> np.ndarray: ...
     def name_of(self, row: int) -> str: ...
     def sizes(self) -> np.ndarray: ...
 
@@ -121,13 +123,13 @@ class RowItems:
         with open_data(chunk.file(path)) as stream:  # the hub's image folders: paths only
             return stream.read()
 
-    def read(self, row: int, size: int | None = None) -> np.ndarray:
+    def read(self, row: int, size: int | None = None, room: np.ndarray | None = None) -> np.ndarray:
         """Decode a row. Returns: (H, W, 3) uint8. Raises: DataError naming the row."""
         try:
             body = self.content(row)
         except DataError as error:
             raise DataError(f"{self.name_of(row)}: {error}") from None
-        return decode(body, size=size, name=lambda: self.name_of(row))
+        return decode(body, size=size, name=lambda: self.name_of(row), room=room)
 
     def name_of(self, row: int) -> str:
         """File and row, and the picture's own file name if the table has it."""
@@ -171,9 +173,9 @@ class FileItems:
         with open_data(self._path(row)) as stream:
             return stream.read()
 
-    def read(self, row: int, size: int | None = None) -> np.ndarray:
+    def read(self, row: int, size: int | None = None, room: np.ndarray | None = None) -> np.ndarray:
         """Decode a file. Returns: (H, W, 3) uint8. Raises: DataError naming the file."""
-        return decode(self._path(row), size=size, name=lambda: self.name_of(row))
+        return decode(self._path(row), size=size, name=lambda: self.name_of(row), room=room)
 
     def name_of(self, row: int) -> str:
         """The path in the folder, printable also when it is not UTF-8."""
@@ -302,7 +304,7 @@ class ArrayItems:
         """The pixels' bytes."""
         return bytes(self._images[row].tobytes())
 
-    def read(self, row: int, size: int | None = None) -> np.ndarray:
+    def read(self, row: int, size: int | None = None, room: np.ndarray | None = None) -> np.ndarray:
         """One image. Returns: (H, W, 3) uint8, not to be written to."""
         return self._images[row]
 

@@ -36,6 +36,7 @@ from typing import Literal
 
 import numpy as np
 import PIL
+import simplejpeg
 from numpy.typing import NDArray
 from PIL import features
 
@@ -138,7 +139,7 @@ def kept_pixels(
 def _key(split: Split, unreadable: str) -> str:
     """The hash of all that the pixels depend on."""
     jpeg = features.version("libjpeg_turbo") or features.version("jpg")
-    decoder = [__version__, PIL.__version__, jpeg, LIMIT_PIXELS]
+    decoder = [__version__, PIL.__version__, jpeg, simplejpeg.__version__, LIMIT_PIXELS]
     everything = {
         "data": split.fingerprint,
         "unreadable": unreadable,

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
 __all__ = ["Put", "Slots", "shared_memory"]
 
-Put = list[tuple[int, ...] | NDArray[np.uint8]]
+Image = NDArray[np.uint8]
+Put = list[tuple[int, ...] | Image]
 
 _MAP_NORESERVE = 0x4000  # Linux, mmap(2); Python 3.13 has a name for it
 
@@ -44,19 +45,24 @@ class Slots:
         self.number = number
         self._slots = shared_memory(number * num_bytes).reshape(number, num_bytes)
 
-    def put(self, slot: int, images: Iterable[NDArray[np.uint8]]) -> Put:
-        """Put images, (H, W, 3) each, into a slot, one as soon as it comes.
+    def put(self, slot: int, reads: Iterable[Callable[[NDArray[np.uint8]], Image]]) -> Put:
+        """Put images into a slot, one after the other.
 
+        Args:
+            reads: the slot's room that is left, (n,) → an image, (H, W, 3), at its start if it was
+                decoded there.
         Returns: what `take` needs; with the images themselves where the slot has no room for them.
         """
         place, start = self._slots[slot], 0
         put: Put = []
-        for image in images:
+        for read in reads:
+            image = read(place[start:])
             end = start + image.size
             if end > len(place):
                 put.append(image)
                 continue
-            place[start:end].reshape(image.shape)[...] = image
+            if not np.may_share_memory(image, place):
+                place[start:end].reshape(image.shape)[...] = image
             put.append(image.shape)
             start = end
         return put

@@ -61,13 +61,15 @@ class Split:
     def _row(self, index: int) -> int:
         return int(index) if self.rows is None else int(self.rows[index])
 
-    def read(self, index: int) -> np.ndarray:
+    def read(self, index: int, room: np.ndarray | None = None) -> np.ndarray:
         """Decode one image.
 
+        Args:
+            room: memory that it may be decoded into, see `decode`.
         Returns: (H, W, 3) uint8 RGB.
         Raises: DataError naming the image.
         """
-        return self.items.read(self._row(index), self.decode_size)
+        return self.items.read(self._row(index), self.decode_size, room)
 
     def name_of(self, index: int) -> str:
         """What to call an image: its path in the folder, or file and row."""

@@ -153,10 +153,10 @@ class _Joined:
         items, own = self._part(row)
         return items.content(own)
 
-    def read(self, row: int, size: int | None = None) -> np.ndarray:
+    def read(self, row: int, size: int | None = None, room: np.ndarray | None = None) -> np.ndarray:
         """Decode a row. Returns: (H, W, 3) uint8. Raises: DataError naming the image."""
         items, own = self._part(row)
-        return items.read(own, size)
+        return items.read(own, size, room)
 
     def name_of(self, row: int) -> str:
         """What the collection that has the image calls it."""

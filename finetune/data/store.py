@@ -9,9 +9,10 @@ every epoch, to the same pixels.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -140,16 +141,15 @@ class Store:
         largest = (len(first) + 1) * self.image_bytes * _SPREAD_OF_SIZES
         slots = Slots(self.workers * _AHEAD + 1, largest)
 
-        def decoded(indices: NDArray[np.int64]) -> Iterator[NDArray[np.uint8]]:
-            for index in indices.tolist():
-                with desk.at_work(index):
-                    image = self.split.read(index)
-                yield image
+        def decode(index: int, room: NDArray[np.uint8]) -> NDArray[np.uint8]:
+            with desk.at_work(index):
+                return self.split.read(index, room)
 
         def decode_all(task: tuple[int, NDArray[np.int64]]) -> tuple[int, Put | str]:
             slot, indices = task
             try:
-                return slot, slots.put(slot, decoded(indices))
+                reads = (functools.partial(decode, index) for index in indices.tolist())
+                return slot, slots.put(slot, reads)
             except DataError as error:  # must not kill the worker
                 return slot, str(error)
 

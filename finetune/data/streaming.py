@@ -54,13 +54,15 @@ class Group:
         """The encoded image of a row of the row group. Raises: DataError where it has none."""
         return self._items.content(self._place(row))
 
-    def read(self, row: int, size: int | None = None) -> NDArray[np.uint8]:
+    def read(
+        self, row: int, size: int | None = None, room: NDArray[np.uint8] | None = None
+    ) -> NDArray[np.uint8]:
         """Decode a row. Returns: (H, W, 3) uint8. Raises: DataError naming the row."""
         try:
             body = self.content(row)
         except DataError as error:
             raise DataError(f"{self._name(row)}: {error}") from None
-        return decode(body, size=size, name=lambda: self._name(row))
+        return decode(body, size=size, name=lambda: self._name(row), room=room)
 
     def _name(self, row: int) -> str:
         path = self._chunk.path(self._place(row))
@@ -160,10 +162,12 @@ class ShardItems:
         group, own = self._held(row)
         return group.content(own)
 
-    def read(self, row: int, size: int | None = None) -> NDArray[np.uint8]:
+    def read(
+        self, row: int, size: int | None = None, room: NDArray[np.uint8] | None = None
+    ) -> NDArray[np.uint8]:
         """Decode a row. Returns: (H, W, 3) uint8. Raises: DataError naming the row."""
         group, own = self._held(row)
-        return group.read(own, size)
+        return group.read(own, size, room)
 
     def name_of(self, row: int) -> str:
         """File and row; the picture's own name would have to be read first."""

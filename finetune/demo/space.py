@@ -39,7 +39,7 @@ _OUR_FOLDERS = ("model", "examples", "finetune")
 # What the copied package imports on its way from a picture to its classes.
 _NEEDED = (
     *("torch", "torchvision", "timm", "safetensors", "huggingface_hub", "numpy", "pillow"),
-    *("pyarrow", "pydantic", "PyYAML", "tqdm", "click"),
+    *("simplejpeg", "pyarrow", "pydantic", "PyYAML", "tqdm", "click"),
 )
 _APP = '''"""The page of this Space; written by `finetune demo --export-space`."""
 

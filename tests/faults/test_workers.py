@@ -69,11 +69,11 @@ def at_image(name: str, action: Callable[[], None], monkeypatch: pytest.MonkeyPa
     parent = os.getpid()
     read = Split.read
 
-    def reads(self: Split, index: int) -> Any:
+    def reads(self: Split, index: int, room: Any = None) -> Any:
         # the check before the first step reads it in the trainer itself
         if os.getpid() != parent and self.name_of(index).endswith(name):
             action()
-        return read(self, index)
+        return read(self, index, room)
 
     monkeypatch.setattr(Split, "read", reads)
 

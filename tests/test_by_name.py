@@ -57,6 +57,7 @@ WHOLE: dict[str, tuple[int, float]] = {
 }
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("key", FAMILIES)
 def test_loads_resizes_and_trains(key: str, tmp_path: Path, image_folder: Path) -> None:
     name, args, small, large = FAMILIES[key]

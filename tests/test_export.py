@@ -340,7 +340,7 @@ ARCHITECTURES: dict[str, tuple[int, dict[str, Any]]] = {
     "vit_tiny_patch16_224": (96, {"depth": 2}),
     "resnet18": (64, {}),
     "convnext_atto": (64, {"depths": [1, 1, 1, 1]}),
-    "swin_tiny_patch4_window7_224": (112, {"depths": [2, 1, 1, 1]}),
+    "swin_tiny_patch4_window7_224": (112, {"depths": [2, 1], "num_heads": [3, 6]}),
 }
 
 

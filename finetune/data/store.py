@@ -42,7 +42,7 @@ __all__ = ["Store", "open_store"]
 
 _MEMORY_SHARE = 0.4  # of the host's memory, over all processes on it
 _DEVICE_SHARE = 0.25  # of what is free on the device
-_AHEAD = 2  # batches for each worker
+_AHEAD = 3  # batches for each worker: it need not wait for another whose batch comes first
 _SPREAD_OF_SIZES = 4  # how much more than the mean a batch may take; memory is only promised
 _MOST = 32  # processes that decode at once
 _REMEDY = "free space, or set FINETUNE_CACHE to another folder"
@@ -128,7 +128,7 @@ class Store:
     def _from_workers(
         self, batches: Iterable[NDArray[np.int64]]
     ) -> Generator[list[NDArray[np.uint8]], None, None]:
-        """Batches that worker processes decode, two for each of them ahead, (H, W, C) each.
+        """Batches that worker processes decode, some for each of them ahead, (H, W, C) each.
 
         They are there until the next batch is asked for.
         """

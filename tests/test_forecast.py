@@ -17,7 +17,7 @@ from test_bench_subjects import Told
 
 from finetune.data.rows import RowFeed
 from finetune.data.sources import open_source
-from finetune.errors import RecipeError, SetupError
+from finetune.errors import FinetuneError, RecipeError, SetupError
 from finetune.forecast import Trial, forecast
 from finetune.models.anatomy import count_parameters
 
@@ -137,6 +137,11 @@ def test_a_forecast_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mo
     assert found["disk"]["free_here"] > 0
     assert found["options"]
     json.dumps(found)
+    # an error of the other process is an error here, of its kind
+    with pytest.raises(FinetuneError) as caught:
+        forecast(str(recipe), ["data.source=folder:nowhere"])
+    assert caught.value.exit_code == 3
+    assert list(temporary.iterdir()) == []
 
 
 def test_one_process_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,18 +142,8 @@ def train(
     )
     with contextlib.closing(run), StopSignals(_launcher()) as stop, ranks.in_order():
         with stop.at_once(_stopped(run)):
-            job = open_job(
-                recipe,
-                device=accelerator.device,
-                local_processes=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
-                notice=say if main else say_nothing,
-                progress=main,
-            )
-            # Before the data is decoded: whatever of the recipe does not fit together shows here.
-            job.try_pipelines()
-            live = Live(job, accelerator, run)
-            job.stream.micro_batches(0, rank=accelerator.process_index, world=world)
-            precision = precision_of(accelerator)
+            live = _prepared(recipe, accelerator, run)
+            job, precision = live.job, precision_of(accelerator)
             if recipe.run.precision == "auto":
                 job.notice(f"run.precision: auto is {precision} on this {accelerator.device.type}")
             _on_main(accelerator, lambda: _check_destination(recipe))
@@ -176,6 +166,22 @@ def train(
             if main:
                 _publish(run, recipe)
             return results
+
+
+def _prepared(recipe: Recipe, accelerator: Accelerator, run: RunDir) -> Live:
+    """Open the job before its data is decoded: what of the recipe does not fit shows here."""
+    main, world = accelerator.is_main_process, accelerator.num_processes
+    job = open_job(
+        recipe,
+        device=accelerator.device,
+        local_processes=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+        notice=say if main else say_nothing,
+        progress=main,
+    )
+    job.try_pipelines()
+    live = Live(job, accelerator, run)
+    job.stream.micro_batches(0, rank=accelerator.process_index, world=world)
+    return live
 
 
 def leave() -> None:

@@ -103,12 +103,11 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 def is_of_memory(error: BaseException) -> bool:
     """Whether memory ran out, on the host or a device."""
-    if isinstance(error, MemoryError):
-        return True
+    if not isinstance(error, RuntimeError):
+        return isinstance(error, MemoryError)
     # torch's own by its name: it is not imported here
     named = type(error).__name__ == "OutOfMemoryError"
-    words = any(words in str(error) for words in _NO_MEMORY)
-    return isinstance(error, RuntimeError) and (named or words)
+    return named or any(words in str(error) for words in _NO_MEMORY)
 
 
 def masked(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import ipaddress
 import multiprocessing.forkserver
@@ -10,6 +11,7 @@ import os
 import random
 import shutil
 import socket
+import ssl
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -120,16 +122,33 @@ def no_network() -> Iterator[None]:
     patch.setattr(socket, "getaddrinfo", local_getaddrinfo)
     patch.setattr(socket.socket, "connect", guarded(socket.socket.connect))
     patch.setattr(socket.socket, "connect_ex", guarded(socket.socket.connect_ex))
+    # every client reads the world's certificates for itself, and none of them speaks TLS here
+    patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
     yield
     patch.undo()
 
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
-    """Sum in one order: equal inputs then give equal bits."""
+    """Sum in one order: equal inputs then give equal bits; and let forked children train.
+
+    They cannot where the process's first backward pass was one of fake tensors.
+    """
     import torch
 
     torch.set_num_threads(1)
+    torch.zeros(1, requires_grad=True).sum().backward()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def digits_are_read_once() -> Iterator[None]:
+    """They are kept as text, and half of the tests train on them."""
+    import sklearn.datasets
+
+    with pytest.MonkeyPatch.context() as patch:
+        read = functools.cache(sklearn.datasets.load_digits)
+        patch.setattr(sklearn.datasets, "load_digits", read)
+        yield
 
 
 @pytest.fixture(autouse=True)

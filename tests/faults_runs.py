@@ -96,18 +96,24 @@ def digest(run: Path) -> dict[str, str]:
 
 def without_pictures(patch: pytest.MonkeyPatch) -> None:
     """Leave the drawing out, which takes most of a tiny run; the files are written as ever."""
+    without_plots(patch)
+
+    def page(run: Any, path: Path, split: Any) -> Path:
+        write_atomically(path, "page")
+        return path
+
+    patch.setattr("finetune.report.page._write_run", page)
+
+
+def without_plots(patch: pytest.MonkeyPatch) -> None:
+    """Leave out those beside the weights alone."""
 
     def draw(folder: Path, *_: Any) -> list[str]:
         for name in ("curves.png", "confusion.png", "reliability.png"):
             write_atomically(folder / name, b"picture")
         return []
 
-    def page(run: Any, path: Path, split: Any) -> Path:
-        write_atomically(path, "page")
-        return path
-
     patch.setattr("finetune.evidence._draw", draw)
-    patch.setattr("finetune.report.page._write_run", page)
 
 
 # Children -----------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Two ranks as a launcher would start them, but from a process that has imported everything.
 
 A launch costs three imports of torch, most of the time of a small test. That the launchers
-themselves work is for the tests that need the hub, and for those of faults.
+themselves work is for the tests of faults.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ import pytest
 
 PATIENCE = 240.0  # seconds
 forked = multiprocessing.get_context("forkserver")
-forked.set_forkserver_preload(["finetune.cli", "finetune.engine"])
+LATER = ("sklearn.datasets", "sklearn.linear_model", "timm.optim", "pytest")  # a run imports them
+forked.set_forkserver_preload(
+    ["finetune.cli", "finetune.engine", "finetune.report.page", *LATER],
+)
 
 
 @dataclass(frozen=True)
@@ -101,3 +104,14 @@ def command(*words: str) -> int:
     with pytest.MonkeyPatch.context() as patch:
         without_pictures(patch)
         return main(list(words))
+
+
+def command_at(hub: str, home: Path, token: str | None, *words: str) -> int:
+    """The command line, in a rank whose only hub is the one at this address."""
+    from hub_server import point_at
+    from huggingface_hub import constants
+
+    with pytest.MonkeyPatch.context() as patch:
+        point_at(hub, patch, home, token)
+        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        return command(*words)

@@ -42,6 +42,7 @@ def curve(recipe: Recipe, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_the_losses_are_those_of_train(tmp_path: Path) -> None:
     recipe = parse_recipe(RECIPE)
     found = curve(recipe, tmp_path)

@@ -64,6 +64,7 @@ def test_a_step_is_counted_whole(ours: Ours) -> None:
     assert sum(ours.products.values()) == 2 * (1 + (4 + 3) + 1)
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_the_steps_are_those_of_train(ours: Ours, tmp_path: Path) -> None:
     """Also after synthetic steps and an evaluation, and with the log's lines."""
     ours.train(warmup=1, steps=2)

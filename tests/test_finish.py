@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from faults_runs import without_plots
 
 from finetune.data.sources import open_source
 from finetune.engine import train
@@ -21,6 +22,11 @@ data: {source: "embedded:digits", eval: "resize(18) | center_crop"}
 optim: {lr: 3e-3, steps: 4}
 run: {precision: fp32}
 """
+
+
+@pytest.fixture(autouse=True)
+def without_what_nobody_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_plots(monkeypatch)
 
 
 def test_results_hold_calibration_temperature_and_mistakes(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from faults_runs import TINY, tiny
+from ranks import forked
 from samples import make_parquet, png, store_of
 from test_bench_subjects import Told
 
@@ -137,6 +138,7 @@ def test_a_forecast_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mo
     assert found["disk"]["free_here"] > 0
     assert found["options"]
     json.dumps(found)
+    monkeypatch.setattr("finetune.bench.hosts._START", forked.get_start_method())  # quicker
     # an error of the other process is an error here, of its kind
     with pytest.raises(FinetuneError) as caught:
         forecast(str(recipe), ["data.source=folder:nowhere"])

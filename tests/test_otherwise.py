@@ -57,12 +57,17 @@ def peak_of(found: Ground) -> int:
 
 
 @pytest.fixture(scope="module")
-def options() -> dict[str, dict[str, Any]]:
-    return {option["change"]: option for option in ground().options()}
+def plain() -> Ground:
+    return ground()
 
 
-def test_the_most_helpful_comes_first(options: dict[str, dict[str, Any]]) -> None:
-    peak = peak_of(ground())
+@pytest.fixture(scope="module")
+def options(plain: Ground) -> dict[str, dict[str, Any]]:
+    return {option["change"]: option for option in plain.options()}
+
+
+def test_the_most_helpful_comes_first(plain: Ground, options: dict[str, dict[str, Any]]) -> None:
+    peak = peak_of(plain)
     gains = [
         min(option["peak"] / peak, 100 / (option["images_per_second"] or 100))
         for option in options.values()
@@ -81,12 +86,12 @@ def test_the_most_helpful_comes_first(options: dict[str, dict[str, Any]]) -> Non
     "change", ["model.grad_checkpointing=true", "model.freeze=2", "model.freeze=backbone"]
 )
 def test_a_line_is_what_a_run_of_that_setting_takes(
-    options: dict[str, dict[str, Any]], change: str
+    plain: Ground, options: dict[str, dict[str, Any]], change: str
 ) -> None:
     other = ground(change)
     assert options[change]["peak"] == pytest.approx(peak_of(other), rel=1e-3)
     assert other.need.operations is not None
-    before = ground().need.operations
+    before = plain.need.operations
     assert before is not None
     computing = other.need.operations / before / 125
     expected = 1 / (1 / 100 - 1 / 125 + computing)
@@ -94,15 +99,16 @@ def test_a_line_is_what_a_run_of_that_setting_takes(
     assert (expected > 100) == change.startswith("model.freeze")
 
 
-def test_half_a_micro_batch_and_another_optimiser(options: dict[str, dict[str, Any]]) -> None:
-    found = ground()
-    peak, each = peak_of(found), found.need.per_image
+def test_half_a_micro_batch_and_another_optimiser(
+    plain: Ground, options: dict[str, dict[str, Any]]
+) -> None:
+    peak, each = peak_of(plain), plain.need.per_image
     assert options["data.micro_batch=8"]["peak"] == peak - 8 * each
     assert options["data.micro_batch=8"]["images_per_second"] is None
     other = ground("optim.name=sgd")
-    assert other.parts["moments"] < found.parts["moments"]
-    saved = found.parts["moments"] - other.parts["moments"]
-    assert found._option("x", moments=other.parts["moments"])["peak"] == peak - saved
+    assert other.parts["moments"] < plain.parts["moments"]
+    saved = plain.parts["moments"] - other.parts["moments"]
+    assert plain._option("x", moments=other.parts["moments"])["peak"] == peak - saved
 
 
 def test_a_smaller_image_has_fewer_operations(options: dict[str, dict[str, Any]]) -> None:

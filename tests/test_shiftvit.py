@@ -451,6 +451,7 @@ def test_the_recipes_differ_in_what_they_say() -> None:
     assert [claim["value"] for claim in claims[2]] == [0.261, 0.336, 0.459, 0.486, 0.509]
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_two_steps_and_the_model_comes_back(tmp_path: Path) -> None:
     shift = "model.args={shift: paper, embed_dim: 48, depths: [1, 1]}"
     made = recipe(

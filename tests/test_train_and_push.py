@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hub_samples import READ, hub, slept
 from hub_server import HubServer, point_at
+from ranks import command_at, two_ranks
 
 from finetune import cli, engine
 from finetune.recipe import load_recipe
@@ -133,22 +132,8 @@ def test_two_processes_push_once_and_show_the_token_nowhere(recipe: Path, tmp_pa
     out = tmp_path / "run"
     with HubServer() as server:
         server.add_user("alice", token=CANARY)
-        launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
-        launch += ["--num_processes", "2", "--main_process_port", "0", "-m", "finetune", "train"]
-        launch += [str(recipe), "--out", str(out)]
-        ran = subprocess.run(
-            launch,
-            env={
-                **server.environment(tmp_path / "home", CANARY),
-                "ACCELERATE_USE_CPU": "true",
-                "HF_HUB_DISABLE_XET": "1",
-            },
-            capture_output=True,
-            text=True,
-            timeout=180,
-            check=False,
-        )
-        assert ran.returncode == 0, ran.stderr
+        words = ["train", str(recipe), "--out", str(out)]
+        ran = two_ranks(command_at, server.url, tmp_path / "home", CANARY, *words)
         assert status(out)["num_processes"] == 2
         assert server.count("POST .*/commit/") == 1
         assert set(server.files("alice/digits")) >= {"config.json", "model.safetensors"}

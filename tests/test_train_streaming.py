@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 from faults_runs import TINY, killed_before, losses, weights
 from hub_server import HubServer, point_at
+from ranks import command_at, two_ranks
 from streamed import NAME, bytes_sent, on_disk, shards
 
 from finetune.cli import main
@@ -25,7 +24,6 @@ from finetune.recipe import Recipe, parse_recipe
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 FILES = shards(4, 40)
 STREAMED = [
     *(f"data.source=hub:{NAME}", "data.streaming=true", "data.batch_size=24"),
@@ -222,14 +220,8 @@ def test_two_processes_give_the_losses_of_one(hub: HubServer, tmp_path: Path) ->
     path.write_text(TINY)
     plain = [change for change in STREAMED if "dropout" not in change]
     train(parse_recipe(TINY, overrides=plain), tmp_path / "one")
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
-    command += ["--num_processes", "2", "--main_process_port", "0", "-m", "finetune", "train"]
-    command += [str(path), *plain, "--out", str(tmp_path / "two")]
-    environment = {**hub.environment(tmp_path / "home-of-two"), "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[:3000]
+    words = ["train", str(path), *plain, "--out", str(tmp_path / "two")]
+    two_ranks(command_at, hub.url, tmp_path / "home-of-two", None, *words)
     assert json.loads((tmp_path / "two/run.json").read_text())["num_processes"] == 2
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
     mine, theirs = results(tmp_path / "two"), results(tmp_path / "one")

@@ -80,6 +80,7 @@ def build(
     weights = resolve(name, pretrained=pretrained, args=_checked(args))
     model_args, size = _arguments(weights, args or {}, image_size)
     rates = {"dropout": dropout, "attention_dropout": attention_dropout, "drop_path": drop_path}
+    keep = num_classes is None
     classes = _source_classes(weights) if num_classes is None else num_classes
 
     model, dropouts = _create(weights, model_args, rates, classes, size, args=args or {})
@@ -87,9 +88,8 @@ def build(
     resized = "none"
     if weights.state is not None:
         create_args = {**model_args, **dropouts, "num_classes": classes}
-        keep = num_classes is None
         model, resized = load(model, weights, create_args, posemb=posemb, keep_head=keep)
-    if num_classes is not None and head_init == "zeros":
+    if not keep and head_init == "zeros":
         zero_head(model, weights.architecture)
     freeze_parameters(model, freeze)
     if grad_checkpointing:
@@ -100,8 +100,8 @@ def build(
         model_args=model_args,
         preprocessing=_preprocessing(weights.config, size),
         provenance=_provenance(model, weights, posemb=resized, dropout=dropouts),
-        class_names=_own_names(weights, classes) if num_classes is None else None,
-        temperature=_own_temperature(weights) if num_classes is None else None,
+        class_names=_own_names(weights, classes) if keep else None,
+        temperature=weights.temperature if keep and weights.state is not None else None,
     )
 
 
@@ -166,11 +166,6 @@ def _source_classes(weights: Weights) -> int:
             if weight is not None:
                 return weight.shape[0] - int(weights.config.get("label_offset") or 0)
     return int(weights.config.get("num_classes") or 0)
-
-
-def _own_temperature(weights: Weights) -> float | None:
-    """What was fitted to the logits of these tensors; random ones have none."""
-    return weights.temperature if weights.state is not None else None
 
 
 def _own_names(weights: Weights, num_classes: int) -> list[str] | None:
@@ -267,12 +262,16 @@ def _cannot_create(
 def _failure(weights: Weights, size: tuple[int, int] | None) -> Exception | None:
     """What timm raises on the weights' own values, with nothing from the recipe but a size."""
     own, _ = _arguments(weights, {}, size)
-    classes, config = _source_classes(weights), timm_config(weights)
-    try:
-        timm.create_model(weights.architecture, pretrained_cfg=config, num_classes=classes, **own)
-    except Exception as error:  # see _create
-        return error
-    return None
+    own = {**own, "num_classes": _source_classes(weights), "pretrained_cfg": timm_config(weights)}
+    found: Exception | None = None
+    for device in ("meta", "cpu"):  # not every network can be made without memory
+        try:
+            with torch.device(device):
+                timm.create_model(weights.architecture, **own)
+            return None
+        except Exception as error:  # see _create
+            found = error
+    return found
 
 
 def _reason(error: Exception) -> str:

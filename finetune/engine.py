@@ -12,7 +12,6 @@ import contextlib
 import datetime
 import functools
 import itertools
-import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -43,7 +42,7 @@ from finetune.recipe import Recipe, RunSection
 from finetune.record import begin, note_plan, status_kept
 from finetune.rundir import RunDir
 from finetune.sizing import settle_micro_batch
-from finetune.watch import Launcher, Ranks
+from finetune.watch import Launcher, Ranks, local_processes
 
 __all__ = ["evaluate", "launch", "leave", "train"]
 
@@ -174,7 +173,7 @@ def _prepared(recipe: Recipe, accelerator: Accelerator, run: RunDir) -> Live:
     job = open_job(
         recipe,
         device=accelerator.device,
-        local_processes=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+        local_processes=local_processes(world),
         notice=say if main else say_nothing,
         progress=main,
     )

@@ -35,6 +35,7 @@ from finetune.progress import say
 from finetune.provenance import dtype_of
 from finetune.recipe import DataSection, RunSection
 from finetune.record import recipe_of
+from finetune.watch import local_processes
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -218,7 +219,7 @@ def _feed_of(
         device=device,
         workers=section.workers,
         unreadable=section.unreadable,
-        local_processes=accelerator.num_processes,
+        local_processes=local_processes(accelerator.num_processes),
         progress=accelerator.is_main_process,
         notice=say,
     )

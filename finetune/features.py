@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 import time
 from collections.abc import Mapping
@@ -42,6 +41,7 @@ from finetune.preprocess import default_eval
 from finetune.progress import say, say_nothing
 from finetune.provenance import precision_of
 from finetune.recipe import DataSection
+from finetune.watch import local_processes
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -192,7 +192,7 @@ def _computed(
         device=device,
         workers=section.workers,
         unreadable=section.unreadable,
-        local_processes=int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)),
+        local_processes=local_processes(accelerator.num_processes),
         progress=main,
         notice=say if main else say_nothing,
         timeout_seconds=timeout_seconds,

@@ -23,7 +23,7 @@ import torch
 
 from finetune.errors import DivergedError, FinetuneError, Interrupted, RecipeError, SetupError
 
-__all__ = ["Launcher", "Ranks", "end_with_parent"]
+__all__ = ["Launcher", "Ranks", "end_with_parent", "local_processes"]
 
 POLL_SECONDS = 0.5
 JOIN_SECONDS = 5.0  # for a process that waits for others in C, where no handler runs
@@ -34,6 +34,11 @@ _PR_SET_PDEATHSIG = 1  # Linux, prctl(2)
 _LAUNCHERS = ("accelerate", "accelerate-launch", "torchrun")
 _LAUNCHER_MODULES = ("accelerate.commands.launch", "torch.distributed.run")
 _LOST = re.compile(r"gloo|nccl|closed by peer|reset by peer|timed out waiting", re.IGNORECASE)
+
+
+def local_processes(world: int) -> int:
+    """How many of the processes of a launch share this host: all, unless the launcher tells."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
 def end_with_parent() -> None:

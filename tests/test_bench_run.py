@@ -63,7 +63,8 @@ class Stand:
 
     def prepare(self) -> dict[str, Any]:
         if self.make == "Peer":
-            return {"seconds_to_first_step": 2.0, "workers": 2, "operations": BATCH * 1500}
+            found = {"seconds_to_first_step": 2.0, "workers": 2, "operations": BATCH * 1500}
+            return {**found, "compiled": True}
         return {
             **{"device": "cpu", "precision": "bf16", "batch_size": BATCH, "image_size": [16, 16]},
             **{"num_images": 9, "architecture": "vit", "augmentation": "resize"},
@@ -150,6 +151,7 @@ def test_what_follows_from_the_figures(recipe: str, stands: list[Stand]) -> None
     assert [row["operations_per_image"] for row in (ours, synthetic, timm)] == [1000, 1000, 1500]
     assert (ours["fraction"], timm["fraction"]) == (200 * 1000 / 400_000, 100 * 1500 / 400_000)
     assert timm32["fraction"] is None  # another dtype than the rate's
+    assert [row["compiled"] for row in (ours, synthetic, timm)] == [False, False, True]
     # 100, 200 and 300 beside 200: a half, nothing, and noise that does not count
     assert found["input_share"]["values"] == [0.5, 0.0, 0.0]
     assert ours["evaluation"]["median"] == 5 * BATCH // 2

@@ -116,7 +116,7 @@ LAYERS = {
     "figures": "errors metrics drawing",
     "card": "errors recipe claims licences metrics",
     "preprocess": "errors data recipe models",
-    "features": "errors data feature_cache models preprocess progress provenance recipe",
+    "features": "errors data feature_cache models preprocess progress provenance recipe watch",
     "measure": "calibrate data metrics mistakes",
     "job": "*",
     "frozen": "*",

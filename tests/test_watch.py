@@ -16,7 +16,7 @@ import torch
 from finetune import watch
 from finetune.errors import DataError, DivergedError, FinetuneError, Interrupted, SetupError
 from finetune.progress import StopSignals
-from finetune.watch import Launcher, Ranks, end_with_parent
+from finetune.watch import Launcher, Ranks, end_with_parent, local_processes
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer [127.0.0.1]:1")
 LATE = RuntimeError("[gloo/transport/tcp/buffer.cc:1] Timed out waiting 5000ms for recv")
@@ -40,6 +40,13 @@ def wait_for(holds: Callable[[], bool], seconds: float = 60) -> bool:
     while not holds() and time.monotonic() < until:
         time.sleep(0.02)
     return holds()
+
+
+def test_how_many_share_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert local_processes(4) == 4
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # two machines
+    assert local_processes(4) == 2
 
 
 class TestLauncher:

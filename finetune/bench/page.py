@@ -136,7 +136,7 @@ def _table(result: dict[str, Any]) -> list[list[str]]:
         rows.append(
             [
                 row["name"],
-                _way(result) if row["name"] in ("finetune", "synthetic") else row["precision"],
+                _way(row),
                 _figure(train["median"]),
                 f"{_figure(train['min'])}–{_figure(train['max'])}",
                 "" if row["name"] == "finetune" else f"{row['ratio']:.2f} ×",

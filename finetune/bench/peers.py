@@ -52,7 +52,7 @@ class Peer:
     def prepare(self) -> dict[str, Any]:
         """Build the network, decode images, and find out how many workers serve the loop best.
 
-        Returns: "seconds_to_first_step", "workers" and "operations" of a step.
+        Returns: "seconds_to_first_step", "compiled", "workers" and "operations" of a step.
         Raises: RecipeError if the recipe asks for what these loops have not.
         """
         recipe = self.recipe
@@ -87,6 +87,7 @@ class Peer:
             self.setting.workers = 0
         return {
             "seconds_to_first_step": clock.alive,
+            "compiled": recipe.model.compile is True,
             "workers": self.setting.workers,
             "operations": operations,
         }

@@ -57,13 +57,13 @@ def bench(
         sizes: numbers of images to train on, besides the set's own.
         profile: a folder for a trace.
         out: a Markdown file, in which the recipe's section is added or replaced.
-    Returns: "rows", each {"name", "precision", "train", "evaluation", "seconds_to_first_step",
-        "host_bytes", "device_bytes", "workers", "operations_per_image", "ratio", "fraction"};
-        "matrix_rate", "input_share"; "inputs" of `input_rates`, "losses" of `study_losses` and
-        "sizes" of `study_sizes`, or None; "load", the processes that wanted to run before; what was
-        measured, and on which machine. Rates are {"median", "min", "max", "values"} of images (or
-        operations) a second; "ratio" is ours over this row's, "fraction" the share of the matrix
-        rate.
+    Returns: "rows", each {"name", "precision", "compiled", "train", "evaluation",
+        "seconds_to_first_step", "host_bytes", "device_bytes", "workers", "operations_per_image",
+        "ratio", "fraction"}; "matrix_rate", "input_share"; "inputs" of `input_rates`, "losses" of
+        `study_losses` and "sizes" of `study_sizes`, or None; "load", the processes that wanted to
+        run before; what was measured, and on which machine. Rates are {"median", "min", "max",
+        "values"} of images (or operations) a second; "ratio" is ours over this row's, "fraction"
+        the share of the matrix rate.
     Raises: FinetuneError of the kind that DESIGN's exit codes list.
     """
     recipe, against = load_recipe(path, overrides), tuple(dict.fromkeys(against))
@@ -206,6 +206,7 @@ class _Session:
             package: version(package) for loop, package in _PACKAGES.items() if loop in self.hosts
         }
         row = {
+            "compiled": facts["compiled"],
             "seconds_to_first_step": None,
             "memory": {"host": None, "device": None},
             "operations": facts["operations"],
@@ -237,6 +238,7 @@ class _Session:
         return {
             "name": name,
             "precision": precision,
+            "compiled": facts["compiled"],
             "train": train,
             "evaluation": spread(self.rates["evaluation"]) if name == _OWN else None,
             "seconds_to_first_step": facts["seconds_to_first_step"],

@@ -14,7 +14,7 @@ import socket
 import ssl
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,16 +65,24 @@ def _prepare_environment() -> None:
 
 
 _prepare_environment()  # before any test module imports torch or huggingface_hub
-gc.disable()  # until all is imported
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
+    """Collecting imports nearly everything, as a command's start does."""
+    from finetune import collector
+
+    with collector.patient():
+        result = yield
+    gc.freeze()  # what stays to the end need not be looked through again and again
+    gc.set_threshold(2_000, 10, 50)  # nor what tests import: that took a twelfth of the time
+    return result
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start what ranks are forked from before a test changes the environment: it keeps a copy."""
     if "ranks" in sys.modules:
         multiprocessing.forkserver.ensure_running()
-    gc.freeze()  # what stays to the end need not be looked through again and again
-    gc.set_threshold(2_000, 10, 50)  # nor what tests import: that took a twelfth of the time
-    gc.enable()
 
 
 def pytest_unconfigure() -> None:

@@ -20,9 +20,12 @@ import pytest
 
 PATIENCE = 240.0  # seconds
 forked = multiprocessing.get_context("forkserver")
-LATER = ("sklearn.datasets", "sklearn.linear_model", "timm.optim", "pytest")  # a run imports them
+# the commands, and what a run of them imports on its way
 forked.set_forkserver_preload(
-    ["finetune.cli", "finetune.engine", "finetune.report.page", *LATER],
+    [
+        *("finetune.cli", "finetune.engine", "finetune.report.page"),
+        *("sklearn.datasets", "sklearn.linear_model", "timm.optim", "pytest"),
+    ]
 )
 
 

@@ -82,6 +82,11 @@ class Setting:
     folder: str
 
     @property
+    def compiled(self) -> bool:
+        """Whether the network is: where the recipe asks for it. What "auto" decides is our own."""
+        return self.recipe.model.compile is True
+
+    @property
     def micro_batch(self) -> int:
         """Images at once."""
         return self.recipe.data.batch_size // self.parts
@@ -143,7 +148,7 @@ def _with_transformers(setting: Setting, steps: int, on_step: Callable[[], None]
         max_grad_norm=optim.clip_norm or 0.0,
         bf16=setting.precision == "bf16",
         fp16=setting.precision == "fp16",
-        torch_compile=setting.recipe.model.compile is True,
+        torch_compile=setting.compiled,
         use_cpu=setting.device.type == "cpu",
         dataloader_num_workers=setting.workers,
         dataloader_pin_memory=setting.device.type != "cpu",
@@ -191,7 +196,7 @@ def _with_timm(setting: Setting, steps: int, on_step: Callable[[], None]) -> Non
     images.transform = v2.Compose([*setting.augment, ToNumpy()])
     optimizer, loss = _timms_optimizer(setting), setting.loss()
     average = ModelEmaV3(network, decay=optim.ema_decay) if optim.ema_decay else None
-    model = torch.compile(network) if setting.recipe.model.compile is True else network
+    model = torch.compile(network) if setting.compiled else network
     autocast = torch.autocast(
         device.type, DTYPES[setting.precision], enabled=setting.precision != "fp32"
     )

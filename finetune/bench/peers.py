@@ -87,7 +87,7 @@ class Peer:
             self.setting.workers = 0
         return {
             "seconds_to_first_step": clock.alive,
-            "compiled": recipe.model.compile is True,
+            "compiled": self.setting.compiled,
             "workers": self.setting.workers,
             "operations": operations,
         }

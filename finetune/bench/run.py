@@ -206,6 +206,7 @@ class _Session:
             package: version(package) for loop, package in _PACKAGES.items() if loop in self.hosts
         }
         row = {
+            "precision": facts["precision"],
             "compiled": facts["compiled"],
             "seconds_to_first_step": None,
             "memory": {"host": None, "device": None},
@@ -232,12 +233,11 @@ class _Session:
         self, name: str, facts: dict[str, Any], matrix: dict[str, Any] | None
     ) -> dict[str, Any]:
         train, own = spread(self.rates[name]), spread(self.rates[_OWN])
-        precision = facts.get("precision", self.facts[_OWN]["precision"])
-        comparable = precision == self.facts[_OWN]["precision"]
+        comparable = facts["precision"] == self.facts[_OWN]["precision"]
         per_image = facts["operations"] / self.recipe.data.batch_size
         return {
             "name": name,
-            "precision": precision,
+            "precision": facts["precision"],
             "compiled": facts["compiled"],
             "train": train,
             "evaluation": spread(self.rates["evaluation"]) if name == _OWN else None,

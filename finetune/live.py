@@ -73,7 +73,9 @@ class Live:
             recipe.model.compile,
             device=device,
             sharded=self.sharded,
-            images=0 if self.feeds.of_features else job.steps * recipe.data.batch_size,
+            images=0
+            if self.feeds.of_features
+            else job.steps * recipe.data.batch_size // accelerator.num_processes,
             operations=lambda: training_operations(network, job.preprocessing.image_size),
             notice=job.notice,
         )
@@ -103,9 +105,7 @@ class Live:
                 share = accelerator.num_processes / self.recipe.data.batch_size
                 accelerator.backward(loss_sum * _unless_infinite(loss_sum.detach(), share))
             losses.append((loss_sum.detach(), logits_BK.detach(), batch.labels_B))
-        limit = optim.clip_norm if optim.clip_norm is not None else float("inf")
-        norm = accelerator.clip_grad_norm_(self.model.parameters(), limit)
-        finite = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).isfinite()
+        finite = self._clip(optim.clip_norm).isfinite()
         set_lr(self.optimizer.optimizer, self.job.lr(counters.step))
         self._update(finite)
         for statistic, old in zip(self._statistics, before, strict=True):
@@ -118,6 +118,15 @@ class Live:
             meter.add(*each, counts=finite)
         self._finite.say(finite)
         self._count_skipped(self._finite.heard())
+
+    def _clip(self, limit: float | None) -> Tensor:
+        """Clip the gradient to a norm, if to any. Returns: its norm before, over all ranks."""
+        accelerator, parameters = self.accelerator, self.model.parameters()
+        if limit is None and not self.sharded and accelerator.scaler is None:
+            # to clip at infinity would write every gradient anew
+            return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = accelerator.clip_grad_norm_(parameters, float("inf") if limit is None else limit)
+        return torch.as_tensor(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def _update(self, finite: Tensor) -> None:
         """Let the optimiser step, or leave the step out where the gradient is not finite."""

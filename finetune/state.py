@@ -95,13 +95,14 @@ def capture(
     """
     moments: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {"groups": [], "moments": {}}
+    elsewhere = next(model.parameters()).device.type != "cpu"
     # An optimiser that has not stepped has no state, and asking for it would make one up.
     if optimizer.state:
         state: Any = get_optimizer_state_dict(model, optimizer, options=_ON_RANK_0)
         for name, values in state.get("state", {}).items():
             for key, value in values.items():
                 if isinstance(value, Tensor):
-                    moments[f"{name}/{key}"] = _own(value)
+                    moments[f"{name}/{key}"] = _own(value, copied=elsewhere)
                 else:
                     numbers["moments"][f"{name}/{key}"] = value
         # Some optimisers count their steps in the group, not with the moments.
@@ -111,7 +112,7 @@ def capture(
         ]
     weights: Any = get_model_state_dict(model, options=_ON_RANK_0)
     return Snapshot(
-        {name: _own(tensor) for name, tensor in weights.items()},
+        {name: _own(tensor, copied=elsewhere) for name, tensor in weights.items()},
         moments,
         numbers,
         None if ema is None else {name: _own(t) for name, t in ema.state_dict().items()},
@@ -124,8 +125,17 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
-def _own(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().clone().contiguous()
+def _own(tensor: Tensor, *, copied: bool = False) -> Tensor:
+    """A tensor of the host that nothing else changes, contiguous.
+
+    Args:
+        copied: it came from a device, so it is nobody else's already; but an optimiser may count
+            its steps in numbers on the host.
+    """
+    tensor = tensor.detach()
+    if tensor.device.type != "cpu":
+        return tensor.contiguous().cpu()
+    return tensor.contiguous() if copied and tensor.numel() > 1 else tensor.clone().contiguous()
 
 
 def restore(

@@ -181,6 +181,13 @@ def test_a_loop_in_float32_has_no_second_row(
     assert [row["name"] for row in found["rows"]] == ["finetune", "timm-loop"]
 
 
+def test_a_loop_in_one_precision(recipe: str, stands: list[Stand]) -> None:
+    found = bench(recipe, against=["timm-loop:bf16", "transformers:fp32"], repeats=1)
+    names = [row["name"] for row in found["rows"]]
+    assert names == ["finetune", "timm-loop", "transformers:fp32"]
+    assert {"timm", "transformers"} <= set(found["machine"]["versions"])
+
+
 def test_the_command_gives_the_same_again(recipe: str, stands: list[Stand], tmp_path: Path) -> None:
     page, traces = tmp_path / "B.md", tmp_path / "traces"
     changes = ["data.train=resize | flip"]
@@ -265,6 +272,12 @@ class TestRefused:
     @pytest.fixture(autouse=True)
     def nothing_starts(self, stands: list[Stand]) -> None:
         """Each test looks at it again."""
+
+    @pytest.mark.parametrize("loop", ["timm-loop:int8", "timm-loop:", "synthetic:bf16"])
+    def test_an_unknown_precision(self, loop: str, recipe: str) -> None:
+        error = refused(recipe, against=[loop])
+        assert isinstance(error, RecipeError)
+        assert str(error).startswith(f"--against: unknown '{loop}'")
 
     def test_an_unknown_loop(self, recipe: str) -> None:
         error = refused(recipe, against=["timm"])

@@ -49,6 +49,24 @@ def test_plain_attention_on_a_cpu_in_bf16_alone(
     assert fused(model) == [kept, kept]
 
 
+@pytest.mark.parametrize(
+    "name, device, last",
+    [
+        ("test_resnet", "cuda", True),
+        ("test_resnet", "cpu", False),
+        ("test_vit", "cuda", False),
+    ],
+)
+def test_networks_that_convolve_have_their_channels_last_on_a_gpu(
+    name: str, device: str, last: bool
+) -> None:
+    model = timm.create_model(name)
+    choose_kernels(model, device=torch.device(device), dtype=torch.bfloat16)
+    weights = [p for p in model.parameters() if p.ndim == 4 and p.shape[1] > 1 and p.shape[2] > 1]
+    assert weights
+    assert {w.is_contiguous(memory_format=torch.channels_last) for w in weights} == {last}
+
+
 def test_both_attentions_give_the_same() -> None:
     model, images = network().double(), torch.rand(2, 3, 32, 32, dtype=torch.float64)
     with torch.no_grad():

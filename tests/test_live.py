@@ -56,6 +56,17 @@ def test_the_gradient_is_the_mean_over_the_global_batch(tmp_path: Path) -> None:
     assert meter.sums()[3] == 8
 
 
+def test_without_a_limit_no_gradient_is_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live, meter = live_of(tmp_path)
+    monkeypatch.setattr(live.accelerator, "clip_grad_norm_", pytest.fail)
+    live.step(1, iter([batch(8)]), meter)
+    head = live.model.head.weight.detach().clone()
+    live.step(1, iter([batch(8, seed=1)]), meter)
+    assert not torch.equal(live.model.head.weight, head)
+
+
 def test_a_gradient_that_is_not_finite_changes_nothing_but_the_count(tmp_path: Path) -> None:
     live, meter = live_of(tmp_path, "optim.ema_decay=0.5")
     before = {name: value.clone() for name, value in live.model.state_dict().items()}

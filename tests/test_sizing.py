@@ -219,9 +219,10 @@ class TestMemory:
         live = live_of(tiny(*AUTO, "optim.ema_decay=0.9"), tmp_path)
         one = sum(4 * p.numel() for p in live.model.parameters())
         # gradients, two moments, and a snapshot of the weights, their average and the moments
-        assert still_to_come(live) == pytest.approx((1 + 2 + 1 + 1 + 2) * one, rel=0.01)
+        on_host = 1 + 1 + 2 if live.accelerator.device.type == "cpu" else 0
+        assert still_to_come(live) == pytest.approx((1 + 2 + on_host) * one, rel=0.01)
         live.optimizer.optimizer.state[next(live.model.parameters())] = {"restored": True}
-        assert still_to_come(live) == pytest.approx((1 + 1 + 1 + 2) * one, rel=0.01)
+        assert still_to_come(live) == pytest.approx((1 + on_host) * one, rel=0.01)
 
 
 def test_a_run_keeps_the_global_batch_and_a_resumed_one_does_not_look_again(

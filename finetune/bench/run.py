@@ -21,6 +21,7 @@ from finetune.bench.studies import LOSSES_EVERY, PLAINLY, study_losses, study_si
 from finetune.errors import RecipeError, SetupError, masked, nearest
 from finetune.files import make_folder
 from finetune.progress import bar, say
+from finetune.provenance import DTYPES
 from finetune.recipe import Recipe, load_recipe
 
 __all__ = ["AGAINST", "WARMUP_STEPS", "bench"]
@@ -49,8 +50,9 @@ def bench(
     Args:
         path: of the recipe.
         overrides: `section.key=value` each.
-        against: of AGAINST; the same training without input, and in other loops; "decode": as many
-            processes as there are workers that only decode.
+        against: of AGAINST; the same training without input, and in other loops, each in our
+            precision and in fp32 unless one is named (LOOP:PRECISION); "decode": as many processes
+            as there are workers that only decode.
         steps: that are timed each time.
         repeats: how often each loop has its turn.
         losses: of that many first steps, beside those in float32; a multiple of `LOSSES_EVERY`.
@@ -145,10 +147,11 @@ class _Session:
         # what `auto` came to
         data = self.recipe.data.model_copy(update={"micro_batch": facts["micro_batch"]})
         recipe = self.recipe.model_copy(update={"data": data})
-        for loop in [name for name in against if name not in _NO_LOOPS]:
+        for asked in [name for name in against if name not in _NO_LOOPS]:
             from finetune.bench.peers import Peer
 
-            for precision in dict.fromkeys((own, "fp32")):
+            loop, _, one = asked.partition(":")
+            for precision in dict.fromkeys((one,) if one else (own, "fp32")):
                 arguments = {
                     "recipe": recipe,
                     "loop": loop,
@@ -203,7 +206,9 @@ class _Session:
         kept = ("architecture", "precision", "compiled", "batch_size", "image_size", "num_images")
         machine = facts["machine"]
         machine["versions"] |= {
-            package: version(package) for loop, package in _PACKAGES.items() if loop in self.hosts
+            package: version(package)
+            for loop, package in _PACKAGES.items()
+            if any(name.partition(":")[0] == loop for name in self.hosts)
         }
         row = {
             "precision": facts["precision"],
@@ -297,11 +302,12 @@ def _check(recipe: Recipe, against: Sequence[str], *, alone: bool, losses: int |
         raise RecipeError(
             f"--losses: {losses} steps; give a multiple of {LOSSES_EVERY}, such as 200"
         )
-    for name in against:
-        if name not in AGAINST:
+    for asked in against:
+        name, colon, precision = asked.partition(":")
+        if name not in AGAINST or (colon and (name in _NO_LOOPS or precision not in DTYPES)):
             raise RecipeError(
-                f"--against: unknown '{name}'{nearest(name, AGAINST)}; choose from "
-                f"{', '.join(AGAINST)}"
+                f"--against: unknown '{asked}'{nearest(name, AGAINST)}; choose from "
+                f"{', '.join(AGAINST)}; a loop in one precision: transformers:{'|'.join(DTYPES)}"
             )
         package = _PACKAGES.get(name)
         if package and importlib.util.find_spec(package) is None:

@@ -9,9 +9,11 @@ each sample comes exactly once per epoch, and any step can be reached at any num
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -176,23 +178,23 @@ class Feed:
         ahead, behind = itertools.tee(plans)  # workers read ahead of the step they are asked for
         pixels = self.store.read_all(indices for plan in ahead for _, indices in plan)
         for plan in behind:
-            yield len(plan), (self._beside(pixels, *each) for each in plan)
+            yield len(plan), (self._beside(self._batch, pixels, *each) for each in plan)
 
     def _beside(
         self,
+        make: Callable[..., Batch],
         pixels: Iterator[Tensor | list[Tensor]],
-        keys: NDArray[np.uint64],
-        indices: NDArray[np.int64],
+        *arguments: NDArray[Any],
     ) -> Batch:
-        """Make a batch; on a GPU beside the step before, in a stream of its own.
+        """Make a batch; on a GPU beside the computation before, in a stream of its own.
 
-        The host waits for small copies on the way, and would there wait for that whole step.
+        The host waits for small copies on the way, and would there wait for all of that.
         """
         if self._side is None:
-            return self._batch(next(pixels), keys, indices)
+            return make(next(pixels), *arguments)
         main = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(self._side):
-            batch = self._batch(next(pixels), keys, indices)
+            batch = make(next(pixels), *arguments)
         main.wait_stream(self._side)
         for tensor in (batch.images_BCHW, batch.labels_B, batch.targets_BK):
             if tensor is not None:
@@ -227,7 +229,11 @@ class Feed:
         starts = range(first, first + largest_share, batch_size)
         batches = [np.arange(start, min(start + batch_size, last)) for start in starts]
         padded = [batch if len(batch) else np.zeros(1, dtype=np.int64) for batch in batches]
-        for batch, pixels in zip(batches, self.store.read_all(padded), strict=True):
-            images = self.pipeline(pixels, keys=None, dtype=torch.float32, device=self.device)
-            labels = self.labels[torch.from_numpy(batch).to(self.device)]
-            yield Batch(images, labels, indices=batch)
+        with contextlib.closing(self.store.read_all(padded)) as pixels:
+            for batch in batches:
+                yield self._beside(self._evaluated, pixels, batch)
+
+    def _evaluated(self, pixels: Tensor | list[Tensor], indices: NDArray[np.int64]) -> Batch:
+        images = self.pipeline(pixels, keys=None, dtype=torch.float32, device=self.device)
+        labels = self.labels[torch.from_numpy(indices).to(self.device)]
+        return Batch(images, labels, indices=indices)

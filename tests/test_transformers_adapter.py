@@ -77,7 +77,9 @@ def reference(path: str) -> Any:
 def made(monkeypatch: pytest.MonkeyPatch) -> Any:
     """build() of "transformers:FOLDER"."""
 
-    def resolve(name: str, *, pretrained: bool = True, args: Any = None) -> Weights:
+    def resolve(
+        name: str, *, pretrained: bool = True, args: Any = None, rename: Any = None
+    ) -> Weights:
         found = files.describe(name, pretrained=pretrained)
         state = None
         if found.weights is not None:

@@ -128,13 +128,6 @@ class TestNames:
         name = next(n for n in timm.list_models() if not timm.list_pretrained(f"{n}*"))
         assert "no pretrained weights" in message(name)
 
-    def test_imagenets_class_names_are_distinct(self) -> None:
-        names = weights_module._imagenet_names(1000)
-        assert names is not None
-        assert len(set(names)) == 1000
-        assert names[0].startswith("tench")
-        assert weights_module._imagenet_names(7) is None
-
     def test_addresses_are_not_read(self) -> None:
         for name in ("https://host/a/model.safetensors", "https://host/owner/name"):
             assert "addresses are not read; download it first" in message(name)

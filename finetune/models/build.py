@@ -57,6 +57,7 @@ def build(
     drop_path: float = 0.0,
     grad_checkpointing: bool = False,
     args: Mapping[str, Any] | None = None,
+    rename: Mapping[str, str] | None = None,
 ) -> Built:
     """Build a network from weights, ready to be fine-tuned or to predict.
 
@@ -73,11 +74,12 @@ def build(
         drop_path: stochastic depth at the last block, growing linearly from 0.
         grad_checkpointing: recompute activations to save memory.
         args: further keyword arguments of timm.
+        rename: regular expression to replacement, for weights with names of another network.
     Raises: WeightsError, or RecipeError for an argument that the network does not take.
     """
     if posemb not in METHODS:
         raise RecipeError(f"model.posemb: unknown '{posemb}'; use one of: {', '.join(METHODS)}")
-    weights = resolve(name, pretrained=pretrained, args=_checked(args))
+    weights = resolve(name, pretrained=pretrained, args=_checked(args), rename=rename)
     model_args, size = _arguments(weights, args or {}, image_size)
     rates = {"dropout": dropout, "attention_dropout": attention_dropout, "drop_path": drop_path}
     keep = num_classes is None
@@ -85,10 +87,8 @@ def build(
 
     model, dropouts = _create(weights, model_args, rates, classes, size, args=args or {})
     _check_divisible(model, size, weights.architecture)
-    resized = "none"
-    if weights.state is not None:
-        create_args = {**model_args, **dropouts, "num_classes": classes}
-        model, resized = load(model, weights, create_args, posemb=posemb, keep_head=keep)
+    create_args = {**model_args, **dropouts, "num_classes": classes}
+    model, resized = load(model, weights, create_args, posemb=posemb, keep_head=keep)
     if not keep and head_init == "zeros":
         zero_head(model, weights.architecture)
     freeze_parameters(model, freeze)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 import timm
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from finetune.errors import WeightsError
 from finetune.models.head import as_names, classifier_names
 from finetune.models.posemb import resize_grid, square_grid
+from finetune.models.rename import matched
 from finetune.models.weights import Weights
 
 __all__ = ["load", "stride", "timm_config"]
@@ -34,14 +35,15 @@ def load(
 
     Args:
         model: with random weights.
-        weights: with tensors.
+        weights: without tensors they leave the network as it is.
         create_args: what `model` was created with, `num_classes` included.
         posemb: "paper" or "timm".
         keep_head: False leaves the network's fresh head in place.
     Returns: the network, and how position embeddings were resized: none, paper or timm.
     Raises: WeightsError naming the tensors that do not fit.
     """
-    assert weights.state is not None
+    if weights.state is None:
+        return model, "none"
     state, own = dict(weights.state), model.state_dict()
     num_classes = create_args["num_classes"]
     if not keep_head or not num_classes:
@@ -62,7 +64,8 @@ def load(
             weights.architecture, pretrained=True, pretrained_cfg=config, **create_args
         )
     except (RuntimeError, KeyError, ValueError, AssertionError, AttributeError) as error:
-        raise _does_not_fit(state, own, weights, error) from error
+        head = classifier_names(model)
+        raise _does_not_fit(state, own, weights, error, head=head) from error
     # The configuration would keep the weights in memory a second time.
     cast(dict[str, Any], model.pretrained_cfg).pop("state_dict", None)
     after = model.state_dict()
@@ -135,14 +138,19 @@ def _kernel_ratio(model: nn.Module, weights: Weights) -> tuple[float, float]:
 
 
 def _does_not_fit(
-    state: Mapping[str, Tensor], own: Mapping[str, Tensor], weights: Weights, error: Exception
+    state: Mapping[str, Tensor],
+    own: Mapping[str, Tensor],
+    weights: Weights,
+    error: Exception,
+    *,
+    head: Collection[str],
 ) -> WeightsError:
-    """Say which tensors do not fit: three of each kind."""
+    """Say which tensors do not fit: three of each kind; and whether their names alone are wrong."""
     parts = []
     shapes = [k for k in own if k in state and state[k].shape != own[k].shape]
     if shapes:
-        pairs = [f"{k} {tuple(state[k].shape)} for {tuple(own[k].shape)}" for k in shapes[:3]]
-        parts.append(f"{len(shapes)} tensors of another shape: {', '.join(pairs)}")
+        told = [f"{k} {tuple(state[k].shape)} for {tuple(own[k].shape)}" for k in shapes[:3]]
+        parts.append(f"{len(shapes)} tensors of another shape: {', '.join(told)}")
     missing = [k for k in own if k not in state]
     if missing:
         parts.append(f"{len(missing)} missing: {', '.join(missing[:3])}")
@@ -150,9 +158,19 @@ def _does_not_fit(
     if unknown:
         parts.append(f"{len(unknown)} not of this network: {', '.join(unknown[:3])}")
     detail = "; ".join(parts) or str(error).splitlines()[0]
+    advice = "check model.name and model.args"
+    if "rename" in weights.provenance:
+        advice += ", and the patterns of model.rename"
+    elif pairs := matched(weights.state or {}, own, free=head):
+        found = [f"{theirs} is {ours}" for theirs, ours in pairs if theirs != ours]
+        advice = (
+            f"every shape fits in order under other names ({', '.join(found[:2])}, …): write them "
+            f"as `regex: replacement` into a file for model.rename, or see what `python -m "
+            f"finetune.models.rename FILE {weights.architecture}` makes of them"
+        )
     return WeightsError(
         f"{weights.provenance.get('source')}: the weights do not fit {weights.architecture} "
-        f"({detail}); check model.name and model.args"
+        f"({detail}); {advice}"
     )
 
 

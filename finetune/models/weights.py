@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
@@ -12,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import timm
-from timm.data.imagenet_info import ImageNetInfo, infer_imagenet_subset
 from timm.models import split_model_name_tag
 from torch import Tensor
 
 from finetune.errors import WeightsError, nearest
 from finetune.files import sha256_of
-from finetune.models import google, transformers_adapter, transformers_files
+from finetune.models import google, packaged, transformers_adapter, transformers_files
 from finetune.models.config import ModelConfig, clean, read_config
 from finetune.models.hub_files import download, fetch, first_of
+from finetune.models.rename import renamed
 from finetune.models.tensors import read_tensors
+from finetune.models.timm_names import imagenet_names, suggest
 
 __all__ = ["Weights", "locate", "resolve"]
 
@@ -34,8 +33,6 @@ WEIGHT_FILES = (
 )
 PICKLED = (".bin", ".pth", ".pt", ".tar")
 FILES = (".safetensors", ".npz", *PICKLED)
-# Families that timm does not have, and what of it comes nearest.
-_ELSEWHERE = {"cvt": "pvt_v2_b2", "pvt": "pvt_v2_b2", "t2t": "deit_small_patch16_224"}
 
 
 @dataclass(frozen=True)
@@ -64,21 +61,36 @@ class Weights:
 
 
 def resolve(
-    name: str, *, pretrained: bool = True, args: Mapping[str, Any] | None = None
+    name: str,
+    *,
+    pretrained: bool = True,
+    args: Mapping[str, Any] | None = None,
+    rename: Mapping[str, str] | None = None,
 ) -> Weights:
     """Find, verify and read the weights that a name stands for.
 
     Args:
-        name: a timm name with or without a tag, `hf-hub:owner/name@revision`, `embedded:name`, a
-            folder in timm's hub format, a run directory, or a .safetensors, .npz or pickled file.
+        name: a timm name with or without a tag, `hf-hub:owner/name@revision`, `embedded:name`,
+            `package:name`, a folder in timm's hub format, a run directory, or a .safetensors, .npz
+            or pickled file.
         pretrained: False reads the configuration only.
         args: the recipe's model.args; `architecture` (for files without a config.json),
             `num_heads` and `pre_logits` (for Google's .npz) matter here.
+        rename: regular expression to replacement, for tensors with names of another network.
     Raises: WeightsError with one message for each way this can go wrong.
     """
-    args = args or {}
+    weights = _find(name, pretrained, args or {})
+    if not rename or weights.state is None:
+        return weights
+    state = renamed(weights.state, rename, source=name)
+    return replace(weights, state=state, provenance=weights.provenance | {"rename": dict(rename)})
+
+
+def _find(name: str, pretrained: bool, args: Mapping[str, Any]) -> Weights:
     if name.startswith(transformers_files.PREFIX):
         return _from_transformers(name, pretrained)
+    if name.startswith(packaged.PREFIX):
+        return _from_package(name, pretrained)
     if name.startswith(("hf-hub:", "hf_hub:")):
         return _from_hub(name, pretrained)
     architecture, _ = split_model_name_tag(name)
@@ -86,7 +98,7 @@ def resolve(
         return _from_registry(name, pretrained)
     path = locate(name)
     if path is None:
-        raise WeightsError(f"model.name: unknown '{name}'{_suggest(name)}")
+        raise WeightsError(f"model.name: unknown '{name}'{suggest(name)}")
     if path.is_dir():
         return _from_folder(path, pretrained, source=name)
     return _from_file(path, pretrained, args, source=name)
@@ -95,10 +107,13 @@ def resolve(
 def locate(name: str) -> Path | None:
     """The local file or folder that a name stands for; None when the name is not a local one.
 
-    Raises: WeightsError when the name is local and nothing usable is there.
+    Raises: WeightsError when the name is local and nothing usable is there, SetupError for a
+        package that is not installed.
     """
     if name.startswith("embedded:"):
         return _embedded(name.removeprefix("embedded:"))
+    if name.startswith(packaged.PREFIX):
+        return packaged.find(name)
     if not name.strip() or "\0" in name:
         raise WeightsError(f"model.name: {name[:60]!r} is no name; give one, or a file or folder")
     path = Path(name.removeprefix("local-dir:")).expanduser()
@@ -151,22 +166,6 @@ def _embedded(name: str) -> Path:
     return root / name
 
 
-def _suggest(name: str) -> str:
-    """The nearest registry name: among the tags when the architecture is known, else overall."""
-    if family := re.match(r"(cvt|pvt|t2t)(?!_v2)", name.lower()):
-        near = _ELSEWHERE[family[1]]
-        other = " (transformers has it: 'transformers:owner/name')" if family[1] != "t2t" else ""
-        return f"; it is not in timm{other}; nearest there is '{near}'"
-    architecture, tag = split_model_name_tag(name)
-    close = nearest(architecture, timm.list_models())
-    if not close:
-        return "; see `timm.list_models()`; names of hub repositories begin with 'hf-hub:'"
-    if tag:
-        tagged = difflib.get_close_matches(name, timm.list_pretrained(), n=1)
-        close = f"; did you mean '{tagged[0]}'?" if tagged else close
-    return close
-
-
 # --- from the registry and the hub -------------------------------------------------------------
 
 
@@ -202,7 +201,7 @@ def _from_registry(name: str, pretrained: bool) -> Weights:
         "revision": revision,
         "license": entry.get("license"),
     }
-    names = _imagenet_names(entry.get("num_classes"))
+    names = imagenet_names(entry.get("num_classes"))
     return _read(path, Weights(architecture, {}, clean(entry), None, names, provenance), sha256)
 
 
@@ -218,7 +217,7 @@ def _from_hub(name: str, pretrained: bool) -> Weights:
     if not pretrained:
         return weights
     if weights.class_names is None and repository.startswith("timm/"):
-        names = _imagenet_names(content.config.get("num_classes"))
+        names = imagenet_names(content.config.get("num_classes"))
         weights = replace(weights, class_names=names)
     # Pinned to the configuration's commit: a push in between cannot mix two versions.
     found = first_of(repository, WEIGHT_FILES, revision or wanted or None, source=name)
@@ -250,6 +249,16 @@ def _from_transformers(name: str, pretrained: bool) -> Weights:
     return Weights(architecture, found.model_args, found.config, state, names, provenance)
 
 
+def _from_package(name: str, pretrained: bool) -> Weights:
+    package = packaged.known(name)
+    config, names = package.pretrained_config(), imagenet_names(package.num_classes)
+    weights = Weights(package.architecture, {}, config, None, names, package.provenance(name))
+    if not pretrained:
+        return weights
+    weights = _read(packaged.find(name), weights, package.sha256)
+    return replace(weights, state=renamed(weights.state or {}, package.rename, source=name))
+
+
 # --- from local folders and files ----------------------------------------------------------------
 
 
@@ -276,7 +285,7 @@ def _from_file(path: Path, pretrained: bool, args: Mapping[str, Any], *, source:
         raise WeightsError(f"{source}: not a weights file; expected one of {', '.join(FILES)}")
     named = args.get("architecture")
     if named is not None and not (isinstance(named, str) and timm.is_model(named)):
-        raise WeightsError(f"model.args.architecture: unknown '{named}'{_suggest(str(named))}")
+        raise WeightsError(f"model.args.architecture: unknown '{named}'{suggest(str(named))}")
     provenance: dict[str, Any] = {"source": source, "license": None}
     if path.suffix == ".npz":
         tensors = read_tensors(path)
@@ -312,17 +321,3 @@ def _read(path: Path, weights: Weights, sha256: str | None = None) -> Weights:
         model_args = {**npz_args, **model_args}
     provenance = {**weights.provenance, **read}
     return replace(weights, model_args=model_args, state=tensors, provenance=provenance)
-
-
-def _imagenet_names(num_classes: int | None) -> list[str] | None:
-    """ImageNet's class names for timm's own weights, which do not carry them."""
-    subset = infer_imagenet_subset({"num_classes": num_classes})
-    if subset is None:
-        return None
-    info = ImageNetInfo(subset)
-    names, synsets = info.label_descriptions(), info.label_names()
-    twice = {name for name, count in Counter(names).items() if count > 1}  # the two cranes
-    return [
-        f"{name} ({synset})" if name in twice else name
-        for name, synset in zip(names, synsets, strict=True)
-    ]

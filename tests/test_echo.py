@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from finetune.echo import Echo
@@ -28,12 +27,3 @@ def test_one_step_later() -> None:
         heard.append(echo.heard())
     assert heard == [[], [0.0], [1.0], [2.0]]
     assert echo.heard(all_of_it=True) == [3.0]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_from_a_gpu() -> None:
-    echo, value = Echo(torch.device("cuda")), torch.zeros(1, device="cuda")
-    for step in range(3):
-        echo.say(value.fill_(step))
-    assert echo.heard() == [0.0, 1.0]
-    assert echo.heard(all_of_it=True) == [2.0]

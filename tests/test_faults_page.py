@@ -42,3 +42,27 @@ def test_a_trial_that_fails_is_counted(tmp_path: Path) -> None:
     assert "| a fault | a promise | 2 of 5 | as it came out |" in page
     assert "| another | nothing | 1 of 1 |  |" in page
     assert page.count("- `test_it.py::test_trials[") == 3
+
+
+def test_a_figure_outlives_its_test(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        "def test_it(figure):\n"
+        "    figure('a question', 'less than 1', '2.5 | 3')\n"
+        "    assert 2.5 < 1, 'too much'\n"
+    )
+    here = Path(__file__).parent
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "faults_page", "--gpu-page", "page.md"]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(here), "PATH": "/usr/bin:/bin", "FINETUNE_COMMIT": "abc1234"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    page = (tmp_path / "page.md").read_text()
+    assert "| a question | less than 1 | 0 of 1 | 2.5 \\| 3 |" in page
+    assert "- `test_it.py::test_it`: AssertionError: too much" in page
+    assert "abc1234" in page

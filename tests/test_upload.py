@@ -10,8 +10,6 @@ import torch
 
 from finetune.data.upload import uploaded
 
-DEVICES = ["cpu", "cuda"]
-
 
 def batch(number: int) -> list[np.ndarray]:
     generator = np.random.default_rng(number)
@@ -20,10 +18,7 @@ def batch(number: int) -> list[np.ndarray]:
     ]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_batches_come_in_order_one_ahead(device: str) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no GPU")
+def test_batches_come_in_order_one_ahead() -> None:
     asked: list[int] = []
 
     def batches() -> Iterator[list[np.ndarray]]:
@@ -36,10 +31,9 @@ def test_batches_come_in_order_one_ahead(device: str) -> None:
             images = batch(number)
             yield images
 
-    for number, found in enumerate(uploaded(batches(), torch.device(device))):
+    for number, found in enumerate(uploaded(batches(), torch.device("cpu"))):
         assert asked == list(range(min(number + 2, 4)))
         for mine, other in zip(found, batch(number), strict=True):
-            assert mine.device.type == device
             assert mine.is_contiguous()
             np.testing.assert_array_equal(mine.permute(1, 2, 0).cpu().numpy(), other)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["VERDICTS", "answer", "table", "wording"]
+__all__ = ["VERDICTS", "answer", "cell", "table", "wording"]
 
 VERDICTS = ("met", "not met", "not measured")
 
@@ -197,7 +197,7 @@ def table(answers: Iterable[Mapping[str, Any]]) -> str:
         verdict = str(row.get("verdict", VERDICTS[2]))
         cells = [what, str(row.get("source") or ""), reported, measured, verdict]
         cells += [str(row.get("run", ""))] if named else []
-        rows.append("| " + " | ".join(map(_cell, cells)) + " |")
+        rows.append("| " + " | ".join(map(cell, cells)) + " |")
     return "\n".join(rows) + "\n"
 
 
@@ -314,6 +314,6 @@ def _measured(row: Mapping[str, Any]) -> str:
     return _format(metric, value)
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
     """Text that cannot break out of its table cell."""
     return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|")

@@ -116,19 +116,51 @@ def probe(
 @click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
 @click.option("--only", metavar="RUN", multiple=True, help="Only this run; may be repeated.")
 @click.option("--scale", default="full", show_default=True, help="full, or smoke for minutes.")
+@click.option(
+    "--data",
+    metavar="SOURCE=COPY",
+    multiple=True,
+    help="Read COPY where a recipe says SOURCE; may be repeated.",
+)
 @click.option("--out", metavar="DIR", help="By default runs/NAME, or runs/NAME-smoke.")
+@click.option("--done", is_flag=True, help="Train nothing; take the runs that are done.")
+@click.option("--page", metavar="FILE", help="Write the page of all recipes and these runs.")
 @answers
 def reproduce(
-    name: str, overrides: tuple[str, ...], only: tuple[str, ...], scale: str, out: str | None
+    name: str,
+    overrides: tuple[str, ...],
+    only: tuple[str, ...],
+    scale: str,
+    data: tuple[str, ...],
+    out: str | None,
+    done: bool,
+    page: str | None,
 ) -> Answer:
     """Carry out the plan NAME, a set of runs, and answer its claims in one table."""
-    from finetune.experiments import describe
     from finetune.experiments import reproduce as carry_out
+    from finetune.plan_table import describe
     from finetune.recipe_check import refuse_undone
 
     refuse_undone(overrides)
-    told = carry_out(name, only=only, scale=scale, overrides=overrides, out=out)
-    pages = [str(page) for page in (told["table"], told["comparison"]) if page]
+    if page == "":
+        raise RecipeError("--page: is empty; name a file")
+    sources = {}
+    for pair in data:
+        source, sign, copy = pair.partition("=")
+        if not (source and sign and copy):
+            raise RecipeError(f"--data: got '{pair}'; expected SOURCE=COPY")
+        sources[source] = copy
+    told = carry_out(
+        name,
+        only=only,
+        scale=scale,
+        overrides=overrides,
+        sources=sources,
+        out=out,
+        done=done,
+        page=page,
+    )
+    pages = [str(told[key]) for key in ("table", "comparison", "page") if told[key]]
     return Answer(told, "\n".join([describe(told), *pages]))
 
 
@@ -217,7 +249,8 @@ def demo(model: str, host: str, port: int, share: bool, export_space: str | None
     "--against",
     metavar="NAME",
     multiple=True,
-    help="synthetic (no input), decode, transformers or timm-loop; may be repeated.",
+    help="synthetic (no input), decode, transformers or timm-loop, which may name one precision "
+    "(timm-loop:bf16); may be repeated.",
 )
 @click.option("--steps", default=20, show_default=True, type=click.IntRange(min=1))
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(min=1))

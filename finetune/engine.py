@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import functools
 import itertools
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -63,6 +64,8 @@ def launch(run: RunSection, *, out: Path | None = None) -> Accelerator:
     if run.threads is not None:
         torch.set_num_threads(run.threads)
     without_gpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    if not without_gpu:
+        _check_gpus()
     launcher = _launcher()
     processes = PartialState(
         cpu=without_gpu, timeout=datetime.timedelta(seconds=run.timeout_seconds)
@@ -108,6 +111,17 @@ def launch(run: RunSection, *, out: Path | None = None) -> Accelerator:
             "with: pip install 'finetune[track]'"
         )
     return accelerator
+
+
+def _check_gpus() -> None:
+    """Refuse more processes on this host than it has GPUs. Raises: SetupError."""
+    started, gpus = local_processes(1), torch.accelerator.device_count()
+    # as many as its launcher gave a rank of its own here: LOCAL_RANK may be set by hand
+    if started > gpus and int(os.environ.get("LOCAL_RANK", 0)) >= gpus:
+        raise SetupError(
+            f"{started} processes were started here, and this host has {gpus} "
+            f"GPU{'s' if gpus > 1 else ''}: each process needs its own; use --num_processes {gpus}"
+        )
 
 
 def train(

@@ -6,41 +6,41 @@ reading the test split; the choice is then trained anew, once for each seed.
 
 from __future__ import annotations
 
+import functools
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from finetune.claims import VERDICTS, table
 from finetune.engine import leave, train
 from finetune.errors import Interrupted, RecipeError, nearest
 from finetune.files import write_atomically
+from finetune.measured import Measured
 from finetune.metrics import mean_std
+from finetune.plan_table import FIGURES, SMOKE, describe
 from finetune.plans import (
     PLAN,
     Entry,
     Plan,
+    Probe,
     check_runs,
     find_plan,
     load_plan,
     made_small,
     recipe_for,
 )
+from finetune.probe import probe_model
 from finetune.progress import say
 from finetune.recipe import Recipe
-from finetune.record import finished
+from finetune.recipe_page import page_of
+from finetune.record import finished, recipe_of
+from finetune.run_files import load_json
 from finetune.terminal import is_first_rank
 
-__all__ = ["describe", "reproduce"]
-
-_SMOKE = (
-    "A smoke test of the whole path in minutes. It is not the experiment, and its figures say "
-    "nothing about it."
-)
-_FIGURES = {"top1": "top-1, %", "top5": "top-5, %", "loss": "loss", "ece": "calibration error"}
+__all__ = ["reproduce"]
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,17 @@ class _Done:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What came of one entry: a run for each seed, and the grid's rows if it has one."""
+    """What came of one entry: a run for each seed and the grid's rows if it has one, or a probe."""
 
     entry: Entry
     finals: list[_Done]
     choices: list[dict[str, Any]] = field(default_factory=list)
+    probe: dict[str, Any] | None = None
+
+    def measured(self, folder: Path) -> Measured:
+        """What the page reads: run directories, or that of a probe."""
+        paths = [done.path for done in self.finals] or [folder / self.entry.name]
+        return Measured(self.entry, paths)
 
 
 def reproduce(
@@ -73,7 +79,10 @@ def reproduce(
     only: Sequence[str] = (),
     scale: str = "full",
     overrides: Sequence[str] = (),
+    sources: Mapping[str, str] | None = None,
     out: str | Path | None = None,
+    done: bool = False,
+    page: str | Path | None = None,
 ) -> dict[str, Any]:
     """Carry out a plan, or go on with it: what is done is not done again.
 
@@ -83,57 +92,93 @@ def reproduce(
             others as far as they are done.
         scale: "full", or "smoke" for runs of minutes that are not the experiment.
         overrides: `key=value` for every run, such as data.source.
+        sources: data sources of the recipes, and what is read in the place of each.
         out: where the runs go; by default runs/NAME, or runs/NAME-smoke.
+        done: train nothing; take the runs that are done, wherever that was and whatever copy of
+            the images they read. They need neither checkpoints nor model/.
+        page: a file for the page of `recipe_page`.
     Returns: "title", "scale", "runs" (name, paths, seeds, test figures), "choices" of the grids,
-        "claims" with the run that answers each, "table" (a file) and "comparison" (a page).
+        "claims" with the run that answers each, "probes" by run, "table" (a file), "comparison"
+        and "page" (pages).
     Raises: RecipeError for a wrong plan, and whatever ends a run.
     """
     path = find_plan(name)
     plan = load_plan(path)
-    if scale not in ("full", "smoke"):
-        raise RecipeError(f"--scale: unknown '{scale}'{nearest(scale, ['full', 'smoke'])}")
     known = [entry.name for entry in plan.runs]
-    for wanted in only:
-        if wanted not in known:
-            raise RecipeError(f"--only: {path} has no run '{wanted}'{nearest(wanted, known)}")
-    if out is not None and not str(out).strip():
-        raise RecipeError("--out: is empty; give a folder")
+    _check_request(path, known, only, scale, out)
     plan_name = path.parent.name if path.name == PLAN else path.stem
     folder = Path(out or Path("runs") / (plan_name + ("-smoke" if scale == "smoke" else "")))
     added = list(overrides)
     if scale == "smoke":
         plan = made_small(plan)
-        added = [*plan.smoke, f"run.note={_SMOKE}", *overrides]
-    check_runs(plan, path, added)
+        added = [*plan.smoke, f"run.note={SMOKE}", *overrides]
+    check_runs(plan, path, added, sources)
     outcomes = []
-    wanted_runs = [entry.name for entry in plan.runs if not only or entry.name in only]
+    wanted_runs = [] if done else [name for name in known if not only or name in only]
     for entry in plan.runs:
-        asked = entry.name in wanted_runs
-        if asked:
+        if entry.name in wanted_runs:
             number = wanted_runs.index(entry.name) + 1
             say(f"{plan_name}: {entry.name}, {number} of {len(wanted_runs)}")
-        outcome = _outcome(entry, path, folder, added, carry_out=asked)
+        run_of = _trained if entry.name in wanted_runs else _copied if done else _found
+        recipe_of_run = functools.partial(_recipe, entry, path, added, sources or {})
+        outcome = _outcome(entry, recipe_of_run, folder, run_of)
         outcomes += [outcome] if outcome else []
+        if done and outcome is None:
+            say(f"{entry.name}: is left out: not all is done, or the plan is another one by now")
     leave()
-    return _told(plan, scale, folder, outcomes)
+    told = _told(plan, scale, folder, outcomes)
+    if page is not None and is_first_rank():
+        measured = [one.measured(folder) for one in outcomes]
+        notice = SMOKE if scale == "smoke" else None
+        write_atomically(Path(page), page_of(plan, path, measured, notice=notice))
+    return {**told, "page": page and str(page)}
+
+
+def _check_request(
+    path: Path, known: Sequence[str], only: Sequence[str], scale: str, out: str | Path | None
+) -> None:
+    if scale not in ("full", "smoke"):
+        raise RecipeError(f"--scale: unknown '{scale}'{nearest(scale, ['full', 'smoke'])}")
+    for wanted in only:
+        if wanted not in known:
+            raise RecipeError(f"--only: {path} has no run '{wanted}'{nearest(wanted, known)}")
+    if out is not None and not str(out).strip():
+        raise RecipeError("--out: is empty; give a folder")
+
+
+def _recipe(
+    entry: Entry,
+    path: Path,
+    added: Sequence[str],
+    sources: Mapping[str, str],
+    changes: Sequence[str],
+) -> Recipe:
+    """The recipe of one run of an entry: `added` is every run's, `changes` are its own."""
+    return recipe_for(entry, path, [*added, *changes], sources)
 
 
 def _outcome(
-    entry: Entry, path: Path, folder: Path, added: Sequence[str], *, carry_out: bool
+    entry: Entry,
+    recipe_of_run: Callable[[Sequence[str]], Recipe],
+    folder: Path,
+    run_of: Callable[[Recipe, Path, str], _Done | None],
 ) -> _Outcome | None:
-    """Choose if there is a grid, then train once for each seed.
+    """Choose if there is a grid, then train once for each seed; or measure features.
 
     Args:
-        carry_out: train what is not done; else None is returned for an entry that is not.
+        recipe_of_run: of one run, from further overrides.
+        run_of: trains a run, or only looks for it.
+    Returns: None if one of the runs is not done.
     """
-    run_of = _trained if carry_out else _found
+    if entry.probe is not None:
+        return _probed(entry, entry.probe, recipe_of_run(()), folder, anew=run_of is _trained)
     chosen: Sequence[str] = ()
     choices: list[dict[str, Any]] = []
     split, _, key = entry.by.partition(".")
     for changes in entry.combinations() if entry.grid else ():
         name = f"{entry.name}-choose/{entry.folder_of(changes)}"
-        settings = [*added, *changes, "run.test=false", f"run.seed={entry.seeds[0]}"]
-        done = run_of(recipe_for(entry, path, settings), folder / name, name)
+        settings = [*changes, "run.test=false", f"run.seed={entry.seeds[0]}"]
+        done = run_of(recipe_of_run(settings), folder / name, name)
         if done is None:
             return None
         figure = done.results.get(split, {}).get(key)
@@ -151,7 +196,7 @@ def _outcome(
     finals = []
     for seed in entry.seeds:
         name = f"{entry.name}-s{seed}"
-        recipe = recipe_for(entry, path, [*added, *chosen, *entry.final, f"run.seed={seed}"])
+        recipe = recipe_of_run([*chosen, *entry.final, f"run.seed={seed}"])
         try:
             final = run_of(recipe, folder / name, name)
         except RecipeError as error:
@@ -168,7 +213,13 @@ def _outcome(
 
 
 def _trained(recipe: Recipe, folder: Path, name: str) -> _Done:
-    """Train one run of a plan, go on with it, or take it as it is."""
+    """Train one run of a plan, go on with it, or take it as it is.
+
+    A run that is done and has no model/ was copied without it, and is not trained again for it.
+    """
+    found = _found(recipe, folder, name)
+    if found is not None and not (folder / "model").is_dir():
+        return found
     gc.collect()  # the network of the run before, which Accelerate's wrappers hold
     torch.cuda.empty_cache()  # for those who ask the device what is free
     try:
@@ -184,6 +235,38 @@ def _found(recipe: Recipe, folder: Path, name: str) -> _Done | None:
     return None if results is None else _Done(name, folder, results)
 
 
+def _copied(recipe: Recipe, folder: Path, name: str) -> _Done | None:
+    """A run that is done, there or on another machine, where the images may lie elsewhere."""
+    before = recipe_of(folder)
+    if before is None:
+        return None
+    data = recipe.data.model_copy(update={"source": before.data.source})
+    run = recipe.run.model_copy(update={"note": before.run.note})
+    return _found(recipe.model_copy(update={"data": data, "run": run}), folder, name)
+
+
+def _probed(
+    entry: Entry, asked: Probe, recipe: Recipe, folder: Path, *, anew: bool
+) -> _Outcome | None:
+    """Measure the features of a recipe's weights, unless that is done."""
+    file = folder / entry.name / "probe.json"
+    found = load_json(file) if file.is_file() else {}
+    shots = {int(count): row for count, row in found.get("shots", {}).items()}
+    same = found.get("model") == recipe.model.name and tuple(shots) == asked.shots
+    if same and all(len(row["seeds"]) == asked.draws for row in shots.values()):
+        return _Outcome(entry, [], probe={**found, "shots": shots})
+    if not anew:
+        return None
+    measured = probe_model(
+        recipe.model.name,
+        data=recipe.data.source,
+        shots=asked.shots,
+        seeds=asked.draws,
+        out=file.parent,
+    )
+    return _Outcome(entry, [], probe=measured)
+
+
 def _told(plan: Plan, scale: str, folder: Path, outcomes: Sequence[_Outcome]) -> dict[str, Any]:
     """Write the table and the page that compares the runs."""
     from finetune.report.page import compare  # brings matplotlib
@@ -192,13 +275,14 @@ def _told(plan: Plan, scale: str, folder: Path, outcomes: Sequence[_Outcome]) ->
     told: dict[str, Any] = {
         "title": plan.title,
         "scale": scale,
-        "runs": [_summary(outcome) for outcome in outcomes],
+        "runs": [_summary(outcome) for outcome in outcomes if outcome.finals],
         "choices": {one.entry.name: one.choices for one in outcomes if one.choices},
         "claims": [
             {**claim, "run": done.name}
             for done in every
             for claim in done.results.get("claims") or []
         ],
+        "probes": {one.entry.name: one.probe for one in outcomes if one.probe},
     }
     page = folder / "comparison.html" if len(every) > 1 else None
     if is_first_rank():
@@ -217,56 +301,7 @@ def _summary(outcome: _Outcome) -> dict[str, Any]:
     row |= {"seeds": len(done), "reported": outcome.entry.reported}
     if tests:
         row["examples"] = tests[0]["examples"]
-        for key in _FIGURES:
+        for key in FIGURES:
             mean, std, _ = mean_std(test[key] for test in tests)
             row[key] = {"mean": mean, "std": std}
     return row
-
-
-def describe(told: Mapping[str, Any]) -> str:
-    """The result of a plan as Markdown: runs, choices and claims.
-
-    Args:
-        told: of `reproduce`.
-    """
-    lines = [f"# {told['title']}", ""]
-    smoke = told["scale"] == "smoke"
-    if smoke:
-        lines += [f"**{_SMOKE}**", ""]
-    reported = any(row.get("reported") for row in told["runs"])
-    heads = ["run", "seeds", "images", *_FIGURES.values(), *(["reported"] if reported else [])]
-    lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for row in told["runs"]:
-        images = f"{row['examples']:,}" if "examples" in row else "–"
-        cells = [row["name"], str(row["seeds"]), images]
-        cells += [_spread(key, row[key]) if key in row else "–" for key in _FIGURES]
-        cells += [row["reported"] or "–"] if reported else []
-        lines.append(f"| {' | '.join(cells)} |")
-    for name, rows in told["choices"].items():
-        lines += ["", f"Chosen for {name}, without reading the test split:", ""]
-        lines += _choice_table(rows)
-    if claims := told["claims"]:
-        met = sum(claim["verdict"] == VERDICTS[0] for claim in claims)
-        of_what = f"{met} of {len(claims)} met"
-        if smoke:
-            of_what = "of another experiment than this"
-            claims = [{**claim, "verdict": "–"} for claim in claims]
-        lines += ["", f"## Claims: {of_what}", "", table(claims)]
-    return "\n".join(lines).rstrip("\n") + "\n"
-
-
-def _choice_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    by = next(key for key in rows[0] if key.startswith("val."))
-    lines = [f"| settings | {by} | |", "|---|---|---|"]
-    for row in rows:
-        settings = ", ".join(row["overrides"])
-        lines.append(f"| {settings} | {row[by]:.4f} | {'chosen' if row['chosen'] else ''} |")
-    return lines
-
-
-def _spread(key: str, figure: Mapping[str, float | None]) -> str:
-    """A mean with its spread, accuracies in per cent."""
-    factor, digits = (100.0, 2) if key.startswith("top") else (1.0, 4)
-    mean, std = figure["mean"], figure["std"]
-    shown = f"{factor * float(mean or 0):.{digits}f}"
-    return shown if std is None else f"{shown} ± {factor * std:.{digits}f}"

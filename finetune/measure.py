@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from finetune.calibrate import HeldLogits
 from finetune.data.rows import AnyFeed
@@ -66,6 +67,9 @@ def evaluate(
             counts.add(logits_BK, batch.labels_B)
             for watcher in watchers:
                 watcher.add(logits_BK, batch.labels_B, batch.indices)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # a pass without a way back leaves weights gathered
+            module.reshard()
     result = _summed(counts, accelerator)
     elapsed = time.perf_counter() - started
     return {**result, "images_per_second": round(result["examples"] / elapsed, 2)}

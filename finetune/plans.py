@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,12 +19,14 @@ from finetune import recipe_yaml
 from finetune.errors import RecipeError, nearest
 from finetune.recipe import Claim, Recipe, Section, load_recipe
 from finetune.recipe_check import validate
-from finetune.recipe_types import Arguments, Text, Whole
+from finetune.recipe_types import Arguments, Metric, Range, Text, When, Whole
 
 __all__ = [
     "PLAN",
+    "Direction",
     "Entry",
     "Plan",
+    "Probe",
     "check_runs",
     "find_plan",
     "load_plan",
@@ -46,11 +48,40 @@ def _folder_name(value: str) -> str:
 FolderName = Annotated[Text, AfterValidator(_folder_name)]
 
 
+class Probe(Section):
+    """Few-shot accuracy of the frozen features, in the place of training; see `finetune probe`."""
+
+    shots: tuple[Whole, ...] = Field((1, 5, 10, 25), description="training images of each class")
+    draws: Whole = Field(3, ge=1, description="of the shots: seeds 0, 1, …")
+    expected: tuple[Range, ...] = Field(
+        (), description="[lowest, highest] accuracy for each of the shots"
+    )
+    source: Text | None = Field(None, description="where the expectation comes from")
+
+
+class Direction(Section):
+    """A claim about which way a figure goes, asked of runs that are smaller than its source's."""
+
+    question: Text = Field(description="answered by yes or no for each seed")
+    source: Text = Field(description="where yes is claimed")
+    expected: Text | None = Field(None, description="of this run, written before it")
+    run: FolderName = Field(description="the entry that is asked")
+    metric: Metric = Field(description="as in a claim: val.loss, test.top1, …")
+    when: When = Field("end", description="as in a claim; 'after epoch N' for a trend")
+    trend: Literal["rising", "falling"] | None = Field(None, description="over evaluations")
+    below: FolderName | None = Field(
+        None, description="another entry, whose figure with the same seed is the larger one"
+    )
+
+
 class Entry(Section):
     """One run of a plan, or a grid of runs and the one that it chooses."""
 
     name: FolderName = Field(description="the run's folder in the plan's, with its seed behind it")
     recipe: Text = Field(description="a recipe, from the plan's folder")
+    probe: Probe | None = Field(
+        None, description="measure the features of the recipe's weights on its data; no training"
+    )
     overrides: tuple[Text, ...] = Field((), description="key=value, as on the command line")
     grid: Arguments = Field({}, description="keys and the values to choose among")
     by: Literal["val.top1", "val.top5", "val.loss"] = Field(
@@ -87,6 +118,7 @@ class Plan(Section):
 
     title: Text = Field(description="what the runs are about")
     runs: tuple[Entry, ...] = Field(min_length=1, description="in this order")
+    directions: tuple[Direction, ...] = Field((), description="for the page of `recipe_page`")
     smoke: tuple[Text, ...] = Field(
         (), description="overrides that make each run one of minutes, for --scale smoke"
     )
@@ -130,33 +162,67 @@ def load_plan(path: str | Path) -> Plan:
     ]
     for entry in plan.runs:
         problems += [f"{path}: {entry.name}.{problem}" for problem in _problems(entry)]
+    trained = [entry.name for entry in plan.runs if entry.probe is None]
+    for number, direction in enumerate(plan.directions, 1):
+        where = f"{path}: directions, {number}"
+        if (direction.trend is None) == (direction.below is None):
+            problems.append(f"{where}: give trend or below")
+        problems += [
+            f"{where}: no run '{name}' is trained here{nearest(name, trained)}"
+            for name in (direction.run, direction.below)
+            if name is not None and name not in trained
+        ]
     if problems:
         raise RecipeError("\n".join(problems))
     return plan
 
 
-def check_runs(plan: Plan, path: Path, added: Sequence[str] = ()) -> None:
+def check_runs(
+    plan: Plan,
+    path: Path,
+    added: Sequence[str] = (),
+    sources: Mapping[str, str] | None = None,
+) -> None:
     """Check every recipe that a plan trains, with all its overrides, before the first one runs.
 
     Args:
         added: overrides of every run.
+        sources: as for `recipe_for`; each must stand in one of the recipes.
     Raises: RecipeError with one line for every problem.
     """
-    problems = []
+    problems, named = [], set()
     for entry in plan.runs:
         for chosen in entry.combinations():
             for last in ((), entry.final):
                 try:
-                    recipe_for(entry, path, [*added, *chosen, *last])
+                    named.add(recipe_for(entry, path, [*added, *chosen, *last]).data.source)
                 except RecipeError as error:
                     problems.append(str(error))
+    for name in sources or ():
+        if not problems and name not in named:
+            known = ", ".join(sorted(named))
+            problems.append(
+                f"--data: no run reads '{name}'{nearest(name, sorted(named))}; there is: {known}"
+            )
     if problems:
         raise RecipeError("\n".join(dict.fromkeys(problems)))
 
 
-def recipe_for(entry: Entry, path: Path, overrides: Sequence[str]) -> Recipe:
-    """The recipe of one run of an entry of the plan in `path`."""
-    recipe = load_recipe(path.parent / entry.recipe, [*entry.overrides, *overrides])
+def recipe_for(
+    entry: Entry,
+    path: Path,
+    overrides: Sequence[str],
+    sources: Mapping[str, str] | None = None,
+) -> Recipe:
+    """The recipe of one run of an entry of the plan in `path`.
+
+    Args:
+        sources: data sources and what is read in their place.
+    """
+    settings = [*entry.overrides, *overrides]
+    recipe = load_recipe(path.parent / entry.recipe, settings)
+    if instead := (sources or {}).get(recipe.data.source):
+        recipe = load_recipe(path.parent / entry.recipe, [*settings, f"data.source={instead}"])
     if entry.claims is not None:
         recipe = recipe.model_copy(update={"claims": entry.claims})
     return recipe
@@ -177,6 +243,11 @@ def _problems(entry: Entry) -> Iterator[str]:
         yield "seeds: is empty; give at least one"
     elif len(set(entry.seeds)) < len(entry.seeds):
         yield "seeds: one stands there twice; remove it"
+    if entry.probe is not None:
+        if entry.probe.expected and len(entry.probe.expected) != len(entry.probe.shots):
+            yield "probe.expected: give a range for each of the shots"
+        if entry.grid:
+            yield "probe: chooses nothing; remove the grid"
     for key, values in entry.grid.items():
         if not isinstance(values, list) or not values:
             yield f"grid.{key}: expected a list of values"

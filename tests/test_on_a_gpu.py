@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.data.augment import Pipeline
 from finetune.data.draws import sample_keys
-from finetune.data.feed import Feed, Stream
+from finetune.data.feed import Feed, Stream, _side_stream
 from finetune.data.sources import open_source
 from finetune.data.store import Store
 from finetune.echo import Echo
@@ -78,6 +78,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "current_stream", _Stream)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    _side_stream.cache_clear()
     with FakeTensorMode(allow_non_fake_inputs=True), _Strict():
         yield
 

@@ -27,7 +27,7 @@ LAYERS = {
     "data.operations": "",
     "data.sentence": "errors data.operations",
     "recipe_yaml": "errors",
-    "recipe_types": "errors data.sentence",
+    "recipe_types": "errors data.sentence recipe_yaml",
     "recipe_check": "errors recipe_yaml recipe_types",
     "recipe_sections": "recipe_types",
     "recipe": "errors recipe_yaml recipe_check recipe_sections",
@@ -57,12 +57,15 @@ LAYERS = {
     "models.transformers_adapter": "errors models",
     "models": "models",  # importing it registers our own networks with timm
     "models.tensors": "errors",
+    "models.head": "errors",
+    "models.rename": "errors models",
     "models.google": "errors models",
     "models.config": "errors files",
+    "models.timm_names": "errors",
+    "models.packaged": "errors files models",
     "models.hub_files": "errors hub models",
     "models.transformers_files": "errors models",
     "models.weights": "errors files models",
-    "models.head": "errors",
     "models.cut": "errors models",
     "models.fit": "errors models",
     "models.built": "errors",
@@ -73,6 +76,7 @@ LAYERS = {
     "models.attention": "errors models",
     "models.anatomy": "",
     "inside": "errors models",
+    "data.draws": "",
     "data.jpeg": "",
     "data.decode": "errors files data",
     "data.planes": "",
@@ -94,8 +98,7 @@ LAYERS = {
     "data.canvas": "data",
     "data.scan": "errors data",
     "data.pixels": "data disk_cache errors",
-    "data.draws": "",
-    "data.resample": "errors",
+    "data.resample": "errors data",
     "data.color": "errors data",
     "data.plan": "errors data",
     "data.augment": "errors data",
@@ -151,13 +154,17 @@ LAYERS = {
     "bench.studies": "*",
     "bench.run": "*",
     "plans": "errors recipe recipe_check recipe_types recipe_yaml",
+    "probe": "*",
+    "plan_table": "claims probe",
+    "measured": "claims errors metrics plans recipe report run_files",
+    "recipe_claims": "claims measured metrics plans recipe record report",
+    "recipe_page": "*",
     "experiments": "*",
     "predictions": "errors",
     "evaluate": "*",
     "listing": "errors data",
     "sheet": "errors data predictions",
     "predict": "*",
-    "probe": "*",
     "info": "*",
     "otherwise": "*",
     "forecast": "*",
@@ -191,7 +198,7 @@ BROUGHT_ALONG = {
 }
 IMPORT_NAMES = {"PyYAML": "yaml", "scikit-learn": "sklearn"}
 
-MAX_FILE_LINES = 330
+MAX_FILE_LINES = 500  # a file is about one subject; a longer one says at its head why
 MAX_FUNCTION_LINES = 60
 LONG_FUNCTIONS = {("engine", "train"): 80}  # it is the story
 

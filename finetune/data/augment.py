@@ -35,6 +35,7 @@ from finetune.data.draws import (
     crop_windows,
     erase_rectangles,
     mixed_rectangles,
+    on_device,
     sample_keys,
 )
 from finetune.data.plan import Plan, Size, Step, check_end, make_plan, size_after
@@ -82,6 +83,7 @@ class Pipeline:
         self.mixes = "mix" in self._roles
         self._scale = torch.tensor([1 / (255 * s) for s in std]).view(3, 1, 1)
         self._shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)]).view(3, 1, 1)
+        self._affine: dict[torch.device, tuple[Tensor, Tensor]] = {}  # both, where they are needed
         self._plans: dict[Size, Plan] = {}
         check_end(calls, self.image_size, sentence)
 
@@ -118,7 +120,7 @@ class Pipeline:
             result = torch.empty(len(images), 3, *self.image_size, dtype=dtype, device=target)
             for part in parts:
                 some = None if numbers is None else numbers[part]
-                rows_here = torch.tensor(part).to(target)
+                rows_here = on_device(np.array(part), target)
                 result[rows_here] = self._group(_gather(images, part, target), some, dtype)
         return result
 
@@ -222,7 +224,7 @@ class Pipeline:
         corners = erase_rectangles(draws, (height, width), arguments["scale"], arguments["ratio"])
         rows = np.flatnonzero(taken)
         inside = _inside([side[rows] for side in corners], (height, width), images.device)
-        index = torch.from_numpy(rows).to(images.device)
+        index = on_device(rows, images.device)
         images[index] = images[index].masked_fill_(inside, arguments["value"])
         return images
 
@@ -251,18 +253,18 @@ class Pipeline:
             if not len(rows):
                 continue
             call, draws = self._calls[position], Draws(numbers[rows], position)
-            index = torch.from_numpy(rows).to(images.device)
+            index = on_device(rows, images.device)
             own, other = images_BCHW[index], images_BCHW[partner[index]]
             share = draws.beta(call.arguments["alpha"])
             if call.name == "mixup":
-                weight = torch.from_numpy(share).to(own.device, own.dtype).view(-1, 1, 1, 1)
+                weight = on_device(share, own.device).to(own.dtype).view(-1, 1, 1, 1)
                 images[index] = own * weight + other * (1 - weight)
             else:
                 size = (own.shape[2], own.shape[3])
                 box = mixed_rectangles(draws, size, share)
                 images[index] = torch.where(_inside(box, size, own.device), other, own)
                 share = 1 - box[2] * box[3] / (size[0] * size[1])
-            label = torch.from_numpy(share).to(targets.device, targets.dtype)[:, None]
+            label = on_device(share, targets.device).to(targets.dtype)[:, None]
             index, mate = index.to(targets.device), partner[index].to(targets.device)
             targets[index] = targets_BK[index] * label + targets_BK[mate] * (1 - label)
         return images, targets
@@ -282,7 +284,10 @@ class Pipeline:
 
     def _normalise(self, images: Tensor) -> Tensor:
         """Turn pixel values from 0 to 255 into (x / 255 - mean) / std, float32, in one pass."""
-        scale, shift = self._scale.to(images.device), self._shift.to(images.device)
+        device = images.device
+        if device not in self._affine:
+            self._affine[device] = self._scale.to(device), self._shift.to(device)
+        scale, shift = self._affine[device]
         return torch.addcmul(shift, images.float(), scale)
 
     def _clamp(self, images: Tensor, normalised: bool) -> Tensor:
@@ -316,7 +321,7 @@ def _gather(images: Sequence[Tensor] | Tensor, rows: list[int], device: torch.de
 def _inside(corners: Sequence[npt.NDArray[Any]], size: Size, device: torch.device) -> Tensor:
     """Return a mask (b, 1, H, W) of rectangles given as top, left, height, width, each (b,)."""
     sides = np.stack([np.asarray(side) for side in corners])
-    top, left, height, width = torch.from_numpy(sides).to(device)[:, :, None]
+    top, left, height, width = on_device(sides, device)[:, :, None]
     y = torch.arange(size[0], device=device)
     x = torch.arange(size[1], device=device)
     in_rows = (y >= top) & (y < top + height)

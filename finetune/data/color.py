@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from finetune.data.draws import Draws
+from finetune.data.draws import Draws, on_device
 from finetune.data.resample import rotation, warp
 
 __all__ = [
@@ -57,9 +57,13 @@ RAND_AUGMENT = (
 )
 
 
+# A weighted mean of a pixel and its neighbours.
+_SMOOTHING = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]], dtype=np.float32) / np.float32(13)
+
+
 def _per_sample(values: npt.NDArray[np.generic], like: Tensor) -> Tensor:
     """Turn (B,) numbers into a (B, 1, 1, 1) tensor beside the images."""
-    return torch.from_numpy(values.astype(np.float32)).to(like.device).view(-1, 1, 1, 1)
+    return on_device(values.astype(np.float32), like.device).view(-1, 1, 1, 1)
 
 
 def _grey(images_B3HW: Tensor) -> Tensor:
@@ -129,7 +133,7 @@ def jitter(images_B3HW: Tensor, factors: Floats, order: Integers) -> Tensor:
         if len(turned) < len(rows):
             images_B3HW = blend(images_B3HW, np.where(kinds == HUE, 1.0, chosen), kinds)
         if len(turned):
-            index = torch.from_numpy(turned).to(images_B3HW.device)
+            index = on_device(turned, images_B3HW.device)
             images_B3HW[index] = shift_hue(images_B3HW[index], chosen[turned])
     return images_B3HW
 
@@ -167,7 +171,7 @@ def sharpen(images_B3HW: Tensor, factors: Floats) -> Tensor:
     """Scale the distance from a 3x3 smoothing; the border pixels stay. Factors (B,)."""
     if min(images_B3HW.shape[2:]) <= 2:
         return images_B3HW
-    kernel = images_B3HW.new_tensor([[1, 1, 1], [1, 5, 1], [1, 1, 1]]) / 13
+    kernel = on_device(_SMOOTHING, images_B3HW.device)
     smooth = torch.nn.functional.conv2d(images_B3HW, kernel.expand(3, 1, 3, 3), groups=3)
     result = images_B3HW.clone()
     inner = result[:, :, 1:-1, 1:-1]
@@ -231,7 +235,7 @@ def rand_augment(
         signs = np.where(draws.chance(0.5), -1.0, 1.0)
         for kind in np.unique(chosen):
             rows = np.flatnonzero(chosen == kind)
-            index = torch.from_numpy(rows).to(images_B3HW.device)
+            index = on_device(rows, images_B3HW.device)
             images_B3HW[index] = apply_rand_augment(
                 images_B3HW[index], RAND_AUGMENT[kind], strength, signs[rows], interpolation
             )

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 __all__ = [
     "Draws",
@@ -20,6 +22,7 @@ __all__ = [
     "crop_windows",
     "erase_rectangles",
     "mixed_rectangles",
+    "on_device",
     "sample_keys",
     "uniform",
 ]
@@ -32,6 +35,14 @@ Integers = npt.NDArray[np.int64]
 _STEP = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: neighbouring counters end far apart
 _DRAWS_PER_OPERATION = 1 << 20
 _ATTEMPTS = 10  # torchvision's number of tries for a rectangle
+
+
+def on_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """Return an array's tensor on a device; nobody waits for its way to a GPU."""
+    tensor = torch.from_numpy(values)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def _scramble(values: Keys) -> Keys:

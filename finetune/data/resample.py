@@ -17,6 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from finetune.data.draws import on_device
+
 __all__ = [
     "Axis",
     "central_start",
@@ -69,11 +71,11 @@ def resize_matrix(
     Returns: (b, target, source) float32, each row summing to 1.
     """
     matrix = torch.zeros(len(starts), target, source, device=device)
-    start = torch.from_numpy(starts).to(device)[:, None, None]
+    start = on_device(starts, device)[:, None, None]
     if interpolation == "nearest":
-        nearest = torch.from_numpy(_nearest_pixels(lengths, target)).to(device)[:, :, None]
+        nearest = on_device(_nearest_pixels(lengths, target), device)[:, :, None]
         return matrix.scatter_(2, start + nearest, 1.0)
-    length = torch.from_numpy(lengths).to(device)[:, None, None]
+    length = on_device(lengths, device)[:, None, None]
     steps = torch.arange(target, device=device)[None, :, None]
     scale = length.float() / target
     stretch = scale.clamp(min=1.0)
@@ -137,7 +139,7 @@ class Axis:
         Args:
             pixels: (b, new length), -1 for a zero.
         """
-        index = torch.from_numpy(np.ascontiguousarray(pixels)).to(self.device)
+        index = on_device(np.ascontiguousarray(pixels), self.device)
         outside = bool((pixels < 0).any())
         if self.matrix is not None:
             # whole rows are copied, from the sample's own matrix or from the one that all share
@@ -288,7 +290,7 @@ def warp(images_BCHW: Tensor, maps: npt.NDArray[np.float64], interpolation: str)
     height, width = images_BCHW.shape[2:]
     device = images_BCHW.device
     half = np.array([[width / 2], [height / 2]])  # grid_sample counts from -1 to 1
-    scaled = torch.from_numpy((maps / half).astype(np.float32)).to(device)
+    scaled = on_device((maps / half).astype(np.float32), device)
     x = torch.arange(width, device=device) - (width - 1) / 2
     y = (torch.arange(height, device=device) - (height - 1) / 2)[:, None]
     # (B, 1, 1, 2) coefficients: no product over a batch, whose last bits would depend on its size

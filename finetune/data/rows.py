@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from finetune.data.draws import on_device
 from finetune.data.feed import Batch, Feed, Stream
 from finetune.data.sources import Split
 from finetune.data.store import Store
@@ -78,11 +79,11 @@ class RowFeed:
             yield self._batch(np.arange(start, min(start + batch_size, last)))
 
     def _batch(self, indices: NDArray[np.int64]) -> Batch:
-        places = torch.from_numpy(indices).to(self.device)
+        places = on_device(indices, self.device)
         if isinstance(self._values_ND, Tensor):
             rows_BD = self._values_ND[places]
         else:
-            rows_BD = torch.from_numpy(np.array(self._values_ND[indices])).to(self.device)
+            rows_BD = on_device(np.array(self._values_ND[indices]), self.device)
         return Batch(rows_BD, self.labels[places], indices=indices)
 
 

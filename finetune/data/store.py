@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from finetune.data.canvas import Ragged
+from finetune.data.draws import on_device
 from finetune.data.pixels import Kept, kept_pixels
 from finetune.data.planes import planes
 from finetune.data.prefetch import is_streamed, prefetch_of
@@ -106,7 +107,7 @@ class Store:
         """
         if isinstance(self.images, Tensor):
             for indices in batches:
-                chosen = self.images[torch.from_numpy(indices).to(self.images.device)]
+                chosen = self.images[on_device(indices, self.images.device)]
                 yield chosen.permute(0, 3, 1, 2).contiguous()
         elif self.images is not None:
             for indices in batches:

@@ -63,13 +63,19 @@ class TestPublishing:
     def test_reproduce(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        double = Double({"table": "t.md", "comparison": None})
-        replace(monkeypatch, "finetune.experiments", reproduce=double, describe=Double("# A"))
+        double = Double({"table": "t.md", "comparison": None, "page": "p.md"})
+        replace(monkeypatch, "finetune.experiments", reproduce=double)
+        replace(monkeypatch, "finetune.plan_table", describe=Double("# A"))
         arguments = ["data.source=x", "--only", "a", "--only", "b", "--scale", "smoke"]
+        arguments += ["--data", "hub:a/b=parquet:c=d", "--done", "--page", "p.md"]
         assert main(["reproduce", "plan", *arguments]) == 0
         asked = {"only": ("a", "b"), "scale": "smoke", "overrides": ("data.source=x",)}
+        asked |= {"sources": {"hub:a/b": "parquet:c=d"}, "done": True, "page": "p.md"}
         assert double.calls == [(("plan",), {**asked, "out": None})]
-        assert capsys.readouterr().out == "# A\nt.md\n"
+        assert capsys.readouterr().out == "# A\nt.md\np.md\n"
+        for wrong in (["--data", "hub:a/b"], ["--data", "=x"], ["--page", ""]):
+            assert main(["reproduce", "plan", *wrong]) == 2
+        assert len(double.calls) == 1
 
 
 class TestLooking:

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from page_runs import MACHINE, write_probe
 from plan_files import write_plan
 from ranks import command, two_ranks
 
 from finetune import experiments
 from finetune.claims import VERDICTS
 from finetune.errors import FinetuneError, Interrupted, RecipeError
-from finetune.experiments import describe, reproduce
+from finetune.experiments import reproduce
+from finetune.plan_table import describe
 from finetune.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -34,9 +36,10 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, Recipe]]:
         assert stay
         assert resume  # a plan is always gone on with
         calls.append((out, recipe))
-        out.mkdir(parents=True, exist_ok=True)
+        (out / "model").mkdir(parents=True, exist_ok=True)
         (out / "recipe.yaml").write_text(recipe.to_yaml())
-        (out / "run.json").write_text('{"status": "done"}')
+        (out / "run.json").write_text(json.dumps({**MACHINE, "status": "done"}))
+        (out / "metrics.jsonl").touch()
         figures = {"top5": 1.0, "loss": 2.0, "ece": 0.1, "examples": 10}
         results: dict[str, Any] = {"claims": []}
         if recipe.data.val_fraction:
@@ -154,6 +157,69 @@ def test_a_reported_figure_stands_beside_the_runs_own(plan: str, trained, tmp_pa
     assert lines[2].endswith("| reported |")
     assert lines[4].endswith("| – |")
     assert lines[5].endswith("| 0.61382 |")
+
+
+def test_done_takes_runs_that_were_copied_from_elsewhere(
+    plan: str, trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, page = tmp_path / "out", tmp_path / "page.md"
+    copies = {"embedded:digits": "parquet:of/another/machine"}
+    note = ["run.note=read as copies"]
+    reproduce(plan, out=out, only=["plain"], sources=copies, overrides=note)
+    assert trained[-1][1].data.source == "parquet:of/another/machine"
+    count = len(trained)
+    told = reproduce(plan, out=out, done=True, page=page)
+    assert len(trained) == count, "nothing is trained"
+    assert [row["name"] for row in told["runs"]] == ["plain"]
+    assert "| `plain-s0` |" in page.read_text()
+    assert "parquet:of" not in page.read_text()
+    assert "chosen: is left out" in capsys.readouterr().err
+    edited = (
+        Path(plan).read_text().replace("optim.steps=1]\n    claims", "optim.steps=9]\n    claims")
+    )
+    Path(plan).write_text(edited)
+    assert reproduce(plan, out=out, done=True)["runs"] == [], "it is another run now"
+
+
+def test_a_run_that_was_copied_without_its_model_is_not_trained_again(
+    plan: str, trained, tmp_path: Path
+) -> None:
+    reproduce(plan, only=["plain"], out=tmp_path)
+    reproduce(plan, only=["plain"], out=tmp_path)
+    assert len(trained) == 2, "train itself sees what is done, and answers claims anew"
+    (tmp_path / "plain-s0" / "model").rmdir()
+    told = reproduce(plan, only=["plain"], out=tmp_path)
+    assert (len(trained), [row["name"] for row in told["runs"]]) == (2, ["plain"])
+    (tmp_path / "plain-s0" / "run.json").write_text('{"status": "stopped (130)"}')
+    reproduce(plan, only=["plain"], out=tmp_path)
+    assert len(trained) == 3
+
+
+def test_features_are_measured_once(
+    plan: str, trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def probe(model: str, **given: Any) -> dict[str, Any]:
+        asked.append({"model": model, **given})
+        return json.loads((write_probe(given["out"]) / "probe.json").read_text())
+
+    monkeypatch.setattr(experiments, "probe_model", probe)
+    entry = "  - name: few\n    recipe: small.yaml\n    probe: {shots: [1, 5], draws: 2}\n"
+    entry += "    overrides: ['model.name=embedded:vit_nano', 'model.args={}']\nsmoke:"
+    Path(plan).write_text(Path(plan).read_text().replace("smoke:", entry))
+    told = reproduce(plan, only=["few"], out=tmp_path / "out")
+    assert told["probes"]["few"]["shots"]["5"]["accuracy"] == 0.4
+    wanted = {"data": "embedded:digits", "shots": (1, 5), "seeds": 2}
+    out = tmp_path / "out" / "few"
+    assert asked == [{"model": "embedded:vit_nano", **wanted, "out": out}]
+    reproduce(plan, only=["few"], out=tmp_path / "out")
+    told = reproduce(plan, done=True, out=tmp_path / "out")
+    assert (len(asked), list(told["probes"])) == (1, ["few"])
+    assert "    5    0.4000" in describe(told)
+    Path(plan).write_text(Path(plan).read_text().replace("draws: 2", "draws: 3"))
+    assert reproduce(plan, done=True, out=tmp_path / "out")["probes"] == {}
+    assert not trained
 
 
 def test_wrong_requests_are_refused(plan: str, trained, tmp_path: Path) -> None:

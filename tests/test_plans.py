@@ -8,8 +8,10 @@ import pytest
 from plan_files import PLAN, write_plan
 
 from finetune.errors import RecipeError
-from finetune.plans import Entry, check_runs, find_plan, load_plan, made_small
+from finetune.plans import Entry, check_runs, find_plan, load_plan, made_small, recipe_for
 from finetune.recipe import load_recipe
+
+DIRECTION = "{question: q, source: s, run: plain, metric: val.loss"
 
 
 @pytest.fixture
@@ -55,6 +57,11 @@ def test_a_plan_is_found_by_the_name_of_its_folder(plan: str, tmp_path: Path) ->
         ("name: plain", "name: a/b", "a folder's name"),
         (PLAN[PLAN.index("runs:") : PLAN.index("smoke")], "runs: []\n", "runs"),
         (PLAN, "", "a plan needs a title and runs"),
+        ("    seeds: [3, 4]", "    probe: {}\n    seeds: [3, 4]", "probe: chooses nothing"),
+        ("name: plain", "name: plain\n    probe: {expected: [[0, 1]]}", "for each of the shots"),
+        ("name: plain", "name: plain\n    probe: {draws: 0}", "draws"),
+        ("smoke", f"directions: [{DIRECTION}, below: plan}}]\nsmoke", "did you mean 'plain'"),
+        ("smoke", f"directions: [{DIRECTION}}}]\nsmoke", "give trend or below"),
     ],
 )
 def test_wrong_plans_are_refused_before_anything_runs(
@@ -88,6 +95,16 @@ def test_a_small_plan_takes_two_of_everything(plan: str) -> None:
     chosen, plain = made_small(load_plan(plan)).runs
     assert len(list(chosen.combinations())) == 4
     assert (chosen.seeds, plain.seeds) == ((3, 4), (0,))
+
+
+def test_a_copy_is_read_where_a_recipe_names_its_source(plan: str) -> None:
+    path, loaded = Path(plan), load_plan(plan)
+    copies = {"embedded:digits": "parquet:copy", "hub:owner/name": "folder:other"}
+    assert recipe_for(loaded.runs[1], path, [], copies).data.source == "parquet:copy"
+    assert recipe_for(loaded.runs[1], path, ["data.source=a"], copies).data.source == "a"
+    check_runs(loaded, path, (), {"embedded:digits": "parquet:copy"})
+    with pytest.raises(RecipeError, match=r"--data: no run reads 'hub:owner/name'; .*digits"):
+        check_runs(loaded, path, (), copies)
 
 
 SHIPPED = sorted((Path(__file__).parents[1] / "recipes").rglob("plan.yaml"))

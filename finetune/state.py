@@ -190,7 +190,8 @@ def _tuple(value: Any) -> Any:
 
 def set_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
     """Load whole tensors, by the plain network's names, into a network that may be sharded."""
-    set_model_state_dict(model, cast(Any, weights), options=_WHOLE)
+    # a copy: torch puts shards into the mapping that it is given
+    set_model_state_dict(model, cast(Any, dict(weights)), options=_WHOLE)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

@@ -1,0 +1,76 @@
+"""A sharded network (FSDP) on two CPU ranks: evaluated, saved, loaded.
+
+Accelerate leaves FSDP out on a CPU, so the network is sharded by torch here; what a launch does
+with it is for the tests of a GPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import timm
+import torch
+from accelerate import Accelerator
+from ranks import two_ranks
+from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
+
+from finetune import state
+from finetune.data.augment import Pipeline
+from finetune.data.feed import Feed
+from finetune.data.sources import open_source
+from finetune.data.store import Store
+from finetune.measure import evaluate
+
+
+def network() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model("test_vit", num_classes=10, img_size=32)
+
+
+def digits() -> Feed:
+    split = open_source("embedded:digits").splits["test"].subset(range(12))
+    keep = Pipeline("resize", image_size=(32, 32), mean=(0.5,) * 3, std=(0.5,) * 3)
+    return Feed(Store(split, None), keep, num_classes=10, device=torch.device("cpu"))
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    torch.manual_seed(1)
+    model(torch.randn(4, 3, 32, 32)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def saved_after_an_evaluation(folder: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = network()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step(model, optimizer)
+    evaluate(model, digits(), accelerator, batch_size=4)
+    snapshot = state.capture(model, optimizer, None, {"step": 1})
+    if accelerator.is_main_process:
+        folder.mkdir()
+        snapshot.write(folder)
+    accelerator.wait_for_everyone()
+    weights = state.read_weights(folder)
+    state.set_weights(model, weights)
+    assert {type(tensor) for tensor in weights.values()} == {torch.Tensor}
+    step(model, optimizer)
+    accelerator.wait_for_everyone()
+
+
+def test_a_sharded_network_is_saved_after_an_evaluation(tmp_path: Path) -> None:
+    two_ranks(saved_after_an_evaluation, tmp_path / "saved")
+    alone = network()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    step(alone, optimizer)
+    weights = load_file(tmp_path / "saved" / "model.safetensors")
+    assert weights.keys() == alone.state_dict().keys()
+    for name, tensor in alone.state_dict().items():
+        assert torch.allclose(weights[name], tensor, atol=1e-6), name
+    moments = load_file(tmp_path / "saved" / "optimizer.safetensors")
+    assert moments["head.weight/momentum_buffer"].shape == alone.head.weight.shape
+    assert moments["head.weight/momentum_buffer"].abs().sum() > 0

@@ -94,7 +94,7 @@ def reproduce(
         overrides: `key=value` for every run, such as data.source.
         sources: data sources of the recipes, and what is read in the place of each.
         out: where the runs go; by default runs/NAME, or runs/NAME-smoke.
-        done: train nothing; take the runs that are done, wherever that was and whatever copy of
+        done: train nothing; take the seeds that are done, wherever that was and whatever copy of
             the images they read. They need neither checkpoints nor model/.
         page: a file for the page of `recipe_page`.
     Returns: "title", "scale", "runs" (name, paths, seeds, test figures), "choices" of the grids,
@@ -124,7 +124,9 @@ def reproduce(
         outcome = _outcome(entry, recipe_of_run, folder, run_of)
         outcomes += [outcome] if outcome else []
         if done and outcome is None:
-            say(f"{entry.name}: is left out: not all is done, or the plan is another one by now")
+            say(
+                f"{entry.name}: is left out: nothing of it is done, or the plan is another one by now"
+            )
     leave()
     told = _told(plan, scale, folder, outcomes)
     if page is not None and is_first_rank():
@@ -168,7 +170,7 @@ def _outcome(
     Args:
         recipe_of_run: of one run, from further overrides.
         run_of: trains a run, or only looks for it.
-    Returns: None if one of the runs is not done.
+    Returns: None if one of the runs is not done; of copied ones, if none is.
     """
     if entry.probe is not None:
         return _probed(entry, entry.probe, recipe_of_run(()), folder, anew=run_of is _trained)
@@ -206,10 +208,11 @@ def _outcome(
                 f"{error}; the grid chooses {' '.join(chosen)}: remove {folder / name} to train "
                 "that"
             ) from None
-        if final is None:
+        if final is not None:
+            finals.append(final)
+        elif run_of is not _copied:
             return None
-        finals.append(final)
-    return _Outcome(entry, finals, choices)
+    return _Outcome(entry, finals, choices) if finals else None
 
 
 def _trained(recipe: Recipe, folder: Path, name: str) -> _Done:

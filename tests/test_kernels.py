@@ -104,11 +104,11 @@ def decided(choice: bool | str, seconds: float, *, device: str = "cpu", **given:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_long_runs_are_compiled(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("finetune.kernels._missing_to_compile", lambda device: None)
-    assert decided("auto", 1.01 * LONG_SECONDS, device=device)
-    assert not decided("auto", 0.99 * LONG_SECONDS, device=device)
-    assert not decided("auto", 2 * LONG_SECONDS, device=device, sharded=True)
+    assert decided("auto", 1.01 * LONG_SECONDS[device], device=device)
+    assert not decided("auto", 0.99 * LONG_SECONDS[device], device=device)
+    assert not decided("auto", 2 * LONG_SECONDS[device], device=device, sharded=True)
     assert decided(True, 0, device=device)
-    assert not decided(False, 2 * LONG_SECONDS, device=device)
+    assert not decided(False, 2 * LONG_SECONDS[device], device=device)
 
 
 def test_what_triton_needs_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

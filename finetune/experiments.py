@@ -106,14 +106,12 @@ def reproduce(
     plan = load_plan(path)
     known = [entry.name for entry in plan.runs]
     _check_request(path, known, only, scale, out)
-    plan_name = path.parent.name if path.name == PLAN else path.stem
-    folder = Path(out or Path("runs") / (plan_name + ("-smoke" if scale == "smoke" else "")))
-    added = list(overrides)
-    if scale == "smoke":
-        plan = made_small(plan)
-        added = [*plan.smoke, f"run.note={SMOKE}", *overrides]
+    plan_name, small = path.parent.name if path.name == PLAN else path.stem, scale == "smoke"
+    folder = Path(out or Path("runs") / (plan_name + ("-smoke" if small else "")))
+    plan = made_small(plan) if small else plan
+    added = [*plan.smoke, f"run.note={SMOKE}", *overrides] if small else list(overrides)
     check_runs(plan, path, added, sources)
-    outcomes = []
+    outcomes: list[_Outcome] = []
     wanted_runs = [] if done else [name for name in known if not only or name in only]
     for entry in plan.runs:
         if entry.name in wanted_runs:
@@ -122,8 +120,9 @@ def reproduce(
         run_of = _trained if entry.name in wanted_runs else _copied if done else _found
         recipe_of_run = functools.partial(_recipe, entry, path, added, sources or {})
         outcome = _outcome(entry, recipe_of_run, folder, run_of)
-        outcomes += [outcome] if outcome else []
-        if done and outcome is None:
+        if outcome is not None:
+            outcomes.append(outcome)
+        elif done:
             say(
                 f"{entry.name}: is left out: nothing of it is done, or the plan is another one by now"
             )
@@ -131,7 +130,7 @@ def reproduce(
     told = _told(plan, scale, folder, outcomes)
     if page is not None and is_first_rank():
         measured = [one.measured(folder) for one in outcomes]
-        notice = SMOKE if scale == "smoke" else None
+        notice = SMOKE if small else None
         write_atomically(Path(page), page_of(plan, path, measured, notice=notice))
     return {**told, "page": page and str(page)}
 

@@ -173,7 +173,7 @@ def test_done_takes_runs_that_were_copied_from_elsewhere(
     assert [row["name"] for row in told["runs"]] == ["plain"]
     assert "| `plain-s0` |" in page.read_text()
     assert "parquet:of" not in page.read_text()
-    assert "chosen: is left out" in capsys.readouterr().err
+    assert "chosen: left out" in capsys.readouterr().err
     edited = (
         Path(plan).read_text().replace("optim.steps=1]\n    claims", "optim.steps=9]\n    claims")
     )

@@ -123,9 +123,7 @@ def reproduce(
         if outcome is not None:
             outcomes.append(outcome)
         elif done:
-            say(
-                f"{entry.name}: is left out: nothing of it is done, or the plan is another one by now"
-            )
+            say(f"{entry.name}: left out: nothing of it is done, or the plan is another by now")
     leave()
     told = _told(plan, scale, folder, outcomes)
     if page is not None and is_first_rank():

@@ -11,9 +11,9 @@ __version__ = "0.1.0"
 
 # imported on first use, so that `import finetune` and `finetune --help` do not load torch
 _HOMES = {
-    "Classifier": "finetune.predict",
-    "load_recipe": "finetune.recipe",
-    "train": "finetune.engine",
+    "Classifier": "finetune.commands.predict",
+    "load_recipe": "finetune.recipe.load",
+    "train": "finetune.training.train",
 }
 
 

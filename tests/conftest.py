@@ -236,7 +236,7 @@ def no_pictures() -> Iterator[None]:
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Any]:
     """An open run directory with nothing in it."""
-    from finetune.rundir import RunDir
+    from finetune.run.directory import RunDir
 
     run = RunDir(tmp_path / "run")
     run.open()

@@ -44,7 +44,7 @@ def names(host, *args, **kwargs):
     return resolve(host, *args, **kwargs)
 socket.socket.connect, socket.getaddrinfo = guarded, names
 """
-SERVE = "from finetune.demo.serve import serve; serve(sys.argv[1], port=0)"
+SERVE = "from finetune.demo.server import serve; serve(sys.argv[1], port=0)"
 ODD_NAMES = ["<img src=x onerror=document.title='broken'>", "${1+1}", "{{7*7}}", "a & b", "élan"]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from finetune import cli
+from finetune.cli import main as cli
 
 __all__ = ["PROMISE", "Bad", "Content", "check_message", "parametrised", "refuse"]
 

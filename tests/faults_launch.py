@@ -225,7 +225,7 @@ def own_tracebacks(text: str) -> list[str]:
 
 def intact(out: Path) -> list[int]:
     """The steps of the checkpoints that verify."""
-    from finetune.rundir import RunDir
+    from finetune.run.directory import RunDir
 
     run = RunDir(out)
     return [step for step in run.steps() if run.verify(step) is None]

@@ -23,14 +23,14 @@ from typing import Any, NamedTuple
 import pytest
 from tqdm import tqdm
 
-from finetune import state
-from finetune.cli import main
-from finetune.engine import train
+from finetune.cli.main import main
 from finetune.errors import FinetuneError
 from finetune.files import write_atomically
-from finetune.live import Live
-from finetune.recipe import Recipe, parse_recipe
-from finetune.rundir import RunDir
+from finetune.recipe.load import Recipe, parse_recipe
+from finetune.run import checkpoint as state
+from finetune.run.directory import RunDir
+from finetune.training.train import train
+from finetune.training.trainer_state import Live
 
 TINY = """
 model:
@@ -113,7 +113,7 @@ def without_plots(patch: pytest.MonkeyPatch) -> None:
             write_atomically(folder / name, b"picture")
         return []
 
-    patch.setattr("finetune.evidence._draw", draw)
+    patch.setattr("finetune.publish.artifacts._draw", draw)
 
 
 # Children -----------------------------------------------------------------------------------------

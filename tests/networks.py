@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from finetune.errors import WeightsError
 from finetune.models.build import Built, build, save_model
 from finetune.models.head import classifier_names
-from finetune.models.weights import resolve
+from finetune.models.weights.resolve import resolve
 
 TINY = {"embed_dim": 32, "depth": 2, "num_heads": 2, "patch_size": 8}
 NAMES = ["ant", "bee", "cat", "dog", "elk"]

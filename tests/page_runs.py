@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune.measured import Measured
-from finetune.plans import Entry, Plan, load_plan, recipe_for
+from finetune.commands.reproduce_measured import Measured
+from finetune.commands.reproduce_plan import Entry, Plan, load_plan, recipe_for
 
 SMALL = """
 # accelerate launch -m finetune train recipes/tables/small.yaml

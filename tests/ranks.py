@@ -23,7 +23,7 @@ forked = multiprocessing.get_context("forkserver")
 # the commands, and what a run of them imports on its way
 forked.set_forkserver_preload(
     [
-        *("finetune.cli", "finetune.engine", "finetune.report.page"),
+        *("finetune.cli.main", "finetune.training.train", "finetune.report.page"),
         *("sklearn.datasets", "sklearn.linear_model", "timm.optim", "pytest"),
     ]
 )
@@ -102,7 +102,7 @@ def command(*words: str) -> int:
     """The command line, in a rank; its runs have no pictures."""
     from faults_runs import without_pictures
 
-    from finetune.cli import main
+    from finetune.cli.main import main
 
     with pytest.MonkeyPatch.context() as patch:
         without_pictures(patch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from finetune.errors import RecipeError
-from finetune.recipe import parse_recipe
+from finetune.recipe.load import parse_recipe
 
 BASE = """\
 model: {name: vit_tiny}

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from finetune.data.sources import open_source
-from finetune.recipe import parse_recipe
+from finetune.data.source import open_source
+from finetune.recipe.load import parse_recipe
 
 RECIPE = """
 model: {name: "embedded:vit_nano"}

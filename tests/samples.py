@@ -14,8 +14,8 @@ import pytest
 import torch
 from PIL import Image
 
-from finetune.data.sources import Source, Split
-from finetune.data.store import Store, open_store
+from finetune.data.image_store import Store, open_store
+from finetune.data.source import Source, Split
 
 
 def png(number: int, size: tuple[int, int] = (5, 4), **options: Any) -> bytes:

@@ -13,10 +13,10 @@ from hub_server import HubServer
 from PIL import Image
 
 from finetune.data.items import Items
-from finetune.data.ranges import LocalFile
-from finetune.data.shards import open_shards
-from finetune.data.sources import Split
-from finetune.data.streaming import ShardItems
+from finetune.data.source import Split
+from finetune.data.streaming.parquet_shards import open_shards
+from finetune.data.streaming.remote_file import LocalFile
+from finetune.data.streaming.row_groups import ShardItems
 
 NAME = "someone/colours"
 GROUP = 6  # rows of a row group

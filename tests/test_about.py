@@ -14,8 +14,8 @@ from demo_server import small_model
 from PIL import Image
 from samples import make_folder
 
-from finetune.demo import about
-from finetune.demo.about import example_files, facts, model_folder, title_of
+from finetune.demo import model_facts as about
+from finetune.demo.model_facts import example_files, facts, model_folder, title_of
 from finetune.errors import WeightsError
 
 CLASSIFIER: Any = SimpleNamespace(

@@ -10,7 +10,7 @@ import torch
 from networks import built, images, logits
 from torch import nn
 
-from finetune.models.anatomy import count_macs, count_parameters, depth, survey
+from finetune.models.profile import count_macs, count_parameters, depth, survey
 
 WIDTH, DEPTH, MLP, PATCH, CLASSES = 32, 2, 128, 8, 5
 

@@ -15,11 +15,11 @@ import pytest
 from demo_server import ODD_NAMES, Running, browser, demo, small_model
 from PIL import Image
 
-from finetune.demo import page
+from finetune.commands.predict import Classifier
+from finetune.demo import html as page
 from finetune.demo.app import About, _Answers, accepted, build_app, gradio, look
-from finetune.demo.reading import Reader
+from finetune.demo.inference import Reader
 from finetune.errors import SetupError
-from finetune.predict import Classifier
 
 SLOW = pytest.mark.slow
 

@@ -9,12 +9,12 @@ from test_resample import photo
 from torch import Tensor
 from torchvision.transforms.v2 import functional as tv
 
-from finetune.data import augment
-from finetune.data.augment import Pipeline, sample_keys
-from finetune.data.color import color_jitter
-from finetune.data.draws import Draws, Keys, crop_offsets, crop_windows, erase_rectangles
-from finetune.data.sentence import parse
 from finetune.errors import RecipeError
+from finetune.transforms import pipeline as augment
+from finetune.transforms.color import color_jitter
+from finetune.transforms.grammar import parse
+from finetune.transforms.pipeline import Pipeline, sample_keys
+from finetune.transforms.random import Draws, Keys, crop_offsets, crop_windows, erase_rectangles
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 EVERYTHING = (

@@ -8,13 +8,13 @@ import pytest
 import torch
 from test_bench_subjects import Told
 
-from finetune.bench.clock import Clock, host_bytes, peak_memory, seconds_alive
+from finetune.bench.timer import Clock, host_bytes, peak_memory, seconds_alive
 
 
 def test_a_clock_leaves_the_warm_up_out(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([10.0, 12.0, 20.0])
     told = Told()
-    monkeypatch.setattr("finetune.bench.clock.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr("finetune.bench.timer.time.perf_counter", lambda: next(now))
     clock = Clock(torch.device("cpu"), warmup=3, steps=4, tick=told.tick)
     for _ in range(7):
         clock.step()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from finetune.bench.hosts import Host, Line
+from finetune.bench.subprocess import Host, Line
 from finetune.errors import DataError, FinetuneError, SetupError
 
 

@@ -15,9 +15,9 @@ from faults_runs import tiny
 from test_bench_peers import CHANGES, CPU, peer_of
 from torch import Tensor, nn
 
-from finetune.bench.loops import Images
+from finetune.bench.peer_loops import Images
 from finetune.bench.peers import Peer
-from finetune.job import open_job
+from finetune.training.setup import open_job
 
 
 class Seen:

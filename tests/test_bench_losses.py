@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from finetune.bench.losses import Curve, compared
-from finetune.engine import train
-from finetune.recipe import Recipe, parse_recipe
-from finetune.rundir import RunDir
+from finetune.recipe.load import Recipe, parse_recipe
+from finetune.run.directory import RunDir
+from finetune.training.train import train
 
 RECIPE = """
 model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 16,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from finetune.bench.page import check_page, describe, section, write_section
+from finetune.bench.markdown import check_page, describe, section, write_section
 from finetune.errors import RecipeError
 
 

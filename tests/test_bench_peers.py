@@ -13,11 +13,11 @@ from faults_runs import tiny
 from test_bench_subjects import Told
 from torch import nn
 
-from finetune.bench.clock import Clock
 from finetune.bench.peers import Peer
+from finetune.bench.timer import Clock
 from finetune.errors import RecipeError
-from finetune.job import open_job
-from finetune.models.anatomy import count_macs
+from finetune.models.profile import count_macs
+from finetune.training.setup import open_job
 
 CHANGES = (
     *("data.batch_size=8", "data.micro_batch=4", "data.num_train=64", "run.test=false"),

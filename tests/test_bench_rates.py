@@ -10,9 +10,9 @@ import torch
 from networks import built, images
 from torch import nn
 
-from finetune.bench import rates
-from finetune.bench.rates import Product, count_operations, matrix_rate, products
-from finetune.models.anatomy import count_macs
+from finetune.bench import flops as rates
+from finetune.bench.flops import Product, count_operations, matrix_rate, products
+from finetune.models.profile import count_macs
 
 BATCH, SIZE = 3, (32, 32)
 TOKENS, WIDTH, DEPTH, MLP, PATCH, CLASSES = 17, 32, 2, 128, 8, 5

@@ -18,9 +18,9 @@ from faults_launch import heeding_interrupts
 from faults_runs import TINY
 
 from finetune.bench import run, studies
-from finetune.bench.rates import spread
+from finetune.bench.flops import spread
 from finetune.bench.run import WARMUP_STEPS, bench
-from finetune.cli import main
+from finetune.cli.main import main
 from finetune.errors import FinetuneError, RecipeError, SetupError
 
 BATCH = 64  # TINY's
@@ -331,7 +331,7 @@ def test_our_own_training_may_use_what_the_others_have_not(
 def test_the_verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     double = Double({"rows": []})
     replace(monkeypatch, "finetune.bench.run", bench=double)
-    replace(monkeypatch, "finetune.bench.page", describe=Double("a table"))
+    replace(monkeypatch, "finetune.bench.markdown", describe=Double("a table"))
     arguments = ["--against", "synthetic", "--against", "timm-loop", "--steps", "7"]
     arguments += [
         "--repeats",

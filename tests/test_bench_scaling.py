@@ -7,7 +7,7 @@ import torch
 
 from finetune.bench.scaling import Grown, per_image
 from finetune.errors import RecipeError
-from finetune.recipe import parse_recipe
+from finetune.recipe.load import parse_recipe
 
 RECIPE = """
 model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 16,

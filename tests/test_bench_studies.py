@@ -6,13 +6,13 @@ import pytest
 from ranks import forked
 
 from finetune.bench.studies import LOSSES_EVERY, PLAINLY, study_losses, study_sizes
-from finetune.recipe import parse_recipe
+from finetune.recipe.load import parse_recipe
 
 
 @pytest.fixture(autouse=True)
 def quick_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin the processes of bench where everything has been imported."""
-    monkeypatch.setattr("finetune.bench.hosts._START", forked.get_start_method())
+    monkeypatch.setattr("finetune.bench.subprocess._START", forked.get_start_method())
 
 
 RECIPE = """

@@ -10,11 +10,11 @@ import pytest
 import torch
 from faults_runs import losses, tiny
 
-from finetune.bench.clock import host_bytes, seconds_alive
-from finetune.bench.subjects import Ours
-from finetune.data.feed import Batch
-from finetune.engine import train
-from finetune.models.anatomy import count_macs
+from finetune.bench.ours import Ours
+from finetune.bench.timer import host_bytes, seconds_alive
+from finetune.data.loader import Batch
+from finetune.models.profile import count_macs
+from finetune.training.train import train
 
 CHANGES = (
     *("data.batch_size=8", "data.micro_batch=4", "data.num_train=64", "data.val_fraction=0.5"),
@@ -105,7 +105,7 @@ def test_synthetic_steps_see_the_same_batches_again(
 
 
 def test_evaluation_of_some_images(ours: Ours, monkeypatch: pytest.MonkeyPatch) -> None:
-    from finetune.bench import subjects
+    from finetune.bench import ours as subjects
 
     counted = []
     evaluate = subjects.evaluate

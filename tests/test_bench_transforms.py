@@ -8,10 +8,10 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from finetune.bench.transforms import translate
-from finetune.data.augment import Pipeline
-from finetune.data.operations import OPERATIONS
+from finetune.bench.torchvision_transforms import translate
 from finetune.errors import RecipeError
+from finetune.transforms.operations import OPERATIONS
+from finetune.transforms.pipeline import Pipeline
 
 LEVELS = 2.0  # PIL rounds after each pass, ours not at all
 

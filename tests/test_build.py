@@ -22,8 +22,8 @@ from torch import nn
 
 from finetune.errors import RecipeError, WeightsError
 from finetune.models.build import build
-from finetune.models.config import CONTROL_ARGS
-from finetune.models.posemb import resize_grid
+from finetune.models.weights.resize_posemb import resize_grid
+from finetune.models.weights.timm_config import CONTROL_ARGS
 
 # timm's own interpolation of relative positions
 pytestmark = [

@@ -11,10 +11,10 @@ import timm
 import torch
 from networks import NAMES, TINY, images, logits, save, shuffle
 
-from finetune.engine import train
-from finetune.models.anatomy import count_parameters, survey
 from finetune.models.build import build
-from finetune.recipe import parse_recipe
+from finetune.models.profile import count_parameters, survey
+from finetune.recipe.load import parse_recipe
+from finetune.training.train import train
 
 # timm's own interpolation of relative positions
 pytestmark = [

@@ -9,8 +9,8 @@ import pytest
 import torch
 from scipy.optimize import minimize_scalar
 
-from finetune import calibrate
-from finetune.calibrate import HeldLogits, fit_temperature
+from finetune.evaluation import calibration as calibrate
+from finetune.evaluation.calibration import HeldLogits, fit_temperature
 
 
 def sample(scale: float, *, num: int = 4000, classes: int = 7) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from finetune.data import canvas as canvas_module
-from finetune.data.canvas import Canvas, Ragged, arranged
+from finetune.data import pixel_file as canvas_module
+from finetune.data.pixel_file import Canvas, Ragged, arranged
 
 
 @pytest.fixture(params=["memory", "file"])

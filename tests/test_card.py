@@ -9,8 +9,8 @@ import yaml
 from hub_store import check_card
 from huggingface_hub import ModelCard
 
-from finetune.card import Facts, write_card
-from finetune.recipe import Recipe, parse_recipe
+from finetune.publish.model_card import Facts, write_card
+from finetune.recipe.load import Recipe, parse_recipe
 
 RECIPE = parse_recipe(
     "model: {name: vit_base_patch16_224.augreg_in21k}\n"

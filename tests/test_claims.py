@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from finetune.claims import VERDICTS, answer, table
+from finetune.evaluation.claims import VERDICTS, answer, table
 
 
 def line(split: str, step: int, **values: Any) -> dict[str, Any]:
@@ -282,5 +282,7 @@ def test_table() -> None:
 
 
 def test_importing_claims_does_not_import_torch() -> None:
-    code = "import sys, finetune.claims; assert not {'torch', 'numpy'} & set(sys.modules)"
+    code = (
+        "import sys, finetune.evaluation.claims; assert not {'torch', 'numpy'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

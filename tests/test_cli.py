@@ -13,9 +13,9 @@ import pytest
 from doubles import Double, replace
 
 from finetune import __version__
-from finetune.cli import cli, main
+from finetune.cli.main import cli, main
 from finetune.errors import DataError
-from finetune.recipe import load_recipe
+from finetune.recipe.load import load_recipe
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -42,14 +42,14 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def trained(monkeypatch: pytest.MonkeyPatch, answer: Any = RESULTS) -> Double:
     double = Double(answer)
-    replace(monkeypatch, "finetune.engine", train=double)
+    replace(monkeypatch, "finetune.training.train", train=double)
     return double
 
 
 class TestStart:
     def test_nothing_heavy_is_imported(self) -> None:
         code = (
-            "import sys, finetune.cli; finetune.cli.main(['--help']); "
+            "import sys, finetune.cli.main; finetune.cli.main.main(['--help']); "
             "print([n for n in ('torch', 'numpy', 'pydantic', 'yaml') if n in sys.modules])"
         )
         done = subprocess.run(
@@ -217,7 +217,7 @@ class TestEvalAndPredict:
     ) -> None:
         double, written = Double(RESULTS["val"]), Double(["e/results.json"])
         doubles = {"describe": Double("val: top1 0.5000"), "write_results": written}
-        replace(monkeypatch, "finetune.evaluate", evaluate_model=double, **doubles)
+        replace(monkeypatch, "finetune.commands.evaluate", evaluate_model=double, **doubles)
         arguments = ["--data", "folder:y", "--split", "val", "--out", "e", "--fit-temperature"]
         assert main(["eval", "runs/x", *arguments]) == 0
         asked = {"data": "folder:y", "split": "val", "fit_temperature": True, "out": "e"}
@@ -235,9 +235,9 @@ class TestEvalAndPredict:
     ) -> None:
         rows = [{"path": "a.png", "predictions": []}, {"path": "b.png", "error": "no image"}]
         classify = Double(rows)
-        replace(monkeypatch, "finetune.predict", predict=classify)
+        replace(monkeypatch, "finetune.commands.predict", predict=classify)
         doubles = {"describe": Double("a table"), "unreadable": Double(None)}
-        replace(monkeypatch, "finetune.predictions", **doubles)
+        replace(monkeypatch, "finetune.commands.predict_io", **doubles)
         arguments = ["--top-k", "2", "--out", "o.csv", "--sheet", "s.png", "--calibrated"]
         assert main(["predict", "runs/x", "a.png", "-", *arguments]) == 0
         (model, paths), kwargs = classify.calls[0]
@@ -247,7 +247,9 @@ class TestEvalAndPredict:
         assert capsys.readouterr().out == "a table\n"
 
         monkeypatch.setattr(
-            sys.modules["finetune.predictions"], "unreadable", lambda rows: DataError("b.png: bad")
+            sys.modules["finetune.commands.predict_io"],
+            "unreadable",
+            lambda rows: DataError("b.png: bad"),
         )
         assert main(["predict", "runs/x", "a.png", "b.png", "--json"]) == 3
         captured = capsys.readouterr()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from doubles import Double, replace
 
-from finetune.cli import main
+from finetune.cli.main import main
 
 
 class TestPublishing:
@@ -17,7 +17,7 @@ class TestPublishing:
     ) -> None:
         pushed = {"url": "http://hub/a/b", "commit": "abc", "changed": True}
         double = Double(pushed)
-        replace(monkeypatch, "finetune.hub.push", push=double)
+        replace(monkeypatch, "finetune.publish.push", push=double)
         arguments = ["--private", "--revision", "v2", "--message", "better"]
         assert main(["push", "runs/x", "a/b", *arguments]) == 0
         asked = {"private": True, "revision": "v2", "message": "better"}
@@ -31,7 +31,9 @@ class TestPublishing:
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         double = Double({"file": "x.pt2"})
-        replace(monkeypatch, "finetune.export", export_model=double, describe=Double("x.pt2"))
+        replace(
+            monkeypatch, "finetune.commands.export", export_model=double, describe=Double("x.pt2")
+        )
         arguments = ["--format", "torch", "--out", "x.pt2", "--images", "a", "--images", "b"]
         assert main(["export", "runs/x", *arguments, "--image-size", "96"]) == 0
         asked = {"format": "torch", "out": "x.pt2", "images": ("a", "b"), "image_size": 96}
@@ -51,7 +53,7 @@ class TestPublishing:
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         serve, export = Double({}), Double({"folder": "space", "files": ["app.py"]})
-        replace(monkeypatch, "finetune.demo.serve", serve=serve)
+        replace(monkeypatch, "finetune.demo.server", serve=serve)
         replace(monkeypatch, "finetune.demo.space", export_space=export)
         assert main(["demo", "runs/x", "--port", "0"]) == 0
         assert serve.calls == [(("runs/x",), {"host": "127.0.0.1", "port": 0, "share": False})]
@@ -64,8 +66,8 @@ class TestPublishing:
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         double = Double({"table": "t.md", "comparison": None, "page": "p.md"})
-        replace(monkeypatch, "finetune.experiments", reproduce=double)
-        replace(monkeypatch, "finetune.plan_table", describe=Double("# A"))
+        replace(monkeypatch, "finetune.commands.reproduce", reproduce=double)
+        replace(monkeypatch, "finetune.commands.reproduce_table", describe=Double("# A"))
         arguments = ["data.source=x", "--only", "a", "--only", "b", "--scale", "smoke"]
         arguments += ["--data", "hub:a/b=parquet:c=d", "--done", "--page", "p.md"]
         assert main(["reproduce", "plan", *arguments]) == 0
@@ -83,7 +85,12 @@ class TestLooking:
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         double = Double({"parameters": {"total": 5}})
-        replace(monkeypatch, "finetune.info", model_info=double, describe=Double("5 parameters"))
+        replace(
+            monkeypatch,
+            "finetune.commands.info",
+            model_info=double,
+            describe=Double("5 parameters"),
+        )
         assert main(["info", "resnet50", "--image-size", "96"]) == 0
         assert double.calls == [(("resnet50",), {"image_size": 96})]
         assert capsys.readouterr().out == "5 parameters\n"
@@ -92,8 +99,8 @@ class TestLooking:
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         double = Double({"memory": {"peak": 5}})
-        replace(monkeypatch, "finetune.forecast", forecast=double)
-        replace(monkeypatch, "finetune.outlook", describe=Double("peak 5"))
+        replace(monkeypatch, "finetune.commands.plan", forecast=double)
+        replace(monkeypatch, "finetune.commands.outlook", describe=Double("peak 5"))
         assert main(["info", "r.yaml", "--plan", "data.batch_size=8"]) == 0
         assert double.calls == [(("r.yaml", ("data.batch_size=8",)), {})]
         assert capsys.readouterr().out == "peak 5\n"
@@ -113,8 +120,8 @@ class TestLooking:
     def test_the_plan_of_a_run(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (tmp_path / "recipe.yaml").write_text("")
         double = Double({})
-        replace(monkeypatch, "finetune.forecast", forecast=double)
-        replace(monkeypatch, "finetune.outlook", describe=Double(""))
+        replace(monkeypatch, "finetune.commands.plan", forecast=double)
+        replace(monkeypatch, "finetune.commands.outlook", describe=Double(""))
         assert main(["info", str(tmp_path), "--plan"]) == 0
         assert double.calls == [((str(tmp_path / "recipe.yaml"), ()), {})]
 
@@ -122,7 +129,7 @@ class TestLooking:
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         double = Double({"files": ["o/filters.png"], "skipped": {"rollout": "no images"}})
-        replace(monkeypatch, "finetune.show", show=double)
+        replace(monkeypatch, "finetune.commands.show", show=double)
         assert main(["show", "runs/x", "a.png", "--out", "o"]) == 0
         assert double.calls == [(("runs/x", ("a.png",)), {"out": "o"})]
         assert capsys.readouterr().out == "o/filters.png\nrollout: no images\n"
@@ -133,7 +140,7 @@ class TestLooking:
     ) -> None:
         double = Double({"shots": {}})
         doubles = {"describe": Double("a table"), "shots_of": Double([1, 5])}
-        replace(monkeypatch, "finetune.probe", probe_model=double, **doubles)
+        replace(monkeypatch, "finetune.commands.probe", probe_model=double, **doubles)
         assert main(["probe", "runs/x", "--data", "d", "--linear", "--knn", "20"]) == 0
         asked = {"data": "d", "split": None, "shots": [1, 5], "seeds": 3, "linear": True}
         assert double.calls == [(("runs/x",), {**asked, "knn": 20, "out": None})]

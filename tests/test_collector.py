@@ -10,8 +10,8 @@ import pytest
 from faults_runs import TINY
 
 from finetune import collector
-from finetune.cli import main
-from finetune.live import Live
+from finetune.cli.main import main
+from finetune.training.trainer_state import Live
 
 USUAL = (650, 9, 11)  # nobody else's
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
-from finetune.data import color
-from finetune.data.draws import Draws, sample_keys
+from finetune.transforms import color
+from finetune.transforms.random import Draws, sample_keys
 
 # Mean difference to torchvision's uint8 path that is allowed, in levels of 255.
 LEVEL = 1.0

@@ -11,7 +11,7 @@ import pytest
 from samples import counts, make_parquet
 
 from finetune.data import decode as decode_module
-from finetune.data.sources import open_source
+from finetune.data.source import open_source
 from finetune.errors import DataError
 
 

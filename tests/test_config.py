@@ -13,8 +13,8 @@ import timm
 from networks import message, timm_folder
 
 from finetune.errors import WeightsError
-from finetune.models import config as config_module
-from finetune.models.weights import resolve
+from finetune.models.weights import timm_config as config_module
+from finetune.models.weights.resolve import resolve
 
 
 @pytest.fixture

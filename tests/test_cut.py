@@ -13,7 +13,7 @@ from torch import nn
 
 from finetune.errors import WeightsError
 from finetune.models.build import build
-from finetune.models.cut import accept_features, last_layers, pre_logits
+from finetune.models.features import accept_features, last_layers, pre_logits
 from finetune.models.head import classifier_names, set_train_mode
 
 TWO_HEADS = ("distilled",)

@@ -10,11 +10,11 @@ import pytest
 from PIL import Image
 from samples import make_folder, make_parquet, write
 
-from finetune.data.prefetch import prefetch_of
-from finetune.data.sources import Split
-from finetune.data_of import data_of, section_of, whole_data_of
+from finetune.data.from_recipe import data_of, section_of, whole_data_of
+from finetune.data.source import Split
+from finetune.data.streaming.prefetch import prefetch_of
 from finetune.errors import DataError
-from finetune.recipe import DataSection, parse_recipe
+from finetune.recipe.load import DataSection, parse_recipe
 
 
 def names(split: Split) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from finetune.data.workers import POLL_SECONDS, Desk
+from finetune.data.worker_pool import POLL_SECONDS, Desk
 from finetune.errors import DataError, FinetuneError, SetupError
 
 

@@ -11,7 +11,8 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from finetune.drawing import (
+from finetune.errors import SetupError
+from finetune.report.style import (
     COLORS,
     SERIES,
     blank,
@@ -23,7 +24,6 @@ from finetune.drawing import (
     style,
     to_svg,
 )
-from finetune.errors import SetupError
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -91,7 +91,7 @@ class TestStyle:
     def test_pyplot_is_not_there(self) -> None:
         import subprocess
 
-        code = "import sys, finetune.figures; print('matplotlib.pyplot' in sys.modules)"
+        code = "import sys, finetune.report.figures; print('matplotlib.pyplot' in sys.modules)"
         out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert out.stdout.strip() == "False", out.stderr
 

@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 from torchvision.transforms import v2
 
-from finetune.data.draws import (
+from finetune.transforms.random import (
     Draws,
     crop_offsets,
     crop_windows,

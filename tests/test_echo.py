@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from finetune.echo import Echo
+from finetune.training.echo import Echo
 
 CPU = torch.device("cpu")
 

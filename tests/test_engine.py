@@ -18,8 +18,7 @@ from faults_runs import FULL, TINY, killed_before, losses, run_in_child, tiny, w
 from ranks import command, two_ranks
 from safetensors.torch import load_file
 
-from finetune.data.feed import Feed
-from finetune.engine import train
+from finetune.data.loader import Feed
 from finetune.errors import (
     DataError,
     DivergedError,
@@ -27,11 +26,12 @@ from finetune.errors import (
     RecipeError,
     SetupError,
 )
-from finetune.evidence import PUBLISHED
-from finetune.job import Job, open_job
-from finetune.live import Live
-from finetune.recipe import parse_recipe
-from finetune.rundir import RunDir
+from finetune.publish.artifacts import PUBLISHED
+from finetune.recipe.load import parse_recipe
+from finetune.run.directory import RunDir
+from finetune.training.setup import Job, open_job
+from finetune.training.train import train
+from finetune.training.trainer_state import Live
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

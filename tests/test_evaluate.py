@@ -14,12 +14,12 @@ import pytest
 import torch
 from PIL import Image
 
-from finetune import evaluate
-from finetune.data.sources import open_source
-from finetune.engine import train
+from finetune.commands import evaluate
+from finetune.commands.evaluate import describe, evaluate_model, write_results
+from finetune.data.source import open_source
 from finetune.errors import DataError, RecipeError, SetupError
-from finetune.evaluate import describe, evaluate_model, write_results
-from finetune.recipe import parse_recipe
+from finetune.recipe.load import parse_recipe
+from finetune.training.train import train
 
 RECIPE = """
 model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 16,

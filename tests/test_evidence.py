@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from finetune.engine import train
 from finetune.errors import CheckpointError
-from finetune.evidence import PUBLISHED, publishable, refresh
 from finetune.files import sha256_of
-from finetune.recipe import load_recipe, parse_recipe
-from finetune.rundir import RunDir
+from finetune.publish.artifacts import PUBLISHED, publishable, refresh
+from finetune.recipe.load import load_recipe, parse_recipe
+from finetune.run.directory import RunDir
+from finetune.training.train import train
 
 RECIPE = """
 model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 16,

@@ -12,12 +12,12 @@ from page_runs import MACHINE, write_probe
 from plan_files import write_plan
 from ranks import command, two_ranks
 
-from finetune import experiments
-from finetune.claims import VERDICTS
+from finetune.commands import reproduce as experiments
+from finetune.commands.reproduce import reproduce
+from finetune.commands.reproduce_table import describe
 from finetune.errors import FinetuneError, Interrupted, RecipeError
-from finetune.experiments import reproduce
-from finetune.plan_table import describe
-from finetune.recipe import Recipe
+from finetune.evaluation.claims import VERDICTS
+from finetune.recipe.load import Recipe
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

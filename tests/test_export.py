@@ -17,12 +17,12 @@ from PIL import Image
 from timm.data import create_transform
 from torch import Tensor, nn
 
-from finetune import export as export_module
+from finetune.commands import export as export_module
+from finetune.commands.export import describe, export_model
+from finetune.commands.predict import Classifier
 from finetune.errors import DataError, RecipeError, SetupError, WeightsError
-from finetune.export import describe, export_model
 from finetune.files import sha256_of
 from finetune.models.build import build, save_model
-from finetune.predict import Classifier
 
 NANO = "embedded:vit_nano"
 SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}

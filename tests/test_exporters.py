@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from finetune import exporters
+from finetune.commands import export_formats as exporters
+from finetune.commands.export_formats import innermost, opened, quiet, require_packages, write
 from finetune.errors import SetupError, WeightsError
-from finetune.exporters import innermost, opened, quiet, require_packages, write
 
 FORMATS = ("onnx", "torch")
 

@@ -14,12 +14,11 @@ import torch
 from samples import make_folder, store_of
 from torch import nn
 
-from finetune import features
-from finetune.data.feed import Feed
-from finetune.data.sources import open_source
-from finetune.engine import launch
+from finetune.data.loader import Feed
+from finetune.data.source import open_source
 from finetune.errors import DataError, WeightsError
-from finetune.features import (
+from finetune.evaluation import features
+from finetune.evaluation.features import (
     Features,
     compute,
     identity_of,
@@ -28,8 +27,9 @@ from finetune.features import (
     split_features,
 )
 from finetune.models.build import Built, build
-from finetune.preprocess import make_pipeline
-from finetune.recipe import DataSection, RunSection
+from finetune.recipe.load import DataSection, RunSection
+from finetune.training.train import launch
+from finetune.transforms.evaluation import make_pipeline
 
 DIGITS = {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from samples import store_of
 
-from finetune.data.augment import Pipeline
-from finetune.data.feed import Feed, Stream, crosses_epoch
-from finetune.data.sources import open_source
+from finetune.data.loader import Feed, Stream, crosses_epoch
+from finetune.data.source import open_source
 from finetune.errors import RecipeError
+from finetune.transforms.pipeline import Pipeline
 
 DIGITS = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "interpolation": "bilinear"}
 

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from report_runs import NASTY, bins, history
 
-from finetune.drawing import COLORS
-from finetune.figures import compare_curves, confusion, curves, reliability, save_png, to_svg
+from finetune.report.figures import compare_curves, confusion, curves, reliability, save_png, to_svg
+from finetune.report.style import COLORS
 
 SVG = "{http://www.w3.org/2000/svg}"
 

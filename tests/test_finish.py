@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from faults_runs import without_plots
 
-from finetune.data.sources import open_source
-from finetune.engine import train
+from finetune.data.source import open_source
 from finetune.errors import DataError, SetupError
-from finetune.recipe import parse_recipe
+from finetune.recipe.load import parse_recipe
+from finetune.training.train import train
 
 RECIPE = """
 model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 16,

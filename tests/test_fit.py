@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from finetune.errors import WeightsError
 from finetune.models.build import build
-from finetune.models.posemb import resize_grid
+from finetune.models.weights.resize_posemb import resize_grid
 
 # timm's own interpolation of relative positions
 pytestmark = [

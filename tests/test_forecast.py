@@ -16,11 +16,11 @@ from ranks import forked
 from samples import make_parquet, png, store_of
 from test_bench_subjects import Told
 
-from finetune.data.rows import RowFeed
-from finetune.data.sources import open_source
+from finetune.commands.plan import Trial, forecast
+from finetune.data.feature_loader import RowFeed
+from finetune.data.source import open_source
 from finetune.errors import FinetuneError, RecipeError, SetupError
-from finetune.forecast import Trial, forecast
-from finetune.models.anatomy import count_parameters
+from finetune.models.profile import count_parameters
 
 CHANGES = (
     *("data.batch_size=24", "data.micro_batch=12", "data.num_train=120", "run.test=false"),
@@ -138,7 +138,7 @@ def test_a_forecast_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mo
     assert found["disk"]["free_here"] > 0
     assert found["options"]
     json.dumps(found)
-    monkeypatch.setattr("finetune.bench.hosts._START", forked.get_start_method())  # quicker
+    monkeypatch.setattr("finetune.bench.subprocess._START", forked.get_start_method())  # quicker
     # an error of the other process is an error here, of its kind
     with pytest.raises(FinetuneError) as caught:
         forecast(str(recipe), ["data.source=folder:nowhere"])

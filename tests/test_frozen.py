@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 from samples import make_folder
 from timm.models import VisionTransformer
 
-from finetune import features
-from finetune.engine import train
+from finetune.commands.evaluate import evaluate_model
+from finetune.commands.probe import probe_model
 from finetune.errors import DataError
-from finetune.evaluate import evaluate_model
-from finetune.probe import probe_model
-from finetune.recipe import Recipe, parse_recipe
+from finetune.evaluation import features
+from finetune.recipe.load import Recipe, parse_recipe
+from finetune.training.train import train
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -153,7 +153,9 @@ def test_a_run_that_was_begun_through_the_net_goes_on_with_features(
     train(recipe(), tmp_path / "whole")
     shutil.rmtree(tmp_path / "cache")
     with monkeypatch.context() as before:
-        before.setattr("finetune.frozen.accept_features", lambda *_, **__: "as it was")
+        before.setattr(
+            "finetune.training.frozen_backbone.accept_features", lambda *_, **__: "as it was"
+        )
         killed_before(10, recipe(), tmp_path / "run")
     computed.clear()
     train(recipe(), tmp_path / "run", resume=True)
@@ -186,7 +188,9 @@ def test_unreadable_images_are_left_out_or_stop_the_run(tmp_path: Path) -> None:
 
 def test_the_compiler_has_nothing_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr("finetune.live.compiles", lambda choice, **told: asked.append(told))
+    monkeypatch.setattr(
+        "finetune.training.trainer_state.compiles", lambda choice, **told: asked.append(told)
+    )
     short = ["optim.epochs=1", "run.test=false"]
     train(recipe(*short), tmp_path / "run")
     train(recipe(*short, THROUGH), tmp_path / "through")

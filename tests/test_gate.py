@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from finetune.demo.gate import Gate
+from finetune.demo.middleware import Gate
 
 
 class Behind:

@@ -12,10 +12,10 @@ from networks import images, logits, save, shuffle
 from torch import Tensor
 
 from finetune.errors import WeightsError
+from finetune.models.architectures.google_hybrid import convert_backbone
 from finetune.models.build import build
-from finetune.models.google_hybrid import convert_backbone
-from finetune.models.posemb import resize_grid
-from finetune.models.tensors import read_tensors
+from finetune.models.weights.read import read_tensors
+from finetune.models.weights.resize_posemb import resize_grid
 
 # float32 here and in JAX through five convolutional units and three blocks.
 FEATURES = 2e-5

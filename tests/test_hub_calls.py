@@ -19,7 +19,7 @@ from huggingface_hub.utils import _http
 from finetune.errors import HubError
 from finetune.hub import calls as hub_calls
 from finetune.hub.calls import Fault, Hub, clean, status_of
-from finetune.hub.push import push
+from finetune.publish.push import push
 
 __all__ = ["folder", "hub", "slept"]  # fixtures
 

@@ -21,8 +21,8 @@ from huggingface_hub import ModelCard, constants
 from PIL import Image
 
 from finetune import Classifier, load_recipe, train
-from finetune.evidence import PUBLISHED
-from finetune.hub.push import push
+from finetune.publish.artifacts import PUBLISHED
+from finetune.publish.push import push
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""finetune/hub/content.py: the allow-list, the search for secrets, and the check of the card."""
+"""finetune/publish/contents.py: the allow-list, the search for secrets, and the check of the card."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import zeros
 
 from finetune.errors import HubError
-from finetune.evidence import PUBLISHED
 from finetune.hub.calls import Hub
-from finetune.hub.content import check_card, is_run, published, refuse_secrets
+from finetune.publish.artifacts import PUBLISHED
+from finetune.publish.contents import check_card, is_run, published, refuse_secrets
 
 __all__ = ["folder", "hub", "slept"]  # fixtures
 

@@ -18,13 +18,13 @@ from networks import message, timm_folder
 from ranks import forked
 from safetensors.torch import load_file
 
-from finetune.engine import train
 from finetune.errors import HubError
-from finetune.hub import reads as hub_reads
-from finetune.models import weights as weights_module
-from finetune.models.hub_files import fetch, hub_file
-from finetune.models.weights import resolve
-from finetune.recipe import parse_recipe
+from finetune.hub import client as hub_reads
+from finetune.hub.download import fetch, hub_file
+from finetune.models.weights import resolve as weights_module
+from finetune.models.weights.resolve import resolve
+from finetune.recipe.load import parse_recipe
+from finetune.training.train import train
 
 NET = "someone/net"
 ALICE = "hf_aliceAlice1234"

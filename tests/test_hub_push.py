@@ -13,11 +13,11 @@ from hub_samples import CARD, OTHER, WRITE, folder, hub, model_folder, slept, we
 from hub_server import HubServer
 from huggingface_hub import HfApi, constants
 
-from finetune.cli import main
+from finetune.cli.main import main
 from finetune.errors import CheckpointError, FinetuneError, HubError, RecipeError, WeightsError
 from finetune.hub import calls as hub_calls
-from finetune.hub import push as hub_module
-from finetune.hub.push import push
+from finetune.publish import push as hub_module
+from finetune.publish.push import push
 
 __all__ = ["folder", "hub", "slept"]  # fixtures
 

@@ -14,8 +14,8 @@ from huggingface_hub import get_session, hf_raise_for_status
 from huggingface_hub.errors import HfHubHTTPError
 
 from finetune.errors import DataError, HubError, WeightsError
-from finetune.hub import reads as hub_reads
-from finetune.hub.reads import Fault, checked, refusal, retried, say_once, was_cut, watching
+from finetune.hub import client as hub_reads
+from finetune.hub.client import Fault, checked, refusal, retried, say_once, was_cut, watching
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""finetune/hub/rights.py: each reason for which the hub would refuse, with a message of its own."""
+"""finetune/publish/permissions.py: each reason for which the hub would refuse, with a message of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hub_server import HubServer
 from huggingface_hub import HfApi, constants
 
 from finetune.errors import HubError, RecipeError
-from finetune.hub.rights import check_rights
+from finetune.publish.permissions import check_rights
 
 __all__ = ["hub", "slept"]  # fixtures
 

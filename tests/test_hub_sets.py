@@ -12,9 +12,9 @@ import pytest
 from hub_server import HubServer, point_at
 from samples import make_parquet
 
-from finetune.data.sources import Source, open_source
+from finetune.data.source import Source, open_source
 from finetune.errors import DataError, FinetuneError, HubError
-from finetune.hub import reads as hub_reads
+from finetune.hub import client as hub_reads
 
 NAME = "someone/things"
 ALICE = "hf_aliceAlice1234"

@@ -10,11 +10,11 @@ import pytest
 from hub_server import HubServer, point_at
 from samples import make_parquet
 
-from finetune.data.hub_shards import Shards, find_shards
-from finetune.data.ranges import HubFile, LocalFile
-from finetune.data.sources import open_source
+from finetune.data.source import open_source
+from finetune.data.streaming.hub_index import Shards, find_shards
+from finetune.data.streaming.remote_file import HubFile, LocalFile
 from finetune.errors import DataError, FinetuneError, HubError
-from finetune.hub import reads as hub_reads
+from finetune.hub import client as hub_reads
 
 NAME = "someone/things"
 ALICE = "hf_aliceAlice1234"

@@ -30,10 +30,10 @@ from scipy.ndimage import zoom
 from torch import Tensor
 
 from finetune import Classifier
-from finetune.evidence import PUBLISHED
-from finetune.hub.reads import watching
+from finetune.hub.client import watching
 from finetune.models.build import build
-from finetune.recipe import load_recipe
+from finetune.publish.artifacts import PUBLISHED
+from finetune.recipe.load import load_recipe
 
 TOKEN = "hf_writewritewrite"
 WIDTH, BLOCKS = 768, 85_798_656  # D, and the parameters without a head

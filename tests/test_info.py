@@ -11,9 +11,9 @@ import pytest
 import torch
 from networks import built, save, saved, timm_folder
 
+from finetune.commands.info import describe, model_info
 from finetune.errors import RecipeError, WeightsError
-from finetune.info import describe, model_info
-from finetune.models.weights import locate
+from finetune.models.weights.resolve import locate
 
 # timm name, millions of parameters in timm's results tables, and in the papers' own words
 # millions of parameters and billions of MACs: DeiT table 5, TNT table 2, ViT at 384 px.
@@ -127,7 +127,7 @@ def test_weights_in_the_cache_are_named(tmp_path: Path, monkeypatch: pytest.Monk
         asked.append(repository)
         return str(link) if file == "model.safetensors" else None
 
-    monkeypatch.setattr("finetune.info.try_to_load_from_cache", cached)
+    monkeypatch.setattr("finetune.commands.info.try_to_load_from_cache", cached)
     found = model_info("test_vit.r160_in1k")
     assert asked == ["timm/test_vit.r160_in1k"]
     assert found["weights"]["sha256"] == digest

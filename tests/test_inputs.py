@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from finetune.bench.inputs import input_rates
-from finetune.data.sources import Split, open_source
+from finetune.bench.input_rate import input_rates
+from finetune.data.source import Split, open_source
 from finetune.errors import DataError
 
 

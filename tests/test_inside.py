@@ -11,13 +11,13 @@ import torch
 from networks import TINY, built, images
 
 from finetune.errors import WeightsError
-from finetune.inside import (
+from finetune.models.architectures.position_embeddings import position_table
+from finetune.models.inside import (
     attention_distances,
     even_distance,
     patch_filters,
     position_similarity,
 )
-from finetune.models.position import position_table
 
 
 def network(**args: Any) -> Any:

@@ -13,9 +13,9 @@ import pytest
 from samples import counts, make_folder, make_parquet, png, write
 
 from finetune.data import decode as decode_module
-from finetune.data import tables
+from finetune.data import parquet as tables
 from finetune.data.decode import decode
-from finetune.data.sources import Split, open_source
+from finetune.data.source import Split, open_source
 from finetune.errors import DataError
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from finetune.errors import RecipeError
-from finetune.job import Job, open_job
-from finetune.recipe import parse_recipe
+from finetune.recipe.load import parse_recipe
+from finetune.training.setup import Job, open_job
 
 RECIPE = """
 model: {name: test_vit, pretrained: false, image_size: 32}

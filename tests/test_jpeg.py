@@ -13,7 +13,7 @@ from PIL import Image
 from finetune.data import decode as decoding
 from finetune.data.decode import decode
 from finetune.data.jpeg import read_jpeg
-from finetune.data.slots import Slots
+from finetune.data.shared_memory import Slots
 from finetune.errors import DataError
 
 PHOTO = np.random.default_rng(0).integers(0, 256, (9, 13, 3), dtype=np.uint8)

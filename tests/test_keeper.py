@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from finetune import keeper
 from finetune.errors import DivergedError, SetupError
-from finetune.keeper import Keeper
-from finetune.rundir import RunDir
-from finetune.state import Snapshot
+from finetune.run import keeper
+from finetune.run.checkpoint import Snapshot
+from finetune.run.directory import RunDir
+from finetune.run.keeper import Keeper
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

@@ -8,7 +8,7 @@ import pytest
 import timm
 import torch
 
-from finetune.kernels import (
+from finetune.training.compile import (
     LONG_SECONDS,
     _missing_to_compile,
     choose_kernels,
@@ -103,7 +103,7 @@ def decided(choice: bool | str, seconds: float, *, device: str = "cpu", **given:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_long_runs_are_compiled(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("finetune.kernels._missing_to_compile", lambda device: None)
+    monkeypatch.setattr("finetune.training.compile._missing_to_compile", lambda device: None)
     assert decided("auto", 1.01 * LONG_SECONDS[device], device=device)
     assert not decided("auto", 0.99 * LONG_SECONDS[device], device=device)
     assert not decided("auto", 2 * LONG_SECONDS[device], device=device, sharded=True)

@@ -10,10 +10,10 @@ import pytest
 from samples import make_parquet
 from streamed import GROUP, split_of
 
-from finetune.data import lanes as data_lanes
-from finetune.data.feed import Stream
-from finetune.data.lanes import Lanes, lanes_of
-from finetune.data.sources import open_source
+from finetune.data.loader import Stream
+from finetune.data.source import open_source
+from finetune.data.streaming import shuffle as data_lanes
+from finetune.data.streaming.shuffle import Lanes, lanes_of
 
 ROWS, GROUPS = 30, 60
 GROUPS_N = np.repeat(np.arange(GROUPS), ROWS)

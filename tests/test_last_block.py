@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from finetune.models.anatomy import count_macs
 from finetune.models.attention import attention_maps
-from finetune.models.cut import accept_features, pre_logits
+from finetune.models.features import accept_features, pre_logits
 from finetune.models.last_block import compute_class_token
+from finetune.models.profile import count_macs
 
 NUM_CLASSES, DEPTH = 7, 2
 SIZES: dict[str, Any] = {

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from finetune import listing
+from finetune.commands import listing
+from finetune.commands.listing import find_files, list_files
 from finetune.errors import DataError, RecipeError
-from finetune.listing import find_files, list_files
 
 
 def give(monkeypatch: pytest.MonkeyPatch, listed: bytes) -> None:

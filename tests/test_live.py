@@ -10,15 +10,15 @@ import pytest
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
-from finetune.data.feed import Batch
-from finetune.echo import Echo
-from finetune.engine import launch
+from finetune.console import Meter
+from finetune.data.loader import Batch
 from finetune.errors import DivergedError
-from finetune.job import open_job
-from finetune.live import Live
-from finetune.progress import Meter
-from finetune.recipe import parse_recipe
-from finetune.rundir import RunDir
+from finetune.recipe.load import parse_recipe
+from finetune.run.directory import RunDir
+from finetune.training.echo import Echo
+from finetune.training.setup import open_job
+from finetune.training.train import launch
+from finetune.training.trainer_state import Live
 
 RECIPE = """
 model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 16,

@@ -10,12 +10,12 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from finetune.data.augment import Pipeline
-from finetune.data.feed import Feed
-from finetune.data.sources import open_source
-from finetune.data.store import Store
+from finetune.data.image_store import Store
+from finetune.data.loader import Feed
+from finetune.data.source import open_source
 from finetune.errors import DivergedError
-from finetune.measure import evaluate, examine
+from finetune.evaluation.evaluate import evaluate, examine
+from finetune.transforms.pipeline import Pipeline
 
 
 class Brightness(nn.Module):

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from page_runs import MACHINE, measured_of, write_all, write_plan
 
-from finetune.errors import CheckpointError
-from finetune.measured import (
+from finetune.commands.reproduce_measured import (
     RUN_FILES,
     in_words,
     machines_of,
@@ -19,8 +18,9 @@ from finetune.measured import (
     run_hash,
     spread,
 )
-from finetune.plans import load_plan
-from finetune.recipe import load_recipe
+from finetune.commands.reproduce_plan import load_plan
+from finetune.errors import CheckpointError
+from finetune.recipe.load import load_recipe
 
 
 def test_the_hash_is_that_of_the_four_files(tmp_path: Path) -> None:

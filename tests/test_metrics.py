@@ -13,7 +13,7 @@ from sklearn import metrics as sklearn_metrics
 from torch.nn import functional
 
 from finetune.errors import DataError, DivergedError
-from finetune.metrics import NUM_BINS, Counts, mean_std
+from finetune.evaluation.metrics import NUM_BINS, Counts, mean_std
 
 
 def sample(num: int, num_classes: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,16 +16,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune.data.augment import Pipeline
-from finetune.data.draws import sample_keys
-from finetune.data.feed import Feed, Stream, _side_stream
-from finetune.data.sources import open_source
-from finetune.data.store import Store
-from finetune.echo import Echo
-from finetune.metrics import Counts
+from finetune.console import Meter
+from finetune.data.image_store import Store
+from finetune.data.loader import Feed, Stream, _side_stream
+from finetune.data.source import open_source
+from finetune.evaluation.metrics import Counts
 from finetune.models.last_block import compute_class_token
-from finetune.optim import build_optimizer, can_mask
-from finetune.progress import Meter
+from finetune.training.echo import Echo
+from finetune.training.optim import build_optimizer, can_mask
+from finetune.transforms.pipeline import Pipeline
+from finetune.transforms.random import sample_keys
 from tests import networks
 
 GPU = torch.device("cuda", 0)

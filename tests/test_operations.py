@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from finetune.data.operations import OPERATIONS, help_text
-from finetune.data.sentence import parse
+from finetune.transforms.grammar import parse
+from finetune.transforms.operations import OPERATIONS, help_text
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -33,5 +33,5 @@ def test_help_names_every_operation_and_argument() -> None:
 
 
 def test_the_table_is_read_without_torch() -> None:
-    code = "import sys, finetune.data.operations; sys.exit('torch' in sys.modules)"
+    code = "import sys, finetune.transforms.operations; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from finetune.errors import RecipeError, SetupError
-from finetune.optim import SCHEDULES, build_optimizer, lr_at, param_groups, set_lr
+from finetune.training.optim import SCHEDULES, build_optimizer, lr_at, param_groups, set_lr
 
 
 def vit(**kwargs: Any) -> nn.Module:
@@ -144,7 +144,9 @@ def test_lr_refuses(changes: dict, words: list[str]) -> None:
 
 
 def test_importing_optim_does_not_import_torch() -> None:
-    code = "import sys, finetune.optim as o; o.lr_at(1, lr=1, schedule='cosine', steps=2); "
+    code = (
+        "import sys, finetune.training.optim as o; o.lr_at(1, lr=1, schedule='cosine', steps=2); "
+    )
     code += "assert not {'torch', 'timm', 'numpy'} & set(sys.modules), 'a heavy import'"
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from faults_runs import tiny
 
-from finetune.job import open_job
-from finetune.kernels import choose_kernels
-from finetune.otherwise import Ground, rehearsed
-from finetune.rehearse import num_bytes, state_bytes
-from finetune.sizing import optimizer_settings
+from finetune.commands.plan_options import Ground, rehearsed
+from finetune.training.compile import choose_kernels
+from finetune.training.memory import num_bytes, state_bytes
+from finetune.training.micro_batch import optimizer_settings
+from finetune.training.setup import open_job
 
 PARTS = {"program": 0, "average": 0, "images": 10**6, "snapshot": 0}
 

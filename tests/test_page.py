@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from finetune.demo import page
-from finetune.demo.reading import Reading
+from finetune.demo import html as page
+from finetune.demo.inference import Reading
 
 EVIL = "<img src=x onerror=alert(1)>\"'&"
 SEEN = np.random.default_rng(0).integers(0, 256, (24, 32, 3), dtype=np.uint8)

@@ -20,11 +20,11 @@ from PIL import Image
 from samples import make_parquet, png, store_of
 
 from finetune.data import decode as decode_module
-from finetune.data import pixels as pixels_module
-from finetune.data import scan as scan_module
-from finetune.data import store as store_module
-from finetune.data.pixels import Kept, kept_pixels
-from finetune.data.sources import Split, open_source
+from finetune.data import decode_all as scan_module
+from finetune.data import image_cache as pixels_module
+from finetune.data import image_store as store_module
+from finetune.data.image_cache import Kept, kept_pixels
+from finetune.data.source import Split, open_source
 from finetune.errors import DataError, SetupError
 
 NUMBER = 150
@@ -191,7 +191,7 @@ def test_a_full_disk_costs_only_the_cache(
     def full(*_: Any) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("finetune.data.canvas._write", full)
+    monkeypatch.setattr("finetune.data.pixel_file._write", full)
     notices: list[str] = []
     split = split_of(tmp_path)
     store = store_of(split, notice=notices.append)

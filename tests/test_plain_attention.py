@@ -14,7 +14,7 @@ from timm.layers import Attention
 from torch import Tensor, nn
 
 from finetune.models.attention import attention_maps
-from finetune.models.plain_attention import multiply_plainly
+from finetune.models.fast_blocks import multiply_plainly
 
 WIDTH, TOKENS = 48, 17
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from finetune.data.plan import Size, check_end, make_plan, size_after
-from finetune.data.sentence import parse
 from finetune.errors import RecipeError
+from finetune.transforms.grammar import parse
+from finetune.transforms.schedule import Size, check_end, make_plan, size_after
 
 
 def order(text: str, size: Size, image_size: Size) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.plan_table import SMOKE, describe
+from finetune.commands.reproduce_table import SMOKE, describe
 
 RUN: dict[str, Any] = {
     "name": "a",

@@ -7,9 +7,16 @@ from pathlib import Path
 import pytest
 from plan_files import PLAN, write_plan
 
+from finetune.commands.reproduce_plan import (
+    Entry,
+    check_runs,
+    find_plan,
+    load_plan,
+    made_small,
+    recipe_for,
+)
 from finetune.errors import RecipeError
-from finetune.plans import Entry, check_runs, find_plan, load_plan, made_small, recipe_for
-from finetune.recipe import load_recipe
+from finetune.recipe.load import load_recipe
 
 DIRECTION = "{question: q, source: s, run: plain, metric: val.loss"
 

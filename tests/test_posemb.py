@@ -11,7 +11,7 @@ from scipy.ndimage import zoom
 from timm.layers import resample_abs_pos_embed
 
 from finetune.errors import RecipeError, WeightsError
-from finetune.models.posemb import resize_grid, square_grid
+from finetune.models.weights.resize_posemb import resize_grid, square_grid
 
 # float32 in and out, float64 between: half a unit in the last place of values below 4.
 TOLERANCE = 1e-6

@@ -11,7 +11,7 @@ from timm.layers.pos_embed import resample_abs_pos_embed
 from torch import nn
 
 from finetune.errors import RecipeError
-from finetune.models.position import (
+from finetune.models.architectures.position_embeddings import (
     KINDS,
     PLACES,
     Learned2D,

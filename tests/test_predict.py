@@ -19,16 +19,16 @@ import torch
 from PIL import Image, ImageColor
 from safetensors.torch import load_file, save_file
 
-from finetune import listing
-from finetune import predict as predict_module
+from finetune.commands import listing
+from finetune.commands import predict as predict_module
+from finetune.commands.predict import Classifier, predict
+from finetune.commands.predict_io import describe
 from finetune.data.decode import decode
-from finetune.data.feed import Feed
-from finetune.data.sources import open_source
-from finetune.data.store import open_store
+from finetune.data.image_store import open_store
+from finetune.data.loader import Feed
+from finetune.data.source import open_source
 from finetune.errors import DataError, RecipeError, SetupError, WeightsError
 from finetune.models.build import Built, Preprocessing, save_model
-from finetune.predict import Classifier, predict
-from finetune.predictions import describe
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)
 NAMES = ["blue", "green", "=red"]

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from finetune.errors import DataError, RecipeError, SetupError
-from finetune.predictions import (
+from finetune.commands.predict_io import (
     Row,
     Rows,
     check_target,
@@ -22,6 +21,7 @@ from finetune.predictions import (
     unreadable,
     writing,
 )
+from finetune.errors import DataError, RecipeError, SetupError
 
 NAMES = ["cat", "=dog", "fish"]
 

@@ -15,13 +15,13 @@ import pytest
 import torch
 from streamed import GROUP, split_of
 
-from finetune.data import prefetch
-from finetune.data.feed import Stream
-from finetune.data.lanes import lanes_of
-from finetune.data.prefetch import Prefetch, prefetch_of
-from finetune.data.sources import Split
-from finetune.data.store import Store, open_store
-from finetune.data.streaming import Group, ShardItems
+from finetune.data.image_store import Store, open_store
+from finetune.data.loader import Stream
+from finetune.data.source import Split
+from finetune.data.streaming import prefetch
+from finetune.data.streaming.prefetch import Prefetch, prefetch_of
+from finetune.data.streaming.row_groups import Group, ShardItems
+from finetune.data.streaming.shuffle import lanes_of
 from finetune.errors import DataError, SetupError
 
 
@@ -94,7 +94,7 @@ class TestReading:
     ) -> None:
         split = split_of(tmp_path, rows=60 * GROUP)
         size = int(split.items.num_bytes().mean())  # type: ignore[attr-defined]
-        monkeypatch.setattr("finetune.data.lanes.OPEN_BYTES", 8 * size)
+        monkeypatch.setattr("finetune.data.streaming.shuffle.OPEN_BYTES", 8 * size)
         monkeypatch.setattr(prefetch, "LIMIT_BYTES", 24 * size)
         mixed = lanes_of(split)
         assert mixed is not None

@@ -16,14 +16,14 @@ from networks import save
 from ranks import two_ranks
 from samples import make_folder, png, write
 
-from finetune import probe
-from finetune.data.sources import open_source
-from finetune.engine import train
+from finetune.commands import probe
+from finetune.commands.probe import describe, probe_model, shots_of
+from finetune.data.source import open_source
 from finetune.errors import DataError, RecipeError, SetupError
+from finetune.evaluation.linear_probe import few_shot
 from finetune.models.build import build
-from finetune.probe import describe, probe_model, shots_of
-from finetune.readout import few_shot
-from finetune.recipe import parse_recipe
+from finetune.recipe.load import parse_recipe
+from finetune.training.train import train
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from finetune import engine
-from finetune.cli import main
-from finetune.data import scan
+from finetune.cli.main import main
+from finetune.console import StopSignals
+from finetune.data import decode_all as scan
 from finetune.errors import Interrupted
-from finetune.progress import StopSignals
+from finetune.training import train as engine
 
 RECIPE = """
 model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 16,
@@ -40,10 +40,10 @@ BEFORE = {
     "decoding": (DECODE, 60),  # past the samples
 }
 AFTER = {
-    "final evaluation": ("finetune.finish.examine", 1),
-    "evaluation of test": ("finetune.finish.examine", 2),
-    "publishing": ("finetune.finish.save_model", 1),
-    "publishing again": ("finetune.finish.save_model", 2),
+    "final evaluation": ("finetune.training.finalize.examine", 1),
+    "evaluation of test": ("finetune.training.finalize.examine", 2),
+    "publishing": ("finetune.training.finalize.save_model", 1),
+    "publishing again": ("finetune.training.finalize.save_model", 2),
     "the report": ("finetune.report.page.write_report", 1),
 }
 

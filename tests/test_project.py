@@ -204,7 +204,7 @@ LONG_FUNCTIONS = {("engine", "train"): 80}  # it is the story
 
 
 def module_name(path: Path) -> str:
-    """`finetune/data/feed.py` → "data.feed"; `finetune/data/__init__.py` → "data"."""
+    """`finetune/data/loader.py` → "data.feed"; `finetune/data/__init__.py` → "data"."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -347,7 +347,7 @@ class TestLayers:
     def test_the_command_line_starts_without_the_heavy_libraries(self) -> None:
         heavy = ("torch", "timm", "torchvision", "accelerate", "datasets", "sklearn", "matplotlib")
         code = (
-            "import sys, finetune, finetune.cli; "
+            "import sys, finetune, finetune.cli.main; "
             f"print([name for name in {heavy!r} if name in sys.modules])"
         )
         out = subprocess.run(

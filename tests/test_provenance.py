@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from finetune import provenance
 from finetune.errors import SetupError
-from finetune.provenance import describe_machine, pick_precision, requested_processes
+from finetune.run import environment as provenance
+from finetune.run.environment import describe_machine, pick_precision, requested_processes
 
 
 def test_the_machine_is_described_for_json() -> None:
@@ -64,7 +64,7 @@ def test_the_launchers_configuration_file_is_read(tmp_path: Path, monkeypatch) -
 
 
 def test_a_parent_that_launches_nothing_asks_for_nothing() -> None:
-    code = "from finetune.provenance import requested_processes; print(requested_processes())"
+    code = "from finetune.run.environment import requested_processes; print(requested_processes())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "None"
 

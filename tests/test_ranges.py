@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from hub_server import HubServer, point_at
 
-from finetune.data import ranges
-from finetune.data.ranges import HubFile, LocalFile
+from finetune.data.streaming import remote_file as ranges
+from finetune.data.streaming.remote_file import HubFile, LocalFile
 from finetune.errors import DataError, FinetuneError, HubError
-from finetune.hub import reads as hub_reads
+from finetune.hub import client as hub_reads
 
 NAME, ALICE = "someone/things", "hf_aliceAlice1234"
 CONTENT = os.urandom(5000)

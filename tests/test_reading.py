@@ -11,11 +11,11 @@ import torch
 from demo_server import ODD_NAMES, small_model
 from PIL import Image
 
+from finetune.commands.predict import Classifier
 from finetune.data.decode import decode
-from finetune.demo.reading import TOP, Reader
+from finetune.demo.inference import TOP, Reader
 from finetune.errors import DataError, WeightsError
 from finetune.models.attention import attention_rollout
-from finetune.predict import Classifier
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from finetune import readout
-from finetune.readout import (
+from finetune.evaluation import linear_probe as readout
+from finetune.evaluation.linear_probe import (
     BIAS,
     L2,
     Whitening,

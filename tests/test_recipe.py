@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from recipe_texts import BASE, problem, problems
 
 from finetune.errors import RecipeError
-from finetune.recipe import Recipe, load_recipe, parse_recipe
+from finetune.recipe.load import Recipe, load_recipe, parse_recipe
 
 
 class TestLoading:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from recipe_texts import BASE, problem, problems, with_line
 
-from finetune.recipe import parse_recipe
+from finetune.recipe.load import parse_recipe
 
 
 class TestKeys:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from page_runs import measured_of, write_all, write_plan
 
-from finetune.measured import Measured
-from finetune.plans import Plan, load_plan
-from finetune.recipe_claims import claims_table, directions_table
+from finetune.commands.reproduce_claims import claims_table, directions_table
+from finetune.commands.reproduce_measured import Measured
+from finetune.commands.reproduce_plan import Plan, load_plan
 
 
 @pytest.fixture

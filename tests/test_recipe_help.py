@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from finetune.errors import RecipeError
-from finetune.recipe_help import help_table, help_text, json_schema, list_folder
+from finetune.recipe.help import help_table, help_text, json_schema, list_folder
 
 
 class TestHelpAndSchema:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from page_runs import measured_of, write_all, write_plan
 
+from finetune.commands.reproduce_measured import run_hash
+from finetune.commands.reproduce_page import page_of
+from finetune.commands.reproduce_plan import load_plan
 from finetune.errors import RecipeError
-from finetune.measured import run_hash
-from finetune.plans import load_plan
-from finetune.recipe_page import page_of
 
 ELSEWHERE = {
     "run": "whole",

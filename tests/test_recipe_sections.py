@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from finetune.errors import RecipeError
-from finetune.recipe import parse_recipe
-from finetune.recipe_sections import Claim, DataSection, OptimSection, RunSection
+from finetune.recipe.load import parse_recipe
+from finetune.recipe.schema import Claim, DataSection, OptimSection, RunSection
 
 RECIPE = "model: {name: x}\ndata: {source: 'embedded:digits'}\noptim: {lr: 1, steps: 5}\n"
 

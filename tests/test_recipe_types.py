@@ -11,8 +11,8 @@ import pytest
 import yaml
 from recipe_texts import BASE, problem, problems, with_line
 
-from finetune import recipe_yaml
-from finetune.recipe import parse_recipe
+from finetune.recipe import yaml as recipe_yaml
+from finetune.recipe.load import parse_recipe
 
 
 class TestGoodValues:

@@ -9,7 +9,7 @@ import pytest
 from recipe_texts import BASE, problem, problems
 
 from finetune.errors import RecipeError
-from finetune.recipe import load_recipe, parse_recipe
+from finetune.recipe.load import load_recipe, parse_recipe
 
 
 class TestFiles:

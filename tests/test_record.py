@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from finetune.errors import CheckpointError, DataError, Interrupted, RecipeError, SetupError
-from finetune.job import Job, open_job
-from finetune.recipe import parse_recipe
-from finetune.record import begin, note_plan, status_kept
-from finetune.rundir import RunDir
+from finetune.recipe.load import parse_recipe
+from finetune.run.directory import RunDir
+from finetune.training.resume import begin, note_plan, status_kept
+from finetune.training.setup import Job, open_job
 
 RECIPE = """
 model: {name: test_vit, pretrained: false, image_size: 32}

@@ -9,11 +9,19 @@ import timm
 import torch
 from torch import nn
 
-from finetune.bench.rates import count_operations
+from finetune.bench.flops import count_operations
 from finetune.errors import RecipeError
-from finetune.models.anatomy import count_macs
 from finetune.models.head import freeze_parameters
-from finetune.rehearse import LiveBytes, Need, need_of, num_bytes, pass_once, state_bytes, twin_of
+from finetune.models.profile import count_macs
+from finetune.training.memory import (
+    LiveBytes,
+    Need,
+    need_of,
+    num_bytes,
+    pass_once,
+    state_bytes,
+    twin_of,
+)
 
 SIZE = (32, 32)
 

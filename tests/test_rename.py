@@ -14,8 +14,8 @@ from torch import Tensor
 from finetune.errors import WeightsError
 from finetune.models.build import build
 from finetune.models.head import classifier_names
-from finetune.models.rename import main, matched, propose, renamed
-from finetune.models.weights import resolve
+from finetune.models.weights.rename import main, matched, propose, renamed
+from finetune.models.weights.resolve import resolve
 
 NAME = "vit_tiny_patch16_224"
 ARGS = {"architecture": NAME, **SMALL}
@@ -145,7 +145,7 @@ class TestWeights:
             build(str(foreign), num_classes=num_classes, args=ARGS)
         text = str(caught.value)
         assert "every shape fits in order under other names (net.cls_token is cls_token" in text
-        assert f"python -m finetune.models.rename FILE {NAME}" in text
+        assert f"python -m finetune.models.weights.rename FILE {NAME}" in text
 
     def test_the_error_proposes_nothing_where_the_order_is_wrong(self, foreign: Path) -> None:
         state = torch.load(foreign, weights_only=True)

@@ -13,7 +13,7 @@ from finetune.report.comparison import (
     groups,
     run_rows,
 )
-from finetune.report.data import Run, read_run
+from finetune.report.run_data import Run, read_run
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from report_runs import history, make_run
 
 from finetune.errors import CheckpointError, RecipeError
-from finetune.report.data import duration, number, percent, plain, read_run, whole
+from finetune.report.run_data import duration, number, percent, plain, read_run, whole
 
 
 class TestReadRun:

@@ -12,7 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 from report_runs import NASTY, bins, figures, history, make_run, results
 
-from finetune.data.sources import open_source
+from finetune.data.source import open_source
 from finetune.errors import CheckpointError, RecipeError
 from finetune.report.page import compare, report, write_report
 
@@ -70,8 +70,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Page:
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the figures out, where a test is about something else: they take a second a page."""
     for name in ("curves", "confusion", "reliability", "compare_curves"):
-        monkeypatch.setattr(f"finetune.figures.{name}", lambda *_, **__: Figure())
-    monkeypatch.setattr("finetune.figures.to_svg", lambda *_, **__: "<svg></svg>")
+        monkeypatch.setattr(f"finetune.report.figures.{name}", lambda *_, **__: Figure())
+    monkeypatch.setattr("finetune.report.figures.to_svg", lambda *_, **__: "<svg></svg>")
 
 
 class TestPageOfARun:

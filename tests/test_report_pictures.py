@@ -10,9 +10,9 @@ from PIL import Image
 from report_runs import figures, make_run, results
 
 from finetune.data.items import ArrayItems
-from finetune.data.sources import Split, open_source
-from finetune.report.data import read_run
-from finetune.report.pictures import mistake_rows, why_none
+from finetune.data.source import Split, open_source
+from finetune.report.run_data import read_run
+from finetune.report.thumbnails import mistake_rows, why_none
 
 
 def picture(uri: str) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from report_runs import figures, history, make_run, results
 
-from finetune.report.data import Run, read_run
+from finetune.report.run_data import Run, read_run
 from finetune.report.sections import (
     claim_rows,
     class_rows,

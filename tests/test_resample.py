@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional as tv
 
-from finetune.data import resample
-from finetune.data.resample import Axis, multiply, resize_matrix, rotation, select, warp
+from finetune.transforms import geometry as resample
+from finetune.transforms.geometry import Axis, multiply, resize_matrix, rotation, select, warp
 
 # H W source pixels, h w target pixels
 CPU = torch.device("cpu")

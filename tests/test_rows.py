@@ -9,11 +9,11 @@ import pytest
 import torch
 from samples import store_of
 
-from finetune.data.augment import Pipeline
-from finetune.data.feed import Feed, Stream
-from finetune.data.rows import RowFeed
-from finetune.data.sources import Split, open_source
+from finetune.data.feature_loader import RowFeed
+from finetune.data.loader import Feed, Stream
+from finetune.data.source import Split, open_source
 from finetune.errors import RecipeError
+from finetune.transforms.pipeline import Pipeline
 
 CPU = torch.device("cpu")
 DIGITS: dict[str, Any] = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "interpolation": "bilinear"}

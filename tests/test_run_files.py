@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from finetune.errors import CheckpointError, SetupError
-from finetune.run_files import (
+from finetune.run.validation import (
     checked,
     clear,
     load_json,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from finetune.errors import CheckpointError, SetupError
-from finetune.rundir import RunDir
+from finetune.run.directory import RunDir
 
 
 def fill(text: str):

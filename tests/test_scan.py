@@ -14,13 +14,13 @@ import pytest
 from PIL import Image
 from samples import make_folder, make_parquet, png, write
 
-from finetune.data import canvas as canvas_module
 from finetune.data import decode as decode_module
-from finetune.data import scan as scan_module
-from finetune.data.canvas import Ragged
+from finetune.data import decode_all as scan_module
+from finetune.data import pixel_file as canvas_module
 from finetune.data.decode import decode
-from finetune.data.scan import decoded_bytes, info, load_images, paint, readable, scan
-from finetune.data.sources import Split, open_source
+from finetune.data.decode_all import decoded_bytes, info, load_images, paint, readable, scan
+from finetune.data.pixel_file import Ragged
+from finetune.data.source import Split, open_source
 from finetune.errors import DataError
 
 

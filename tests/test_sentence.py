@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.data.operations import OPERATIONS, help_text
-from finetune.data.sentence import MAX_CHARACTERS, parse
 from finetune.errors import RecipeError
+from finetune.transforms.grammar import MAX_CHARACTERS, parse
+from finetune.transforms.operations import OPERATIONS, help_text
 
 
 def test_parse_fills_in_every_argument() -> None:
@@ -148,5 +148,5 @@ def test_parse_gives_calls_or_a_recipe_error(text: str) -> None:
 
 
 def test_grammar_needs_no_torch() -> None:
-    code = "import sys, finetune.data.sentence; sys.exit('torch' in sys.modules)"
+    code = "import sys, finetune.transforms.grammar; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

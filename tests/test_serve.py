@@ -16,8 +16,8 @@ import pytest
 from demo_server import ODD_NAMES, Running, demo, small_model
 from PIL import Image
 
-from finetune.demo import serve as serve_module
-from finetune.demo.serve import serve, workplace
+from finetune.demo import server as serve_module
+from finetune.demo.server import serve, workplace
 from finetune.errors import RecipeError, SetupError, WeightsError
 
 

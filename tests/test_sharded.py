@@ -15,12 +15,12 @@ from ranks import two_ranks
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 
-from finetune import state
-from finetune.data.augment import Pipeline
-from finetune.data.feed import Feed
-from finetune.data.sources import open_source
-from finetune.data.store import Store
-from finetune.measure import evaluate
+from finetune.data.image_store import Store
+from finetune.data.loader import Feed
+from finetune.data.source import open_source
+from finetune.evaluation.evaluate import evaluate
+from finetune.run import checkpoint as state
+from finetune.transforms.pipeline import Pipeline
 
 
 def network() -> torch.nn.Module:

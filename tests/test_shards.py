@@ -11,10 +11,11 @@ import pytest
 from samples import make_parquet
 from streamed import CLASSES, GROUP, shard
 
-from finetune.data import ranges, shards
 from finetune.data.columns import declared_names, features_of
-from finetune.data.ranges import LocalFile
-from finetune.data.shards import Shard, label_column, open_shards
+from finetune.data.streaming import parquet_shards as shards
+from finetune.data.streaming import remote_file as ranges
+from finetune.data.streaming.parquet_shards import Shard, label_column, open_shards
+from finetune.data.streaming.remote_file import LocalFile
 from finetune.errors import DataError
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageChops, ImageColor
 
-from finetune import sheet as sheet_module
+from finetune.commands import contact_sheet as sheet_module
+from finetune.commands.contact_sheet import ContactSheet
 from finetune.errors import SetupError
-from finetune.sheet import ContactSheet
 
 RED = (200, 30, 30)
 

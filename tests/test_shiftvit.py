@@ -18,14 +18,14 @@ import torch
 from networks import NAMES, images, logits, save, shuffle
 from torch import Tensor, nn
 
-from finetune.data.augment import Pipeline, sample_keys
-from finetune.engine import train
+from finetune.commands.predict import Classifier
 from finetune.errors import RecipeError
+from finetune.models.architectures.shiftvit import SHIFTS, clear_edges, shift_channels
 from finetune.models.build import Built, build
-from finetune.models.shiftvit import SHIFTS, clear_edges, shift_channels
-from finetune.optim import lr_at, param_groups
-from finetune.predict import Classifier
-from finetune.recipe import Recipe, load_recipe
+from finetune.recipe.load import Recipe, load_recipe
+from finetune.training.optim import lr_at, param_groups
+from finetune.training.train import train
+from finetune.transforms.pipeline import Pipeline, sample_keys
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPES = REPOSITORY / "recipes" / "shiftvit"

@@ -13,9 +13,9 @@ from networks import built, images, saved
 from PIL import Image
 from samples import png, write
 
+from finetune.commands.show import draw_distances, draw_filters, draw_positions, draw_rollout, show
 from finetune.errors import DataError, SetupError, WeightsError
 from finetune.models.attention import attention_rollout
-from finetune.show import draw_distances, draw_filters, draw_positions, draw_rollout, show
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_nothing_at_all_is_an_error(
     def none(*_: Any, **__: Any) -> Figure:
         raise WeightsError("none here")
 
-    monkeypatch.setattr("finetune.show.draw_filters", none)
+    monkeypatch.setattr("finetune.commands.show.draw_filters", none)
     with pytest.raises(WeightsError, match="nothing to show"):
         show(saved(tmp_path, "convnext"), pictures, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()

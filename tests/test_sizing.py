@@ -12,15 +12,21 @@ import torch
 from faults_runs import losses, tiny
 from torch import nn
 
-from finetune import sizing
-from finetune.data.feed import Stream
-from finetune.engine import launch, train
+from finetune.data.loader import Stream
 from finetune.errors import Interrupted, RecipeError, SetupError
-from finetune.job import open_job
-from finetune.live import Live
-from finetune.recipe import Recipe
-from finetune.rundir import RunDir
-from finetune.sizing import available_bytes, find_micro_batch, largest, passes, still_to_come
+from finetune.recipe.load import Recipe
+from finetune.run.directory import RunDir
+from finetune.training import micro_batch as sizing
+from finetune.training.micro_batch import (
+    available_bytes,
+    find_micro_batch,
+    largest,
+    passes,
+    still_to_come,
+)
+from finetune.training.setup import open_job
+from finetune.training.train import launch, train
+from finetune.training.trainer_state import Live
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from finetune.data.slots import Slots, shared_memory
+from finetune.data.shared_memory import Slots, shared_memory
 
 
 def image(number: int, size: tuple[int, int] = (3, 4)) -> np.ndarray:

@@ -17,10 +17,10 @@ from demo_server import GUARD, ODD_NAMES, Running, running, small_model
 from PIL import Image
 from test_serve import ask, classify, send
 
+from finetune.commands.predict import Classifier
 from finetune.demo import space
 from finetune.demo.space import export_space
 from finetune.errors import RecipeError, SetupError, WeightsError
-from finetune.predict import Classifier
 
 pytest.importorskip("gradio", reason="Gradio is not installed: pip install 'finetune[demo]'")
 

@@ -10,7 +10,7 @@ import pytest
 from samples import counts, make_folder, make_parquet
 
 from finetune.data import decode
-from finetune.data.sources import open_source
+from finetune.data.source import open_source
 from finetune.data.splits import merge_val, split_train, take_train
 from finetune.errors import DataError
 

@@ -12,9 +12,9 @@ import torch
 from timm.optim import list_optimizers
 from timm.utils import ModelEmaV3
 
-from finetune import state
 from finetune.errors import RecipeError, SetupError
-from finetune.optim import build_optimizer
+from finetune.run import checkpoint as state
+from finetune.training.optim import build_optimizer
 
 
 def network() -> torch.nn.Module:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from samples import store_of
 
-from finetune.data import store as store_module
-from finetune.data.sources import open_source
-from finetune.data.store import Store
+from finetune.data import image_store as store_module
+from finetune.data.image_store import Store
+from finetune.data.source import open_source
 from finetune.errors import DataError
 
 
@@ -32,7 +32,7 @@ def test_an_image_that_vanishes_while_training_is_a_data_error(image_folder) -> 
 
 def test_what_does_not_fit_in_memory_is_said(digits, monkeypatch) -> None:
     notices: list[str] = []
-    monkeypatch.setattr("finetune.data.store.decoded_bytes", lambda split: 2**60)
+    monkeypatch.setattr("finetune.data.image_store.decoded_bytes", lambda split: 2**60)
     store = store_of(digits, notice=notices.append)
     assert store.images is None
     assert len(notices) == 1

@@ -13,11 +13,11 @@ import pytest
 from hub_server import HubServer, point_at
 from streamed import GROUP, NAME, bytes_sent, on_disk, shards, split_of
 
-from finetune.data.sources import Source, open_source
+from finetune.data.source import Source, open_source
 from finetune.data.splits import merge_val, split_train, take_train
-from finetune.data.streaming import ShardItems
+from finetune.data.streaming.row_groups import ShardItems
 from finetune.errors import DataError
-from finetune.hub import reads as hub_reads
+from finetune.hub import client as hub_reads
 
 FILES = shards(2, 20)
 

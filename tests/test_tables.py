@@ -15,9 +15,9 @@ from PIL import Image
 from samples import counts, make_folder, make_parquet, png, write
 
 from finetune.data import decode as decode_module
-from finetune.data import tables
+from finetune.data import parquet as tables
 from finetune.data.decode import decode
-from finetune.data.sources import open_source
+from finetune.data.source import open_source
 from finetune.data.splits import split_train
 from finetune.errors import DataError, HubError
 
@@ -265,7 +265,7 @@ def test_a_set_is_opened_without_pandas(kind: str, tmp_path: Path) -> None:
     else:
         make_folder(tmp_path, {"train/a": 2, "train/b": 2})
     script = (
-        "import sys; from finetune.data.sources import open_source\n"
+        "import sys; from finetune.data.source import open_source\n"
         f"split = open_source('{kind}:{tmp_path}').splits['train']\n"
         "print(len(split.fingerprint), split.read(0).ndim, 'pandas' in sys.modules)"
     )

@@ -22,9 +22,9 @@ from networks import (
 from safetensors.torch import load_file, save_file
 
 from finetune.errors import WeightsError
-from finetune.models import tensors
-from finetune.models.tensors import read_tensors
-from finetune.models.weights import resolve
+from finetune.models.weights import read as tensors
+from finetune.models.weights.read import read_tensors
+from finetune.models.weights.resolve import resolve
 
 MUCH = 80 * 2**20  # bytes, more than is read of any archive that is nothing but zeros
 

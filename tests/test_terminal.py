@@ -10,6 +10,7 @@ from typing import Any
 import click
 import pytest
 
+from finetune.cli.runner import Answer, Verbs, answers, debug_option, figures, flat, run, to_json
 from finetune.errors import (
     CheckpointError,
     DataError,
@@ -21,7 +22,6 @@ from finetune.errors import (
     SetupError,
     WeightsError,
 )
-from finetune.terminal import Answer, Verbs, answers, debug_option, figures, flat, run, to_json
 
 
 def program(body: Callable[[], Any]) -> Callable[..., int]:

@@ -8,7 +8,7 @@ import pytest
 from doubles import Double
 from PIL import Image
 
-from finetune.cli import main
+from finetune.cli.main import main
 
 NET = "embedded:vit_nano"
 DIGITS = ["--data", "embedded:digits"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from finetune.models.timm_names import imagenet_names, suggest
+from finetune.models.weights.timm_names import imagenet_names, suggest
 
 
 def test_the_nearest_name() -> None:

@@ -11,8 +11,9 @@ from hub_samples import READ, hub, slept
 from hub_server import HubServer, point_at
 from ranks import command_at, two_ranks
 
-from finetune import cli, engine
-from finetune.recipe import load_recipe
+from finetune.cli import main as cli
+from finetune.recipe.load import load_recipe
+from finetune.training import train as engine
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -121,8 +122,8 @@ def test_nobody_waits_in_a_collective_for_the_push(
         return {"repository": "alice/digits", "url": "u", "commit": "c"}
 
     monkeypatch.setattr(engine, "broadcast_object_list", shared)
-    monkeypatch.setattr("finetune.hub.push.push", push)
-    monkeypatch.setattr("finetune.hub.rights.check_rights", lambda *_, **__: None)
+    monkeypatch.setattr("finetune.publish.push.push", push)
+    monkeypatch.setattr("finetune.publish.permissions.check_rights", lambda *_, **__: None)
     engine.train(load_recipe(recipe), tmp_path / "run")
     assert waited == ["alone"]
 

@@ -14,13 +14,13 @@ from hub_server import HubServer, point_at
 from ranks import command_at, two_ranks
 from streamed import NAME, bytes_sent, on_disk, shards
 
-from finetune.cli import main
-from finetune.data import ranges
-from finetune.engine import train
+from finetune.cli.main import main
+from finetune.data.streaming import remote_file as ranges
 from finetune.errors import DataError, HubError, RecipeError
-from finetune.hub import reads as hub_reads
-from finetune.live import Live
-from finetune.recipe import Recipe, parse_recipe
+from finetune.hub import client as hub_reads
+from finetune.recipe.load import Recipe, parse_recipe
+from finetune.training.train import train
+from finetune.training.trainer_state import Live
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -131,8 +131,8 @@ class TestFaults:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Live, "step", disturbed)
-            patch.setattr("finetune.data.prefetch._BATCHES_AHEAD", 1)
-            patch.setattr("finetune.data.prefetch.LIMIT_BYTES", 2 * 10**4)
+            patch.setattr("finetune.data.streaming.prefetch._BATCHES_AHEAD", 1)
+            patch.setattr("finetune.data.streaming.prefetch.LIMIT_BYTES", 2 * 10**4)
             train(recipe(), tmp_path / "disturbed")
         assert sum(fault.times == 0 for fault in hub.faults) >= 2
         assert "trying again" in capfd.readouterr().err
@@ -172,8 +172,8 @@ class TestFaults:
 
         with monkeypatch.context() as patch:
             patch.setattr(Live, "step", hurt)
-            patch.setattr("finetune.data.prefetch._BATCHES_AHEAD", 1)
-            patch.setattr("finetune.data.prefetch.LIMIT_BYTES", 2 * 10**4)
+            patch.setattr("finetune.data.streaming.prefetch._BATCHES_AHEAD", 1)
+            patch.setattr("finetune.data.streaming.prefetch.LIMIT_BYTES", 2 * 10**4)
             with pytest.raises(kind) as caught:
                 train(recipe(), tmp_path / "run")
         assert caught.value.exit_code == code  # type: ignore[attr-defined]

@@ -14,12 +14,12 @@ from PIL import Image
 from torch import nn
 
 from finetune.errors import WeightsError
-from finetune.models import transformers_adapter as adapter
-from finetune.models import transformers_files as files
+from finetune.models.architectures import transformers_adapter as adapter
 from finetune.models.build import Built, build
-from finetune.models.tensors import read_tensors
-from finetune.models.weights import Weights
-from finetune.preprocess import make_pipeline
+from finetune.models.weights import transformers_hub as files
+from finetune.models.weights.read import read_tensors
+from finetune.models.weights.resolve import Weights
+from finetune.transforms.evaluation import make_pipeline
 
 transformers = pytest.importorskip("transformers")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from finetune.errors import WeightsError
-from finetune.models.transformers_files import describe
+from finetune.models.weights.transformers_hub import describe
 
 pytest.importorskip("transformers")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from finetune.data.upload import uploaded
+from finetune.data.device_copy import uploaded
 
 
 def batch(number: int) -> list[np.ndarray]:

@@ -16,12 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import finetune
 from finetune.errors import RecipeError, WeightsError
+from finetune.models.architectures.position_embeddings import KINDS, PLACES
 from finetune.models.attention import attention_maps
 from finetune.models.build import build
-from finetune.models.posemb import resize_grid
-from finetune.models.position import KINDS, PLACES
-from finetune.optim import param_groups
-from finetune.recipe import load_recipe, parse_recipe
+from finetune.models.weights.resize_posemb import resize_grid
+from finetune.recipe.load import load_recipe, parse_recipe
+from finetune.training.optim import param_groups
 
 NAME = "vit_scratch_large_patch8_32"
 TINY = {"embed_dim": 24, "depth": 2, "num_heads": 3, "mlp_ratio": 2}

@@ -13,10 +13,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from finetune import watch
+from finetune.console import StopSignals
 from finetune.errors import DataError, DivergedError, FinetuneError, Interrupted, SetupError
-from finetune.progress import StopSignals
-from finetune.watch import Launcher, Ranks, end_with_parent, local_processes
+from finetune.training import distributed as watch
+from finetune.training.distributed import Launcher, Ranks, end_with_parent, local_processes
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer [127.0.0.1]:1")
 LATE = RuntimeError("[gloo/transport/tcp/buffer.cc:1] Timed out waiting 5000ms for recv")

@@ -17,8 +17,8 @@ from networks import (
 )
 from safetensors.torch import load_file
 
-from finetune.models import weights as weights_module
-from finetune.models.weights import locate, resolve
+from finetune.models.weights import resolve as weights_module
+from finetune.models.weights.resolve import locate, resolve
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from finetune.bench.subjects import Ours
+from finetune.bench.ours import Ours
 
 __all__ = ["Curve", "compared"]
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from finetune.bench.clock import BATCHES_AHEAD, Clock, give_back, peak_memory
-from finetune.bench.loops import LOOPS, Images, Setting
-from finetune.bench.rates import count_operations
-from finetune.bench.transforms import translate
+from finetune.bench.flops import count_operations
+from finetune.bench.peer_loops import LOOPS, Images, Setting
+from finetune.bench.timer import BATCHES_AHEAD, Clock, give_back, peak_memory
+from finetune.bench.torchvision_transforms import translate
+from finetune.console import say_nothing
 from finetune.errors import RecipeError
-from finetune.job import Job, open_job
 from finetune.models.head import set_train_mode
-from finetune.progress import say_nothing
-from finetune.recipe import Recipe
+from finetune.recipe.load import Recipe
+from finetune.training.setup import Job, open_job
 
 __all__ = ["Peer"]
 

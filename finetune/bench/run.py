@@ -14,15 +14,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from finetune.bench.hosts import Host
-from finetune.bench.page import check_page, write_section
-from finetune.bench.rates import spread
+from finetune.bench.flops import spread
+from finetune.bench.markdown import check_page, write_section
 from finetune.bench.studies import LOSSES_EVERY, PLAINLY, study_losses, study_sizes
+from finetune.bench.subprocess import Host
+from finetune.console import bar, say
 from finetune.errors import RecipeError, SetupError, masked, nearest
 from finetune.files import make_folder
-from finetune.progress import bar, say
-from finetune.provenance import DTYPES
-from finetune.recipe import Recipe, load_recipe
+from finetune.recipe.load import Recipe, load_recipe
+from finetune.run.environment import DTYPES
 
 __all__ = ["AGAINST", "WARMUP_STEPS", "bench"]
 
@@ -134,7 +134,7 @@ class _Session:
 
     def prepare(self, against: Sequence[str], *, steps: int, repeats: int) -> None:
         """Start the processes, one after the other, each up to its first steps."""
-        from finetune.bench.subjects import Ours
+        from finetune.bench.ours import Ours
 
         self._start(_OWN, Ours, {"recipe": self.recipe, "folder": self.folder})
         facts = self.facts[_OWN]
@@ -331,6 +331,6 @@ def _check(recipe: Recipe, against: Sequence[str], *, alone: bool, losses: int |
             "data.keep=none data.workers=2"
         )
     if set(against) - _NO_LOOPS and recipe.data.train is not None:
-        from finetune.bench.transforms import translate
+        from finetune.bench.torchvision_transforms import translate
 
         translate(recipe.data.train, image_size=(1, 1), interpolation="bicubic")

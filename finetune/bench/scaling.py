@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from finetune.bench.subjects import Ours
-from finetune.data.feed import Feed
-from finetune.data.store import Store
+from finetune.bench.ours import Ours
+from finetune.data.image_store import Store
+from finetune.data.loader import Feed
 from finetune.errors import RecipeError
 from finetune.files import disk_errors
 

@@ -8,10 +8,10 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from finetune.bench.hosts import Host
-from finetune.bench.rates import spread
-from finetune.progress import bar, say
-from finetune.recipe import Recipe
+from finetune.bench.flops import spread
+from finetune.bench.subprocess import Host
+from finetune.console import bar, say
+from finetune.recipe.load import Recipe
 
 __all__ = ["LOSSES_EVERY", "PLAINLY", "study_losses", "study_sizes"]
 

@@ -9,8 +9,8 @@ import numpy as np
 from finetune.data.columns import in_order
 from finetune.data.decode import notice
 from finetune.data.items import Items
-from finetune.data.sources import Source, Split
-from finetune.data.streaming import ShardItems
+from finetune.data.source import Source, Split
+from finetune.data.streaming.row_groups import ShardItems
 from finetune.errors import DataError
 
 __all__ = ["merge_val", "split_train", "take_train"]

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from finetune.demo import page
-from finetune.demo.reading import Reader, pixels_of
+from finetune.commands.predict import Classifier
+from finetune.demo import html as page
+from finetune.demo.inference import Reader, pixels_of
 from finetune.errors import FinetuneError, SetupError
-from finetune.predict import Classifier
 
 __all__ = ["About", "accepted", "build_app", "gradio", "look"]
 

@@ -20,15 +20,15 @@ import yaml
 from timm.models import split_model_name_tag
 
 from finetune import __version__
-from finetune.demo.about import example_files, facts, is_hub_name, model_folder, title_of
+from finetune.commands.predict import Classifier
 from finetune.demo.app import About, build_app, gradio
-from finetune.demo.serve import show, workplace
+from finetune.demo.model_facts import example_files, facts, is_hub_name, model_folder, title_of
+from finetune.demo.server import show, workplace
 from finetune.errors import RecipeError, SetupError
-from finetune.licences import licence_keys
+from finetune.hub.download import hub_file
 from finetune.models.build import build
-from finetune.models.hub_files import hub_file
-from finetune.predict import Classifier
-from finetune.preprocess import make_pipeline
+from finetune.publish.licences import licence_keys
+from finetune.transforms.evaluation import make_pipeline
 
 __all__ = ["export_space", "run_space"]
 

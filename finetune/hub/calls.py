@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from huggingface_hub import HfApi, get_session, get_token, is_offline_mode
 from huggingface_hub.errors import HfHubHTTPError
 
+from finetune.console import say
 from finetune.errors import FinetuneError, HubError
-from finetune.progress import say
 
 __all__ = ["Fault", "Hub", "clean", "status_of"]
 

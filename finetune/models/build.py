@@ -17,12 +17,12 @@ from timm.data.config import resolve_data_config
 from torch import nn
 
 from finetune.errors import FinetuneError, RecipeError, WeightsError, nearest
-from finetune.models.built import Built, Preprocessing, save_model
-from finetune.models.config import CONTROL_ARGS, LARGEST_SIDE, enormous, is_size
-from finetune.models.fit import load, stride, timm_config
 from finetune.models.head import as_names, freeze_parameters, set_train_mode, zero_head
-from finetune.models.posemb import METHODS
-from finetune.models.weights import Weights, resolve
+from finetune.models.saved import Built, Preprocessing, save_model
+from finetune.models.weights.load import load, stride, timm_config
+from finetune.models.weights.resize_posemb import METHODS
+from finetune.models.weights.resolve import Weights, resolve
+from finetune.models.weights.timm_config import CONTROL_ARGS, LARGEST_SIDE, enormous, is_size
 
 __all__ = ["Built", "Preprocessing", "build", "save_model", "set_train_mode"]
 
@@ -62,7 +62,7 @@ def build(
     """Build a network from weights, ready to be fine-tuned or to predict.
 
     Args:
-        name: see finetune.models.weights.resolve.
+        name: see finetune.models.weights.resolve.resolve.
         num_classes: K for a new head; None keeps the weights' own classes and head.
         pretrained: False builds the same network with random weights.
         image_size: pixels, or (height, width); None takes the weights' own.

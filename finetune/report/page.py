@@ -15,10 +15,10 @@ from urllib.parse import quote
 
 import jinja2
 
-from finetune import figures
-from finetune.data.sources import Split
+from finetune.data.source import Split
 from finetune.errors import RecipeError
 from finetune.files import make_folder, write_atomically
+from finetune.report import figures
 from finetune.report.comparison import (
     FIGURES,
     claims_beside,
@@ -27,8 +27,7 @@ from finetune.report.comparison import (
     groups,
     run_rows,
 )
-from finetune.report.data import Run, bins, percent, plain, read_run, section, whole
-from finetune.report.pictures import mistake_rows, why_none
+from finetune.report.run_data import Run, bins, percent, plain, read_run, section, whole
 from finetune.report.sections import (
     claim_rows,
     class_rows,
@@ -40,6 +39,7 @@ from finetune.report.sections import (
     speed,
     status,
 )
+from finetune.report.thumbnails import mistake_rows, why_none
 
 __all__ = ["compare", "report", "write_report"]
 

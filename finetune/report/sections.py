@@ -8,9 +8,9 @@ import math
 import statistics
 from typing import Any
 
-from finetune.claims import wording
 from finetune.data.decode import counted
-from finetune.report.data import (
+from finetune.evaluation.claims import wording
+from finetune.report.run_data import (
     MISSING,
     Run,
     duration,

@@ -12,7 +12,7 @@ def whole(no_pictures: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nothing has stopped."""
     from faults_runs import SMALL, tiny
 
-    from finetune.engine import train
+    from finetune.training.train import train
 
     out = tmp_path_factory.mktemp("whole") / "run"
     train(tiny(*SMALL), out)

@@ -12,7 +12,7 @@ from hub_server import HubServer, point_at
 from networks import timm_folder
 from samples import make_parquet
 
-from finetune.hub import reads as hub_reads
+from finetune.hub import client as hub_reads
 
 __all__ = ["hub", "slept"]  # fixtures
 

@@ -21,7 +21,7 @@ from networks import SMALL, timm_folder
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from finetune.models import packaged
+from finetune.models.weights import package as packaged
 
 PREDICT = "predict net a.png --out kept.csv"
 GOOGLE = "predict net.npz a.png --out kept.csv"

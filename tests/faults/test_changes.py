@@ -16,10 +16,10 @@ from faults_runs import digest, weights
 from faults_runs import launched as launch_ranks
 from PIL import Image
 
-from finetune.engine import train
 from finetune.errors import DataError, FinetuneError, Interrupted, RecipeError
-from finetune.live import Live
-from finetune.recipe import Recipe, parse_recipe
+from finetune.recipe.load import Recipe, parse_recipe
+from finetune.training.train import train
+from finetune.training.trainer_state import Live
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

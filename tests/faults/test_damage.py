@@ -22,9 +22,9 @@ from faults_runs import (
     weights,
 )
 
-from finetune import live as live_module
-from finetune.engine import train
-from finetune.rundir import RunDir
+from finetune.run.directory import RunDir
+from finetune.training import trainer_state as live_module
+from finetune.training.train import train
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

@@ -34,8 +34,8 @@ from faults_runs import (
 from PIL import Image
 
 import finetune
-from finetune.engine import train
-from finetune.live import Live
+from finetune.training.train import train
+from finetune.training.trainer_state import Live
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -299,7 +299,7 @@ def test_an_export_on_a_full_disk(format: str, whole: Path, disk: Disk, fault) -
 
 
 def test_the_cache_of_features_on_a_full_disk(disk: Disk, fault) -> None:
-    from finetune.feature_cache import read_cached, write_cached
+    from finetune.evaluation.feature_cache import read_cached, write_cached
 
     disk.fill(but=16384)
     values_ND = np.arange(40_000, dtype=np.float32).reshape(100, 400)

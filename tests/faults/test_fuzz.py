@@ -28,12 +28,12 @@ from PIL import Image
 from safetensors.torch import save
 
 from finetune.data.decode import decode
-from finetune.data.operations import OPERATIONS
-from finetune.data.sentence import parse
 from finetune.errors import DataError, RecipeError, WeightsError
 from finetune.models.build import build
-from finetune.models.tensors import read_tensors
-from finetune.recipe import DataSection, ModelSection, OptimSection, RunSection, parse_recipe
+from finetune.models.weights.read import read_tensors
+from finetune.recipe.load import DataSection, ModelSection, OptimSection, RunSection, parse_recipe
+from finetune.transforms.grammar import parse
+from finetune.transforms.operations import OPERATIONS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PROMISE = "no exception that is not an error of ours, each within seconds"

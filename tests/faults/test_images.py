@@ -18,13 +18,13 @@ from PIL import Image
 from samples import make_parquet, store_of
 from torch import Tensor, nn
 
-from finetune.data.augment import Pipeline
+from finetune.commands.listing import find_files
+from finetune.commands.predict import Classifier
 from finetune.data.decode import decode
-from finetune.data.sources import open_source
-from finetune.demo.reading import pixels_of
+from finetune.data.source import open_source
+from finetune.demo.inference import pixels_of
 from finetune.errors import DataError
-from finetune.listing import find_files
-from finetune.predict import Classifier
+from finetune.transforms.pipeline import Pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 Result = np.ndarray | str

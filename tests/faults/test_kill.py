@@ -35,7 +35,7 @@ from faults_runs import (
     weights,
 )
 
-from finetune.engine import train
+from finetune.training.train import train
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -121,7 +121,7 @@ def test_the_control_without_keyed_augmentation(
     def unkeyed(seed: int, epoch: int, indices: Any) -> Any:
         return np.random.default_rng(os.getpid()).integers(2**63, size=len(indices)).astype("u8")
 
-    monkeypatch.setattr("finetune.data.feed.sample_keys", unkeyed)
+    monkeypatch.setattr("finetune.data.loader.sample_keys", unkeyed)
     out = tmp_path / "run"
     moment = random.Random(trial).randrange(whole.moments // 4, whole.moments // 2)
     assert run_in_child(lambda: train_until(moment, RECIPE, out)) == -signal.SIGKILL

@@ -30,10 +30,10 @@ from faults_runs import (
     weights,
 )
 
-from finetune.engine import train
 from finetune.errors import SetupError
-from finetune.live import Live
-from finetune.rundir import RunDir
+from finetune.run.directory import RunDir
+from finetune.training.train import train
+from finetune.training.trainer_state import Live
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from faults_launch import REPOSITORY, Launch, intact, launched, own_tracebacks
 
-from finetune.rundir import RunDir
+from finetune.run.directory import RunDir
 
 TIMEOUT_SECONDS = 20
 FIRST, SECOND = "10.77.0.1", "10.77.0.2"

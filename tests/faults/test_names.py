@@ -21,12 +21,12 @@ from hub_samples import hub, slept
 from hub_server import HubServer
 from PIL import Image
 
-from finetune import cli
-from finetune.card import Facts, write_card
-from finetune.demo import page
-from finetune.demo.reading import Reading
-from finetune.predictions import marked
-from finetune.recipe import parse_recipe
+from finetune.cli import main as cli
+from finetune.commands.predict_io import marked
+from finetune.demo import html as page
+from finetune.demo.inference import Reading
+from finetune.publish.model_card import Facts, write_card
+from finetune.recipe.load import parse_recipe
 
 __all__ = ["hub", "slept"]  # fixtures
 
@@ -423,8 +423,8 @@ def test_sheet_export_and_space(here: Path, tmp_path: Path, fault: Callable[...,
 def test_the_served_demo(here: Path, fault: Callable[..., None]) -> None:
     """The whole page of a demo, as a browser gets it."""
     pytest.importorskip("gradio", reason="Gradio is not installed")
+    from finetune.commands.predict import Classifier
     from finetune.demo.app import build_app
-    from finetune.predict import Classifier
 
     classifier = Classifier.load("run")
     about: Any = SimpleNamespace(title="<b>x", facts=["<b>y"], notes=["<b>z"], examples=[])

@@ -13,11 +13,11 @@ from faults_runs import command
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from finetune import live
-from finetune.engine import train
 from finetune.errors import DivergedError
-from finetune.recipe import parse_recipe
-from finetune.rundir import RunDir
+from finetune.recipe.load import parse_recipe
+from finetune.run.directory import RunDir
+from finetune.training import trainer_state as live
+from finetune.training.train import train
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -57,8 +57,8 @@ FAULTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 SCRIPT = """
 import os, sys
 import torch
-from finetune import live
-from finetune.cli import main
+from finetune.training import trainer_state as live
+from finetune.cli.main import main
 calls, honest = [], live._loss_sum
 def wrong(*args):
     calls.append(1)

@@ -33,9 +33,9 @@ from hub_samples import CARD, hub, slept
 from hub_server import HubServer
 from PIL import Image
 
-from finetune import cli
-from finetune.feature_cache import read_cached
-from finetune.rundir import RunDir
+from finetune.cli import main as cli
+from finetune.evaluation.feature_cache import read_cached
+from finetune.run.directory import RunDir
 
 __all__ = ["hub", "slept"]  # fixtures
 

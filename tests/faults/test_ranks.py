@@ -16,7 +16,7 @@ LAUNCHERS_PATIENCE = 30  # with a rank that does not heed its SIGTERM, before SI
 # Stands before the command line, in every rank, and makes one of them fail in its third step.
 FAILING = """
 import os, sys, time
-from finetune.live import Live
+from finetune.training.trainer_state import Live
 from finetune.errors import DataError
 
 step = Live.step
@@ -27,7 +27,7 @@ def failing(self, *arguments):
         {action}
 
 Live.step = failing
-from finetune.cli import main
+from finetune.cli.main import main
 sys.exit(main())
 """
 

@@ -31,12 +31,12 @@ from faults_runs import (
 from faults_runs import command as ran
 from hypothesis import HealthCheck, given, settings
 
-from finetune.engine import train
 from finetune.errors import FinetuneError
-from finetune.evidence import refresh
-from finetune.job import Job, open_job
-from finetune.record import begin, note_plan, status_kept
-from finetune.rundir import RunDir
+from finetune.publish.artifacts import refresh
+from finetune.run.directory import RunDir
+from finetune.training.resume import begin, note_plan, status_kept
+from finetune.training.setup import Job, open_job
+from finetune.training.train import train
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

@@ -230,8 +230,8 @@ class TestSecurityText:
         )
 
     def test_its_limits_are_the_code_s(self) -> None:
-        from finetune import recipe_yaml
         from finetune.data import decode
+        from finetune.recipe import yaml as recipe_yaml
 
         text = SECURITY.read_text(encoding="utf-8")
         assert f"{decode.LIMIT_PIXELS:,} pixels" in text

@@ -20,9 +20,9 @@ from hub_server import HubServer, point_at
 from huggingface_hub import constants
 from PIL import Image
 
-from finetune import cli
+from finetune.cli import main as cli
 from finetune.errors import RecipeError, masked
-from finetune.recipe import parse_recipe
+from finetune.recipe.load import parse_recipe
 
 __all__ = ["slept"]  # fixture
 
@@ -257,8 +257,8 @@ def test_what_is_typed_by_mistake(
 def test_the_recorded_command_line(
     hub: HubServer, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any
 ) -> None:
-    from finetune.engine import train
-    from finetune.recipe import load_recipe
+    from finetune.recipe.load import load_recipe
+    from finetune.training.train import train
 
     words = ["train", "net.yaml", f"--token={TOKEN}", f"https://alice:{IN_ADDRESS}@hub/x"]
     monkeypatch.setattr(sys, "argv", ["/usr/bin/finetune", *words, *OTHERS.values()])

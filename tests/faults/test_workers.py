@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from faults_launch import command_of, launched, own_tracebacks, parent_of, processes
 
-from finetune.cli import main
-from finetune.data.sources import Split
+from finetune.cli.main import main
+from finetune.data.source import Split
 
 FAULT = "a data worker is killed, crashes or hangs"
 PROMISE = "the run ends with 5 (3 where an image crashes the decoder) and names worker and image"

@@ -41,16 +41,16 @@ def main(what: dict[str, Any]) -> int:
         _die_before(step)
     if (backend := what.get("backend")) and on_gpu:
         os.environ["LOCAL_RANK"] = "0"  # all of them are on the first GPU
-        from finetune import engine
+        from finetune.training import train as engine
 
         joined = functools.partial(engine.PartialState, backend=backend)
         engine.PartialState = joined  # type: ignore[assignment, misc]
     if argv := what.get("argv"):
-        from finetune.cli import main as command
+        from finetune.cli.main import main as command
 
         return command(argv)
-    from finetune.engine import train
-    from finetune.recipe import parse_recipe
+    from finetune.recipe.load import parse_recipe
+    from finetune.training.train import train
 
     recipe = parse_recipe(what["recipe"], overrides=what.get("overrides", ()))
     train(recipe, what["out"], resume=what.get("resume", False))
@@ -64,7 +64,7 @@ def main(what: dict[str, Any]) -> int:
 
 
 def _die_before(step: int) -> None:
-    from finetune.live import Live
+    from finetune.training.trainer_state import Live
 
     take = Live.step
 

@@ -52,7 +52,7 @@ run: {precision: fp32, threads: 1, log_every: 1, eval_every: 1000, test: false}
 
 
 def recipe_of(text: str = NANO, *overrides: str) -> Any:
-    from finetune.recipe import parse_recipe
+    from finetune.recipe.load import parse_recipe
 
     return parse_recipe(text, overrides=overrides)
 
@@ -78,7 +78,7 @@ def trained(out: Path, *overrides: str, text: str = NANO, on: str = DEVICE.type)
     """Train in this process. Returns: results.json with "losses" of every logged step."""
     from faults_runs import losses
 
-    from finetune.engine import train
+    from finetune.training.train import train
 
     with one_device(on):
         results = train(recipe_of(text, *overrides), out)
@@ -168,7 +168,7 @@ def started(arguments: Sequence[str], **environment: str) -> Done:
 
 def command_line(*arguments: str | Path) -> int:
     """Run a verb in this process. Returns: its exit code."""
-    from finetune.cli import main
+    from finetune.cli.main import main
 
     return main([str(argument) for argument in arguments])
 

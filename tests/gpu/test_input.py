@@ -10,7 +10,7 @@ import pytest
 import torch
 from gpu_runs import DEVICE, apart, needs_gpu, strict_float32, trained
 
-from finetune.data.operations import INTERPOLATIONS, OPERATIONS
+from finetune.transforms.operations import INTERPOLATIONS, OPERATIONS
 
 SIZE = (48, 48)
 IMAGES = 16
@@ -61,7 +61,7 @@ def photos(sizes: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("sizes", ["alike", "mixed"])
 @pytest.mark.parametrize("kind", SENTENCES)
 def test_pixels_are_those_of_the_cpu(kind: str, sizes: str, figure: Any) -> None:
-    from finetune.data.augment import Pipeline, sample_keys
+    from finetune.transforms.pipeline import Pipeline, sample_keys
 
     prepare = Pipeline(SENTENCES[kind], image_size=SIZE, mean=(0.5,) * 3, std=(0.25,) * 3)
     keys = sample_keys(3, 1, np.arange(IMAGES))
@@ -96,10 +96,10 @@ def test_pixels_are_those_of_the_cpu(kind: str, sizes: str, figure: Any) -> None
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_under_autocast_evaluation_is_resampled_in_float32(dtype: str, figure: Any) -> None:
-    from finetune.data.augment import Pipeline
-    from finetune.data.feed import Feed
-    from finetune.data.sources import open_source
-    from finetune.data.store import open_store
+    from finetune.data.image_store import open_store
+    from finetune.data.loader import Feed
+    from finetune.data.source import open_source
+    from finetune.transforms.pipeline import Pipeline
 
     split = open_source("embedded:digits").splits["test"]
     prepare = Pipeline("resize", image_size=SIZE, mean=(0.5,) * 3, std=(0.25,) * 3)
@@ -204,7 +204,7 @@ def test_features_once_or_passes(
     precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figure: Any
 ) -> None:
     """The head alone is trained, on features that are kept, or through the whole network."""
-    from finetune import frozen
+    from finetune.training import frozen_backbone as frozen
 
     strict_float32()
     head = ("model.freeze=backbone", "data.train=resize", "run.test=true", "optim.lr=1e-2")
@@ -235,7 +235,7 @@ def test_features_once_or_passes(
 def test_images_are_kept_on_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figure: Any
 ) -> None:
-    from finetune.live import Live
+    from finetune.training.trainer_state import Live
 
     places: list[str] = []
     init = Live.__init__

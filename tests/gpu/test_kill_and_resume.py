@@ -94,9 +94,9 @@ def test_steps_go_on_while_a_checkpoint_is_written(
     """A disk that takes seconds; what it writes is the step it was asked at, not a later one."""
     from safetensors.torch import load_file
 
-    from finetune.engine import train
-    from finetune.live import Live
-    from finetune.state import Snapshot
+    from finetune.run.checkpoint import Snapshot
+    from finetune.training.train import train
+    from finetune.training.trainer_state import Live
 
     at, during = 4, []
     taken: dict[int, dict[str, torch.Tensor]] = {}
@@ -153,7 +153,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(
 def overflowing(monkeypatch: pytest.MonkeyPatch, scale: float) -> list[tuple[int, float, bool]]:
     """Let scalers begin at `scale`. Returns: of each step its number, the scale, whether weights
     moved."""
-    from finetune.live import Live
+    from finetune.training.trainer_state import Live
 
     seen: list[tuple[int, float, bool]] = []
     init, take = Live.__init__, Live.step
@@ -207,9 +207,9 @@ def test_an_overflow_is_skipped(
 def test_resuming_restores_the_scaler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figure: Any
 ) -> None:
-    from finetune.engine import train
     from finetune.errors import Interrupted
-    from finetune.live import Live
+    from finetune.training.train import train
+    from finetune.training.trainer_state import Live
 
     recipe = recipe_of(NANO, *FP16, "optim.steps=20", "data.val_fraction=0")
     with monkeypatch.context() as patch:

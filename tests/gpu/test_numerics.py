@@ -104,7 +104,7 @@ def test_micro_batches_give_the_same_losses(micro_batch: int, tmp_path: Path, fi
 def test_compiled_gives_the_same_losses(
     precision: str, bound: float, tmp_path: Path, figure: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from finetune.kernels import _missing_to_compile
+    from finetune.training.compile import _missing_to_compile
 
     if (missing := _missing_to_compile(DEVICE)) is not None:
         pytest.skip(f"torch.compile needs {missing}")

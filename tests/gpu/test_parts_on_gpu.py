@@ -62,7 +62,7 @@ def test_the_last_block_of_one_token(precision: str, bound: float, figure: Any) 
 
 
 def test_what_the_gpu_says_is_heard_a_step_later(figure: Any) -> None:
-    from finetune.echo import Echo
+    from finetune.training.echo import Echo
 
     echo, value = Echo(DEVICE, late=True), torch.zeros(1, device=DEVICE)
     for step in range(3):
@@ -77,7 +77,7 @@ def test_what_the_gpu_says_is_heard_a_step_later(figure: Any) -> None:
 def test_saying_waits_for_nothing(figure: Any) -> None:
     import time
 
-    from finetune.echo import Echo
+    from finetune.training.echo import Echo
 
     echo, value = Echo(DEVICE), torch.ones(1, device=DEVICE)
     echo.say(value)
@@ -99,7 +99,7 @@ def test_saying_waits_for_nothing(figure: Any) -> None:
 
 
 def test_counts_are_those_of_the_cpu(figure: Any) -> None:
-    from finetune.metrics import Counts
+    from finetune.evaluation.metrics import Counts
 
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(300, 9, generator=generator)
@@ -131,7 +131,7 @@ def test_counts_are_those_of_the_cpu(figure: Any) -> None:
 
 
 def test_batches_come_in_order_one_ahead(figure: Any) -> None:
-    from finetune.data.upload import uploaded
+    from finetune.data.device_copy import uploaded
 
     def batch(number: int) -> list[np.ndarray]:
         generator = np.random.default_rng(number)
@@ -167,7 +167,7 @@ def test_batches_come_in_order_one_ahead(figure: Any) -> None:
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "lion", "rmsprop"])
 def test_a_step_without_a_finite_gradient_moves_nothing(name: str, figure: Any) -> None:
     """As `Live._update` does it: on the device where the optimiser can, else on the host."""
-    from finetune.optim import build_optimizer, can_mask
+    from finetune.training.optim import build_optimizer, can_mask
 
     alone = torch.nn.ParameterList([torch.ones(4, 3, device=DEVICE)])
     optimizer: Any = build_optimizer(alone, name=name, lr=0.1, weight_decay=0.1)

@@ -38,7 +38,7 @@ def pictures(tmp_path: Path) -> list[Path]:
 
 @pytest.mark.parametrize("format", ["onnx", "torch"])
 def test_exported_from_a_gpu_s_run(format: str, run: Path, tmp_path: Path, figure: Any) -> None:
-    from finetune.export import export_model
+    from finetune.commands.export import export_model
 
     found = export_model(str(run), format=format, out=str(tmp_path))
     figure(
@@ -51,7 +51,7 @@ def test_exported_from_a_gpu_s_run(format: str, run: Path, tmp_path: Path, figur
 
 
 def test_logits_of_the_published_model_here_and_there(run: Path, figure: Any) -> None:
-    from finetune.predict import Classifier
+    from finetune.commands.predict import Classifier
 
     images = torch.randn(32, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     torch.backends.cudnn.allow_tf32 = False
@@ -73,7 +73,7 @@ def test_logits_of_the_published_model_here_and_there(run: Path, figure: Any) ->
 
 
 def test_evaluated_on_the_cpu(run: Path, figure: Any) -> None:
-    from finetune.evaluate import evaluate_model
+    from finetune.commands.evaluate import evaluate_model
 
     recorded = json.loads((run / "results.json").read_text())["test"]
     with one_device("cpu"):
@@ -92,7 +92,7 @@ def test_evaluated_on_the_cpu(run: Path, figure: Any) -> None:
 
 
 def test_predictions_here_and_there(run: Path, pictures: list[Path], figure: Any) -> None:
-    from finetune.predict import Classifier
+    from finetune.commands.predict import Classifier
 
     here, on_cpu = (Classifier.load(run, device=on).predict(pictures) for on in (DEVICE, "cpu"))
     first = [[row["predictions"][0] for row in rows] for rows in (here, on_cpu)]
@@ -162,9 +162,9 @@ def test_resumed_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fig
     from faults_runs import losses
     from gpu_runs import apart, recipe_of, strict_float32
 
-    from finetune.engine import train
     from finetune.errors import Interrupted
-    from finetune.live import Live
+    from finetune.training.train import train
+    from finetune.training.trainer_state import Live
 
     strict_float32()
     assert ON_GPU

@@ -164,7 +164,7 @@ def test_fsdp_is_resumed_without_it(tmp_path: Path, figure: Any) -> None:
     """A checkpoint of a sharded network goes on in one process without sharding."""
     from faults_runs import losses
 
-    from finetune.engine import train
+    from finetune.training.train import train
 
     question = "FSDP's checkpoint of step 4, resumed without FSDP, against no launcher"
     promise = "the same losses within 1e-4"

@@ -62,7 +62,7 @@ def watched(
     end: Callable[[], object],
 ) -> None:
     """Let a run call `begin` before its step FIRST and `end` after its step LAST."""
-    from finetune.live import Live
+    from finetune.training.trainer_state import Live
 
     take = Live.step
 
@@ -124,7 +124,7 @@ def told(found: Counter[str]) -> str:
 
 def test_a_wait_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, figure: Any) -> None:
     """The control: a step that reads its loss from the device."""
-    from finetune.progress import Meter
+    from finetune.console import Meter
 
     add = Meter.add
 
@@ -166,7 +166,7 @@ def test_evaluation_waits_at_its_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, figure: Any
 ) -> None:
     """Its sums are read once, however many batches there are."""
-    from finetune import engine
+    from finetune.training import train as engine
 
     found: Counter[str] = Counter()
 
@@ -253,8 +253,8 @@ def idle_milliseconds(
     Returns: milliseconds between the end of a step and the next forward pass, on the device: the
         lower quartile, since other processes share it, and the median.
     """
-    from finetune.data.feed import Feed
-    from finetune.live import Live
+    from finetune.data.loader import Feed
+    from finetune.training.trainer_state import Live
 
     cycles = 80_000_000  # about 50 ms
     ends, starts = [], []
@@ -285,7 +285,7 @@ def idle_milliseconds(
         patch.setattr(Live, "__init__", begin)
         patch.setattr(Live, "step", step)
         patch.setattr(Feed, "_batch", batch)
-        from finetune.engine import train
+        from finetune.training.train import train
 
         overrides = (*STEPS, "data.val_fraction=0", "data.train=random_resized_crop | rand_augment")
         train(recipe_of(NANO, *overrides), out)

@@ -1,0 +1,263 @@
+"""Our own training, on each process of a launch, measured as `train` does it; and without input."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from finetune.bench.flops import (
+    Product,
+    count_operations,
+    matrix_rate,
+    products,
+)
+from finetune.bench.input_rate import input_rates
+from finetune.bench.timer import BATCHES_AHEAD, Clock, give_back, peak_memory
+from finetune.console import Meter
+from finetune.data.feature_loader import AnyFeed
+from finetune.data.image_store import Store
+from finetune.data.loader import Feed
+from finetune.evaluation.evaluate import evaluate
+from finetune.models.head import set_train_mode
+from finetune.recipe.load import Recipe
+from finetune.run.directory import RunDir
+from finetune.run.environment import DTYPES, describe_machine, precision_of
+from finetune.training.micro_batch import settle_micro_batch
+from finetune.training.setup import Job, open_job
+from finetune.training.train import launch
+from finetune.training.trainer_state import Live
+
+__all__ = ["Ours"]
+
+_MOST_EVALUATED = 4096  # images that are decoded for it, where there is no validation split
+_TOP = 10  # operations of a profile
+_PROFILED_STEPS = 3
+
+
+class Ours:
+    """A recipe's training on the processes of a launch, a number of steps at a time.
+
+    Args:
+        line: told of steps and notices.
+        recipe: to be trained as `train` would.
+        folder: for the run directory; whoever made it removes it.
+    """
+
+    def __init__(self, line: Any, *, recipe: Recipe, folder: str) -> None:
+        self.line = line
+        self.recipe = recipe
+        self.folder = Path(folder)
+        self._evaluated = False
+
+    def prepare(self) -> dict[str, Any]:
+        """Open the job, take the first step, and count what one does.
+
+        Returns: "device", "precision", "compiled", "batch_size", "micro_batch", "image_size",
+            "num_images", "of_features" (whether `train` would compute features once instead),
+            "seconds_to_first_step", "operations" of a step, "machine".
+        """
+        self._open()
+        self.val_feed = _evaluated(self.job)
+        clock = Clock(self.device, warmup=1, steps=0, tick=self.line.tick)
+        self._real(clock)
+        # The network itself: DDP and compilation have nothing to say about its layers.
+        network = self.accelerator.unwrap_model(self.live.model)
+        world = self.accelerator.num_processes
+        self.operations = world * count_operations(self._one_step)  # each has its share
+        self.products: Counter[Product] = products(network, self._one_step)
+        return {
+            "device": self.device.type,
+            "precision": self.precision,
+            "compiled": self.live.compiled,
+            "batch_size": self.recipe.data.batch_size,
+            "micro_batch": self.live.micro_batch,
+            "image_size": list(self.job.preprocessing.image_size),
+            "num_images": self.job.num_samples,
+            "of_features": self.live.feeds.of_features,
+            "architecture": self.job.built.architecture,
+            "augmentation": self.job.train_pipeline.sentence,
+            "seconds_to_first_step": clock.alive,
+            "operations": self.operations,
+            "machine": describe_machine(self.device, world) | {"distributed": self._distributed()},
+        }
+
+    def _open(self) -> None:
+        """Open the job as `train` does, up to its first step."""
+        run = RunDir(self.folder / "run")
+        self.accelerator = launch(self.recipe.run, out=run.path)
+        self.device = self.accelerator.device
+        notice = self.line.notice
+        self.job = open_job(self.recipe, device=self.device, notice=notice, progress=False)
+        self.live = Live(self.job, self.accelerator, run)
+        if self.live.main:
+            run.open()
+        self.precision = precision_of(self.accelerator)
+        self.feed = self.job.feed(
+            self.job.source.splits["train"], train=True, dtype=DTYPES[self.precision]
+        )
+        self.trained: AnyFeed = self.feed
+        settle_micro_batch(self.live, self.feed, lambda work: work())
+        self.meter = Meter(self.device, 0.0)
+        self.live.go_on(self.meter)
+
+    def _distributed(self) -> str | None:
+        """How the network is spread over processes."""
+        if self.accelerator.num_processes == 1:
+            return None
+        return "FSDP" if self.live.sharded else "DDP"
+
+    def train(self, *, warmup: int, steps: int, synthetic: bool = False) -> float:
+        """Train on.
+
+        Args:
+            warmup: steps that are left out.
+            steps: that are timed.
+            synthetic: the same batches of one step again and again, ready on the device.
+        Returns: images a second.
+        """
+        store = self.trained.store
+        if store.images is None and not synthetic:
+            warmup += store.workers * BATCHES_AHEAD
+        clock = Clock(self.device, warmup=warmup, steps=steps, tick=self.line.tick)
+        set_train_mode(self.live.model)
+        (self._synthetic if synthetic else self._real)(clock)
+        return self.recipe.data.batch_size * steps / clock.seconds
+
+    def _real(self, clock: Clock) -> None:
+        done = self.live.counters.step
+        with contextlib.closing(self._batches(clock.warmup + clock.steps)) as steps:
+            for number, batches in steps:
+                self.live.step(number, batches, self.meter)
+                done += 1
+                if done % self.recipe.run.log_every == 0:
+                    self.live.log(self.meter)
+                clock.step()
+
+    def _synthetic(self, clock: Clock) -> None:
+        with contextlib.closing(self._batches(1)) as steps:
+            _, batches = next(steps)
+            kept = list(batches)
+        for _ in range(clock.warmup + clock.steps):
+            self.live.step(len(kept), iter(kept), self.meter)
+            clock.step()
+
+    def _batches(self, steps: int) -> Any:
+        first = self.live.counters.step
+        return self.trained.train(
+            self.job.stream,
+            range(first, first + steps),
+            rank=self.accelerator.process_index,
+            world=self.accelerator.num_processes,
+            micro_batch=self.live.micro_batch,
+        )
+
+    def _one_step(self) -> None:
+        self._real(Clock(self.device, warmup=1, steps=0, tick=self.line.tick))
+
+    def evaluate(self, *, images: int) -> float:
+        """Evaluate a number of images, or all where there are fewer. Returns: images a second."""
+        batch_size = self.recipe.data.eval_batch_size
+
+        def evaluated(number: int) -> dict[str, Any]:
+            feed = _first(self.val_feed, number)
+            network = self.live.evaluated()
+            return evaluate(network, feed, self.accelerator, batch_size=batch_size)
+
+        if not self._evaluated:  # the first one takes the memory that the others use again
+            evaluated(batch_size)
+            self._evaluated = True
+        return float(evaluated(images)["images_per_second"])
+
+    def matrix_rate(self) -> float | None:
+        """Measure the machine, with all processes at once.
+
+        Returns: operations a second at this network's shapes and dtype.
+        """
+        self.accelerator.wait_for_everyone()
+        own = matrix_rate(self.products, dtype=DTYPES[self.precision], device=self.device)
+        if own is None:
+            return None
+        rate = torch.tensor(own, device=self.device)
+        return float(torch.as_tensor(self.accelerator.reduce(rate, "sum")))
+
+    def inputs(self, *, images: int, repeats: int) -> dict[str, Any]:
+        """Read images as this training does, and only decode them: see `input_rates`."""
+        data, split = self.recipe.data, self.feed.store.split
+        counts = {"workers": data.workers, "images": images, "repeats": repeats}
+        return input_rates(split, batch_size=data.batch_size, **counts)
+
+    def memory(self) -> dict[str, int | None]:
+        """The peaks so far, in bytes: "host", and "device" where it is another one."""
+        return peak_memory(self.device)
+
+    def rest(self) -> None:
+        """Give back what is not needed while another process works."""
+        give_back(self.device)
+
+    def profile(self, *, folder: str) -> dict[str, Any]:
+        """Trace a few steps.
+
+        Args:
+            folder: for trace.json, which chrome://tracing and Perfetto open.
+        Returns: "trace", "steps", and the "operations" that cost the most by themselves: "name",
+            "calls", "milliseconds" a step, "share".
+        """
+        from torch.profiler import ProfilerActivity, profile
+
+        is_gpu = self.device.type == "cuda"
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]
+        self._one_step()
+        with profile(activities=kinds) as found:
+            for _ in range(_PROFILED_STEPS):
+                self._one_step()
+        trace = Path(folder) / "trace.json"
+        found.export_chrome_trace(str(trace))
+        key = "self_device_time_total" if is_gpu else "self_cpu_time_total"
+        events = sorted(found.key_averages(), key=lambda each: -float(getattr(each, key)))
+        total = sum(float(getattr(each, key)) for each in events) or 1.0
+        rows = [
+            {
+                "name": each.key,
+                "calls": round(each.count / _PROFILED_STEPS, 1),
+                "milliseconds": getattr(each, key) / 1000 / _PROFILED_STEPS,
+                "share": getattr(each, key) / total,
+            }
+            for each in events[:_TOP]
+        ]
+        return {"trace": str(trace), "steps": _PROFILED_STEPS, "operations": rows}
+
+
+def _evaluated(job: Job) -> Feed:
+    """Images to evaluate: validation's, as in training, or else some of another split."""
+    splits = job.source.splits
+    split = next(splits[name] for name in ("val", "test", "train") if len(splits.get(name, ())))
+    if split.name != "val":
+        split = split.subset(np.arange(min(len(split), _MOST_EVALUATED)))
+    return job.feed(split, train=False)
+
+
+def _first(feed: Feed, images: int) -> Feed:
+    """The first images of a split."""
+    store = feed.store
+    number = min(images, len(store.split))
+    split = store.split.subset(np.arange(number))
+    kept = None if store.images is None else store.images[:number]
+    return Feed(
+        Store(
+            split,
+            kept,
+            workers=store.workers,
+            timeout_seconds=store.timeout_seconds,
+            image_bytes=store.image_bytes,
+            device=feed.device,
+        ),
+        feed.pipeline,
+        num_classes=feed.num_classes,
+        device=feed.device,
+        dtype=feed.dtype,
+    )

@@ -1,0 +1,244 @@
+"""Other libraries' training loops: transformers' Trainer, and a plain one over timm's own parts.
+
+The network, the batch size, the loss, the kind of optimiser and the augmentation are the recipe's;
+what it does not say is as the library has it by default.
+"""
+
+# B batch, K classes, C channels, H W pixels
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from finetune.data.source import Split
+from finetune.recipe.load import Recipe
+from finetune.run.environment import DTYPES
+
+__all__ = ["LOOPS", "Images", "Setting"]
+
+
+class Images(Dataset[tuple[Any, int]]):
+    """Decoded images, over and over, each time through the transforms.
+
+    Args:
+        split: to decode from.
+        places: which of its images.
+    Attributes:
+        length: how many there seem to be.
+        transform: of one PIL image; the loop sets it.
+    """
+
+    def __init__(self, split: Split, places: Sequence[int]) -> None:
+        self.images = [Image.fromarray(split.read(place)) for place in places]
+        self.labels = [int(split.labels[place]) for place in places]
+        self.length = len(self.images)
+        self.transform: Callable[..., Any] | None = None
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        place = index % len(self.images)
+        image = self.images[place]
+        return image if self.transform is None else self.transform(image), self.labels[place]
+
+
+@dataclass
+class Setting:
+    """What a loop needs to know.
+
+    Attributes:
+        network: on the device, in training mode.
+        images: decoded.
+        augment: from PIL image to PIL image, not yet normalised.
+        image_size: (height, width) after it.
+        mean, std: per channel.
+        recipe: of the run.
+        precision: fp32, bf16 or fp16.
+        device: that computes.
+        workers: processes that load, 0 for none.
+        parts: micro-batches of a step, of equal size.
+        folder: for what a library insists on writing.
+    """
+
+    network: nn.Module
+    images: Images
+    augment: list[Any]
+    image_size: tuple[int, int]
+    mean: Sequence[float]
+    std: Sequence[float]
+    recipe: Recipe
+    precision: str
+    device: torch.device
+    workers: int
+    parts: int
+    folder: str
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the network is: where the recipe asks for it. What "auto" decides is our own."""
+        return self.recipe.model.compile is True
+
+    @property
+    def micro_batch(self) -> int:
+        """Images at once."""
+        return self.recipe.data.batch_size // self.parts
+
+    def loss(self) -> nn.Module:
+        """The mean over a batch."""
+        return nn.CrossEntropyLoss(label_smoothing=self.recipe.optim.label_smoothing)
+
+
+class _WithLoss(nn.Module):
+    """A network that answers as the Trainer expects it: with its loss."""
+
+    def __init__(self, network: nn.Module, loss: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        self.loss = loss
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits_BK = self.network(pixel_values)
+        return {"loss": self.loss(logits_BK.float(), labels), "logits": logits_BK}
+
+
+def _with_transformers(setting: Setting, steps: int, on_step: Callable[[], None]) -> None:
+    """transformers.Trainer with its defaults, but for what the recipe says."""
+    from torchvision.transforms import v2
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    optim = setting.recipe.optim
+    setting.images.transform = v2.Compose(
+        [
+            *setting.augment,
+            v2.ToImage(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(setting.mean, setting.std),
+        ]
+    )
+
+    def collate(items: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
+        images_BCHW = torch.stack([image for image, _ in items])
+        return {"pixel_values": images_BCHW, "labels": torch.tensor([label for _, label in items])}
+
+    class Steps(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            on_step()
+
+    own: dict[str, Any] = {}
+    if optim.name == "adamw":  # the Trainer's default is a fused one
+        betas = optim.betas or (0.9, 0.999)
+        own = {"adam_beta1": betas[0], "adam_beta2": betas[1], "weight_decay": optim.weight_decay}
+    arguments = TrainingArguments(
+        output_dir=setting.folder,
+        max_steps=steps,
+        per_device_train_batch_size=setting.micro_batch,
+        gradient_accumulation_steps=setting.parts,
+        learning_rate=optim.lr,
+        lr_scheduler_type="constant",
+        max_grad_norm=optim.clip_norm or 0.0,
+        bf16=setting.precision == "bf16",
+        fp16=setting.precision == "fp16",
+        torch_compile=setting.compiled,
+        use_cpu=setting.device.type == "cpu",
+        dataloader_num_workers=setting.workers,
+        dataloader_pin_memory=setting.device.type != "cpu",
+        remove_unused_columns=False,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        **own,
+    )
+    trainer = Trainer(
+        model=_WithLoss(setting.network, setting.loss()),
+        args=arguments,
+        train_dataset=setting.images,
+        data_collator=collate,
+        optimizers=(None, None) if own else (_timms_optimizer(setting), None),
+        callbacks=[Steps()],
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+
+
+def _with_timm(setting: Setting, steps: int, on_step: Callable[[], None]) -> None:
+    """A plain loop over timm's loader and optimiser, under torch's autocast."""
+    from timm.data import create_loader
+    from timm.data.transforms import ToNumpy
+    from timm.utils import ModelEmaV3
+    from torchvision.transforms import v2
+
+    network, device, optim = setting.network, setting.device, setting.recipe.optim
+    images: Any = setting.images
+    loader = create_loader(
+        images,
+        input_size=(3, *setting.image_size),
+        batch_size=setting.micro_batch,
+        is_training=True,
+        mean=tuple(setting.mean),
+        std=tuple(setting.std),
+        num_workers=setting.workers,
+        device=device,
+        pin_memory=device.type != "cpu",
+        persistent_workers=False,
+    )
+    # after the call, which sets its own; the loader normalises on the device
+    images.transform = v2.Compose([*setting.augment, ToNumpy()])
+    optimizer, loss = _timms_optimizer(setting), setting.loss()
+    average = ModelEmaV3(network, decay=optim.ema_decay) if optim.ema_decay else None
+    model = torch.compile(network) if setting.compiled else network
+    autocast = torch.autocast(
+        device.type, DTYPES[setting.precision], enabled=setting.precision != "fp32"
+    )
+    scaler = torch.amp.GradScaler(device.type, enabled=setting.precision == "fp16")
+    for number, (images_BCHW, labels_B) in enumerate(loader, start=1):
+        with autocast:
+            part = loss(model(images_BCHW), labels_B) / setting.parts
+        scaler.scale(part).backward()
+        if number % setting.parts:
+            continue
+        if optim.clip_norm is not None:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(network.parameters(), optim.clip_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if average is not None:
+            average.update(network)
+        on_step()
+
+
+def _timms_optimizer(setting: Setting) -> torch.optim.Optimizer:
+    """timm's optimiser of the recipe's kind; its `momentum` is the SGD without Nesterov's."""
+    from timm.optim import create_optimizer_v2
+
+    optim = setting.recipe.optim
+    given: dict[str, Any] = dict(optim.args)
+    if optim.betas is not None:
+        given["betas"] = tuple(optim.betas)
+    found: torch.optim.Optimizer = create_optimizer_v2(
+        setting.network,
+        opt="momentum" if optim.name == "sgd" else optim.name,
+        lr=optim.lr,
+        weight_decay=optim.weight_decay,
+        momentum=optim.momentum,
+        layer_decay=optim.layer_decay,
+        **given,
+    )
+    return found
+
+
+LOOPS: dict[str, Callable[[Setting, int, Callable[[], None]], None]] = {
+    "transformers": _with_transformers,
+    "timm-loop": _with_timm,
+}

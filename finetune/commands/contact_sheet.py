@@ -1,0 +1,325 @@
+"""A contact sheet: the pictures in a grid, with what was predicted under each."""
+
+# H W pixels
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from finetune.commands.predict_io import Row, one_line, refusals, replacing
+from finetune.data.decode import counted
+
+__all__ = ["ContactSheet"]
+
+LIMIT = 200  # tiles: a picture that an image viewer still opens
+_BOX = 192  # side of the square that a picture is fitted into, px: 6 x 32, 4 x 48, 3 x 64
+_PAD, _GAP, _MARGIN = 12, 16, 32
+_CARD = _BOX + 2 * _PAD
+_LINE = 19
+_RANKS = 3  # predictions under a picture
+_MIN_COLUMNS, _MAX_COLUMNS = 3, 10
+
+_PAGE, _WHITE, _EDGE, _MOUNT = "#f4f4f5", "#ffffff", "#dcdce0", "#f7f7f8"
+_INK, _GREY = "#18181b", "#63636b"
+_BAR, _TRACK = "#2563eb", "#e4e4e7"
+_RED, _PINK, _ROSE = "#b42318", "#fdf0ef", "#f3c7c3"
+
+_Font = ImageFont.FreeTypeFont
+_ELLIPSIS = "…"
+
+
+class ContactSheet:
+    """Collects small pictures and rows while predictions stream by, then draws them.
+
+    Args:
+        limit: tiles; what comes after them is counted and left out.
+    """
+
+    def __init__(self, *, limit: int = LIMIT) -> None:
+        self.limit = limit
+        self._pictures: dict[int, Image.Image] = {}
+        self._rows: list[Row] = []
+        self._seen = 0
+        self._unreadable = 0
+
+    def look(self, place: int, pixels_HWC: np.ndarray) -> None:
+        """Keep a small copy of a decoded image; called from any thread.
+
+        Args:
+            place: of its row, from 0.
+            pixels_HWC: (H, W, 3) uint8.
+        """
+        if place < self.limit:
+            self._pictures[place] = _small(pixels_HWC)
+
+    def add(self, row: Row) -> None:
+        """Take the next row, in order."""
+        self._seen += 1
+        self._unreadable += "error" in row
+        if len(self._rows) < self.limit:
+            self._rows.append(row)
+
+    def save(self, path: Path, *, title: str, remark: str = "") -> None:
+        """Draw the sheet and replace a PNG file by it in one step.
+
+        Args:
+            path: of the file.
+            title: over the sheet.
+            remark: behind the counts below the title.
+        Raises: SetupError if it cannot be written.
+        """
+        image = self.draw(title=title, remark=remark)
+        with replacing(path, option="--sheet") as temporary, refusals(path, "--sheet"):
+            image.save(temporary, format="PNG")
+
+    def draw(self, *, title: str, remark: str = "") -> Image.Image:
+        """Draw the sheet. Returns: an RGB image."""
+        names = _short_names([row["path"] for row in self._rows])
+        columns = round((1.6 * len(self._rows)) ** 0.5)
+        columns = min(_MAX_COLUMNS, max(_MIN_COLUMNS, columns))
+        width = 2 * _MARGIN + columns * (_CARD + _GAP) - _GAP
+        fonts = _Fonts([title, remark, *names, *_texts(self._rows)])
+        small = fonts.size(15)
+        facts = _wrapped(self._facts(remark), small, width - 2 * _MARGIN, lines=4)
+        top = _MARGIN + 44 + 22 * len(facts) + 14
+
+        ranks = max((len(row.get("predictions", ())) for row in self._rows), default=0)
+        # one line more for the bar or the cause, one for the name
+        height = _BOX + 2 * _PAD + (min(max(ranks, 1), _RANKS) + 1) * _LINE + 24
+        rows = -(-len(self._rows) // columns)
+        page = Image.new("RGB", (width, top + rows * (height + _GAP) + _MARGIN - _GAP), _PAGE)
+        draw = ImageDraw.Draw(page)
+        bold = fonts.size(24, bold=True)
+        heading = _fitted(one_line(title), bold, width - 2 * _MARGIN)
+        draw.text((_MARGIN, _MARGIN - 6), heading, _INK, bold(heading))
+        for number, line in enumerate(facts):
+            draw.text((_MARGIN, _MARGIN + 38 + 22 * number), line, _GREY, small(line))
+        card = _card(height)
+        for place, (row, name) in enumerate(zip(self._rows, names, strict=True)):
+            x = _MARGIN + place % columns * (_CARD + _GAP)
+            y = top + place // columns * (height + _GAP)
+            page.paste(card, (x, y))
+            tile = _Tile(page, draw, fonts, x + _PAD, y + _PAD, y + height - _PAD)
+            tile.draw(row, self._pictures.get(place), name)
+        return page
+
+    def _facts(self, remark: str) -> str:
+        facts = [counted(self._seen, "file")]
+        if self._unreadable:
+            facts.append(f"{self._unreadable} unreadable")
+        if self._seen > len(self._rows):
+            facts.append(f"the first {len(self._rows)} are shown")
+        return " · ".join(facts + [one_line(remark)] * bool(remark))
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """One card of the sheet: where its content begins, and where it ends."""
+
+    page: Image.Image
+    pen: ImageDraw.ImageDraw
+    fonts: _Fonts
+    left: int
+    top: int
+    bottom: int
+
+    def draw(self, row: Row, picture: Image.Image | None, name: str) -> None:
+        """Put the picture and the text of a row into the card."""
+        if picture is None or "error" in row:
+            self._mark_unreadable(row.get("error", ""))
+        else:
+            picture = _enlarged(picture)
+            frame = (self.left, self.top, self.left + _BOX - 1, self.top + _BOX - 1)
+            self.pen.rectangle(frame, fill=_MOUNT)
+            x = self.left + (_BOX - picture.width) // 2
+            self.page.paste(picture, (x, self.top + (_BOX - picture.height) // 2))
+            self._predictions(row["predictions"][:_RANKS])
+        font = self.fonts.size(12)
+        text = _fitted(one_line(name), font, _BOX)
+        self.pen.text((self.left, self.bottom), text, _GREY, font(text), anchor="ld")
+
+    def _predictions(self, predictions: Sequence[Row]) -> None:
+        y = self.top + _BOX + 10
+        for rank, one in enumerate(predictions):
+            font = self.fonts.size(14 if rank == 0 else 13, bold=rank == 0)
+            colour = _INK if rank == 0 else _GREY
+            share = f"{100 * one['confidence']:.1f} %"
+            room = _BOX - font(share).getlength(share) - 10
+            label = _fitted(one_line(one["label"]), font, room)
+            self.pen.text((self.left, y + 14), label, colour, font(label), anchor="ls")
+            right = self.left + _BOX
+            self.pen.text((right, y + 14), share, colour, font(share), anchor="rs")
+            y += _LINE
+            if rank == 0:
+                self._bar(y + 2, one["confidence"])
+                y += 10
+
+    def _bar(self, y: int, confidence: float) -> None:
+        self.pen.rectangle((self.left, y, self.left + _BOX - 1, y + 3), fill=_TRACK)
+        length = round(confidence * _BOX)
+        if length:
+            self.pen.rectangle((self.left, y, self.left + length - 1, y + 3), fill=_BAR)
+
+    def _mark_unreadable(self, cause: str) -> None:
+        left, top, end = self.left, self.top, _BOX - 1
+        self.pen.rectangle((left, top, left + end, top + end), fill=_PINK, outline=_ROSE)
+        self.pen.line((left, top, left + end, top + end), fill=_ROSE)
+        self.pen.line((left, top + end, left + end, top), fill=_ROSE)
+        font = self.fonts.size(14, bold=True)
+        middle, word = (left + _BOX // 2, top + _BOX // 2), "unreadable"
+        box = self.pen.textbbox(middle, word, font(word), anchor="mm")
+        self.pen.rectangle((box[0] - 8, box[1] - 6, box[2] + 8, box[3] + 6), fill=_PINK)
+        self.pen.text(middle, word, _RED, font(word), anchor="mm")
+        small = self.fonts.size(13)
+        y = self.top + _BOX + 10
+        room = (self.bottom - 18 - y) // _LINE
+        for line in _wrapped(one_line(cause), small, _BOX, lines=room):
+            self.pen.text((left, y + 14), line, _RED, small(line), anchor="ls")
+            y += _LINE
+
+
+@dataclass
+class _Fonts:
+    """Matplotlib's font, and for characters that it lacks the system's that have them.
+
+    Args:
+        texts: all that will be written.
+    """
+
+    texts: Iterable[str]
+    _others: list[tuple[str, set[int]]] = field(default_factory=list)
+    _known: set[int] = field(default_factory=set)
+    _loaded: dict[tuple[str, int], _Font] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._known = _characters(_own_font(bold=False))
+        missing = {ord(char) for text in self.texts for char in one_line(text)} - self._known
+        if missing:
+            self._others = _fonts_with(missing)
+
+    def size(self, pixels: int, *, bold: bool = False) -> Callable[[str], _Font]:
+        """Returns: from a text, the font to write it in."""
+
+        def font_for(text: str) -> _Font:
+            path = _own_font(bold=bold)
+            missing = {ord(char) for char in text} - self._known
+            if missing and self._others:
+                best, found = max(self._others, key=lambda other: len(other[1] & missing))
+                path = best if found & missing else path
+            if (path, pixels) not in self._loaded:
+                self._loaded[path, pixels] = ImageFont.truetype(path, pixels)
+            return self._loaded[path, pixels]
+
+        return font_for
+
+
+def _own_font(*, bold: bool) -> str:
+    import matplotlib
+
+    name = "DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf"
+    return os.path.join(matplotlib.get_data_path(), "fonts", "ttf", name)
+
+
+def _characters(path: str) -> set[int]:
+    from matplotlib.ft2font import FT2Font
+
+    return set(FT2Font(path).get_charmap())
+
+
+def _fonts_with(missing: set[int]) -> list[tuple[str, set[int]]]:
+    """The system's fonts that have some of these characters, and which of them."""
+    from matplotlib.font_manager import findSystemFonts
+
+    found = []
+    for path in sorted(findSystemFonts()):
+        try:
+            known = _characters(path) & missing
+            if known:
+                ImageFont.truetype(path, 14)  # fonts of pictures come in sizes of their own
+                found.append((path, known))
+        except (OSError, RuntimeError, ValueError):
+            continue  # a font that cannot be read is no font
+    return found
+
+
+def _texts(rows: Iterable[Row]) -> Iterable[str]:
+    for row in rows:
+        yield row.get("error", "")
+        yield from (one["label"] for one in row.get("predictions", ())[:_RANKS])
+
+
+def _short_names(paths: Sequence[str]) -> list[str]:
+    """Paths without the folders that all of them have in common."""
+    try:
+        common = os.path.commonpath([os.path.dirname(path) for path in paths])
+    except ValueError:  # none at all, or some from the root and some not
+        return list(paths)
+    return [os.path.relpath(path, common) if common else path for path in paths]
+
+
+def _fitted(text: str, font: Callable[[str], _Font], width: float) -> str:
+    """Text with its middle left out where it is too wide, so that a file keeps its suffix."""
+    if len(text) > 400:
+        text = text[:200] + _ELLIPSIS + text[-200:]
+    if font(text).getlength(text) <= width:
+        return text
+    low, high = 0, len(text) - 1  # characters that may stay
+    while low < high:
+        kept = (low + high + 1) // 2
+        shorter = _without_middle(text, kept)
+        low, high = (kept, high) if font(text).getlength(shorter) <= width else (low, kept - 1)
+    return _without_middle(text, low)
+
+
+def _without_middle(text: str, kept: int) -> str:
+    head = (kept + 1) // 2
+    return text[:head] + _ELLIPSIS + (text[head - kept :] if kept > head else "")
+
+
+def _wrapped(text: str, font: Callable[[str], _Font], width: float, *, lines: int) -> list[str]:
+    """Text broken between words into at most so many lines; the last is cut where it must be."""
+    words = text.split()
+    found: list[str] = []
+    while words and len(found) < lines - 1:
+        count = 1
+        while count < len(words):
+            line = " ".join(words[: count + 1])
+            if font(line).getlength(line) > width:
+                break
+            count += 1
+        found.append(_fitted(" ".join(words[:count]), font, width))
+        words = words[count:]
+    if words and lines > 0:
+        found.append(_fitted(" ".join(words), font, width))
+    return found
+
+
+def _small(pixels_HWC: np.ndarray) -> Image.Image:
+    """A copy that fits into a tile, and holds on to nothing of the original."""
+    # every nth pixel first: a copy of 48 megapixels for each thread would be too much
+    step = max(1, max(pixels_HWC.shape[:2]) // (4 * _BOX))
+    image = Image.fromarray(np.ascontiguousarray(pixels_HWC[::step, ::step]))
+    image.thumbnail((_BOX, _BOX), Image.Resampling.LANCZOS)
+    return image.copy()
+
+
+def _enlarged(picture: Image.Image) -> Image.Image:
+    """Small pictures by a whole factor: their pixels are what the network saw."""
+    factor = _BOX // max(picture.size)
+    size = (picture.width * factor, picture.height * factor)
+    return picture.resize(size, Image.Resampling.NEAREST) if factor > 1 else picture
+
+
+def _card(height: int) -> Image.Image:
+    """An empty card with round corners, drawn large and reduced so that they are smooth."""
+    scale = 4
+    card = Image.new("RGB", (_CARD * scale, height * scale), _PAGE)
+    frame = (0, 0, _CARD * scale - 1, height * scale - 1)
+    ImageDraw.Draw(card).rounded_rectangle(frame, 10 * scale, _WHITE, _EDGE, scale)
+    return card.reduce(scale)

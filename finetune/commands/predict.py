@@ -1,0 +1,330 @@
+"""Classify files with a saved model: the same decoder and the same pipeline as evaluation."""
+
+# B batch, K classes, C channels, H W pixels, h w the model's input size
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from finetune.commands.contact_sheet import ContactSheet
+from finetune.commands.listing import Found, find_files, list_files
+from finetune.commands.predict_io import Row, Rows, check_target, refuse_inputs, writing
+from finetune.data.decode import decode, printable
+from finetune.data.planes import planes
+from finetune.errors import DataError, FinetuneError, RecipeError, SetupError, WeightsError
+from finetune.models.build import Built, build
+from finetune.run.environment import pick_precision
+from finetune.training.resume import pipeline_of
+from finetune.transforms.evaluation import make_pipeline
+from finetune.transforms.pipeline import Pipeline
+
+__all__ = ["Classifier", "evaluation", "predict"]
+
+_DECODERS = min(8, os.cpu_count() or 1)
+
+
+class Classifier:
+    """A network with its preprocessing and the names of its classes.
+
+    Args:
+        network: images (B, 3, h, w) to logits (B, K); put on the device and into evaluation mode.
+        pipeline: without random operations.
+        class_names: one for each of the K logits.
+        device: where to compute; None takes a GPU if there is one.
+        temperature: what logits are divided by before they become confidences; None for 1.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        pipeline: Pipeline,
+        class_names: Sequence[str],
+        *,
+        device: torch.device | str | None = None,
+        temperature: float | None = None,
+    ) -> None:
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.network = network.to(self.device).eval()
+        self.pipeline = pipeline
+        self.class_names = list(class_names)
+        self.temperature = temperature
+        # a GPU computes in the numbers it is made for, a CPU always in float32
+        gpu = self.device.type == "cuda"
+        self.precision = pick_precision("auto", self.device) if gpu else "fp32"
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path,
+        *,
+        device: torch.device | str | None = None,
+        calibrated: bool = False,
+    ) -> Classifier:
+        """Load a run directory, a model folder, `hf-hub:owner/name@revision` or a timm name.
+
+        Class names come with the weights; weights without any give the numbers of the classes.
+        A run directory is evaluated as its recipe says, everything else as the weights'
+        configuration says.
+
+        Args:
+            model: what to load.
+            device: where to compute; None takes a GPU if there is one.
+            calibrated: divide logits by the temperature that is stored with the model; False
+                gives the plain softmax, as timm and transformers do.
+        Raises: WeightsError if there is no such model, it has no classifier, or no temperature.
+        """
+        built = build(str(model))
+        pipeline, class_names = evaluation(model, built)
+        temperature = built.temperature
+        if calibrated and temperature is None:
+            raise WeightsError(
+                f"{model}: has no temperature to calibrate with; fit one on its validation split: "
+                f"finetune eval {model} --fit-temperature"
+            )
+        chosen = temperature if calibrated else None
+        return cls(built.model, pipeline, class_names, device=device, temperature=chosen)
+
+    def logits(self, images_BCHW: Tensor) -> Tensor:
+        """Compute raw logits, never divided by a temperature.
+
+        Args:
+            images_BCHW: (B, 3, h, w), as the pipeline prepares them, on any device.
+        Returns: (B, K) float32 on the classifier's device.
+        """
+        images_BCHW = images_BCHW.to(self.device, torch.float32)
+        half = torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
+        with torch.inference_mode(), half:
+            logits_BK: Tensor = self.network(images_BCHW).float()
+        return logits_BK
+
+    def predict(
+        self,
+        paths: str | Path | Iterable[str | Path],
+        *,
+        top_k: int = 3,
+        batch_size: int = 64,
+        progress: bool = False,
+    ) -> list[Row]:
+        """Classify images.
+
+        Args:
+            paths: files, folders (with those below them) and glob patterns.
+            top_k: predictions per image, the most probable first; at most K.
+            batch_size: images through the network at once.
+            progress: show a bar on standard error.
+        Returns: in the order of the files, {"path", "predictions": [{"label", "index",
+            "confidence"}]}, or {"path", "error"} for one that cannot be read.
+        Raises: RecipeError if top_k or batch_size is below 1; WeightsError if an output is not
+            finite.
+        """
+        found = find_files([paths] if isinstance(paths, (str, Path)) else paths)
+        return list(self.rows(found, top_k=top_k, batch_size=batch_size, progress=progress))
+
+    def rows(
+        self,
+        found: Sequence[Found],
+        *,
+        top_k: int = 3,
+        batch_size: int = 64,
+        progress: bool = False,
+        look: Callable[[int, np.ndarray], None] | None = None,
+    ) -> Iterator[Row]:
+        """Classify images one batch after another, for lists that do not fit into memory.
+
+        Args:
+            found: from `find_files`.
+            top_k, batch_size, progress: see `predict`.
+            look: is shown every decoded image, (H, W, 3) uint8, with its place in the list; called
+                from several threads.
+        Returns: the rows of `predict`, in order, as they are ready.
+        Raises: as `predict`, before anything is read.
+        """
+        for name, number in (("top_k", top_k), ("batch_size", batch_size)):
+            if number < 1:
+                raise RecipeError(f"{name}: got {number}; expected 1 or more")
+        return self._rows(found, top_k, batch_size, progress, look)
+
+    def _rows(
+        self,
+        found: Sequence[Found],
+        top_k: int,
+        batch_size: int,
+        progress: bool,
+        look: Callable[[int, np.ndarray], None] | None,
+    ) -> Iterator[Row]:
+        held: list[Row] = []  # rows that wait for a batch to be full
+        waiting: list[tuple[Row, Tensor]] = []
+        hidden = None if progress else True
+        with tqdm(total=len(found), unit="image", file=sys.stderr, disable=hidden) as shown:
+            for path, image in self._read(found, look):
+                row: Row = {"path": path}
+                held.append(row)
+                if isinstance(image, str):
+                    row["error"] = image
+                else:
+                    waiting.append((row, image))
+                if len(waiting) == batch_size or not waiting:
+                    self._classify(waiting, top_k)
+                    yield from held
+                    waiting.clear()
+                    held.clear()
+                shown.update()
+            self._classify(waiting, top_k)
+            yield from held
+
+    def _read(
+        self, found: Sequence[Found], look: Callable[[int, np.ndarray], None] | None
+    ) -> Iterator[tuple[str, Tensor | str]]:
+        """Prepare files in order: (3, h, w) on the device, or what is wrong with the file."""
+        # a few at a time: 64 decoded photos of 48 megapixels would be 9 GB
+        ahead: deque[tuple[str, Future[Tensor | str]]] = deque()
+        size = self.pipeline.decode_size
+        with ThreadPoolExecutor(_DECODERS) as pool:
+            for place, (path, error) in enumerate(found):
+                ahead.append((path, pool.submit(_decoded, path, error, place, size, look)))
+                if len(ahead) == _DECODERS:
+                    yield self._prepared(*ahead.popleft())
+            while ahead:
+                yield self._prepared(*ahead.popleft())
+
+    def _prepared(self, path: str, decoded: Future[Tensor | str]) -> tuple[str, Tensor | str]:
+        """(3, h, w), or why this file is not decoded or does not go through the pipeline."""
+        pixels_CHW = decoded.result()
+        if isinstance(pixels_CHW, str):
+            return path, pixels_CHW
+        try:
+            return path, self.pipeline(pixels_CHW[None], device=self.device)[0]
+        except FinetuneError as error:
+            return path, str(error)
+
+    def _classify(self, waiting: Sequence[tuple[Row, Tensor]], top_k: int) -> None:
+        """Write the predictions of a batch into its rows."""
+        if not waiting:
+            return
+        try:
+            logits_BK = self.logits(torch.stack([image for _, image in waiting])).double()
+        except torch.OutOfMemoryError as error:
+            raise SetupError(
+                f"the memory of {self.device} does not hold {len(waiting)} images at once; take "
+                "fewer with --batch-size"
+            ) from error
+        if not bool(logits_BK.isfinite().all()):
+            raise WeightsError("the model's outputs are not finite; its weights are damaged")
+        scaled_BK = logits_BK / (1.0 if self.temperature is None else self.temperature)
+        # stable, so that equal classes come by index on every device
+        confidence_BK, index_BK = scaled_BK.softmax(1).sort(dim=1, descending=True, stable=True)
+        best = zip(confidence_BK[:, :top_k].tolist(), index_BK[:, :top_k].tolist(), strict=True)
+        for (row, _), (confidences, indices) in zip(waiting, best, strict=True):
+            row["predictions"] = [
+                {"label": self.class_names[index], "index": index, "confidence": confidence}
+                for confidence, index in zip(confidences, indices, strict=True)
+            ]
+
+
+def evaluation(
+    model: str | Path, built: Built, *, as_recorded: bool = True
+) -> tuple[Pipeline, list[str]]:
+    """How a model is evaluated: its pipeline, and the names of its classes.
+
+    Args:
+        model: a run directory is evaluated as its recipe says, everything else as the weights'
+            configuration says.
+        built: the same model.
+        as_recorded: False leaves the recipe aside, for another image size than the run's.
+    Raises: WeightsError if it has no classifier.
+    """
+    num_classes = int(getattr(built.model, "num_classes", 0) or 0)
+    if not num_classes:
+        raise WeightsError(
+            f"{model}: these weights have no classifier; fine-tune them first: finetune train"
+        )
+    names = built.class_names or [str(index) for index in range(num_classes)]
+    if as_recorded:
+        return pipeline_of(model, built.preprocessing), names
+    return make_pipeline(built.preprocessing), names
+
+
+def predict(
+    model: str,
+    paths: Sequence[str],
+    *,
+    top_k: int = 3,
+    out: str | Path | None = None,
+    sheet: str | Path | None = None,
+    calibrated: bool = False,
+    batch_size: int = 64,
+    device: str | None = None,
+) -> Rows:
+    """Classify files and folders, and write the results to the files that are named.
+
+    Args:
+        model: see `Classifier.load`.
+        paths: files, folders, glob patterns, or "-" for a list on standard input, one path a line
+            (or separated by zero bytes, as `find -print0` gives it); its lines are no patterns.
+        top_k: predictions per image.
+        out: a .csv or .jsonl file, replaced in one step. Cells of the CSV that a spreadsheet would
+            run as a formula, or that begin with an apostrophe, get an apostrophe in front; JSONL
+            has every name as it is.
+        sheet: a .png file, replaced in one step: the first pictures with their predictions.
+        calibrated: see `Classifier.load`.
+        batch_size: images through the network at once.
+        device: None takes a GPU if there is one.
+    Returns: the rows of `Classifier.predict`; `unreadable` finds the errors among them.
+    Raises: RecipeError for another suffix of `out` or `sheet` or the name of an input, SetupError
+        if they cannot be written, DataError for an empty list on standard input.
+    """
+    target = None if out is None else check_target(out, option="--out")
+    picture = None if sheet is None else check_target(sheet, option="--sheet", suffixes=[".png"])
+    found = list_files(paths)
+    refuse_inputs((path for path, _ in found), {"--out": target, "--sheet": picture})
+    classifier = Classifier.load(model, device=device, calibrated=calibrated)
+    rows = Rows(classifier.class_names)
+    drawing = ContactSheet() if picture is not None else None
+    look = None if drawing is None else drawing.look
+    stream = classifier.rows(found, top_k=top_k, batch_size=batch_size, progress=True, look=look)
+    depth = min(top_k, len(classifier.class_names))
+    with contextlib.ExitStack() as stack:
+        takers: list[Callable[[Row], None]] = [rows.append]
+        if drawing is not None:
+            takers.append(drawing.add)
+        if target is not None:
+            takers.append(stack.enter_context(writing(target, depth=depth)))
+        for row in stream:
+            for take in takers:
+                take(row)
+    if drawing is not None and picture is not None:
+        heat = classifier.temperature
+        remark = "" if heat is None else f"confidences calibrated with temperature {heat:.3f}"
+        name = Path(model).resolve().name if os.path.exists(model) else model
+        drawing.save(picture, title=name, remark=remark)
+    return rows
+
+
+def _decoded(
+    path: str,
+    error: str | None,
+    place: int,
+    size: int | None,
+    look: Callable[[int, np.ndarray], None] | None,
+) -> Tensor | str:
+    """(3, H, W) uint8, or what is wrong with the file."""
+    if error is not None:
+        return error
+    try:
+        pixels_HWC = decode(path, size=size)
+    except DataError as cause:
+        return str(cause).removeprefix(f"{printable(path)}: ")
+    if look is not None:
+        look(place, pixels_HWC)
+    return planes(pixels_HWC)

@@ -1,0 +1,311 @@
+"""What frozen features are worth: few-shot accuracy, a linear probe, nearest neighbours."""
+
+# N images, D width, K classes
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from finetune.data.from_recipe import data_of, section_of, whole_data_of
+from finetune.data.source import Source
+from finetune.data.splits import split_train
+from finetune.errors import DataError, RecipeError, SetupError, nearest
+from finetune.evaluation.features import Features, identity_of, places_of, split_features
+from finetune.evaluation.linear_probe import (
+    BIAS,
+    L2,
+    few_shot,
+    logistic_regression,
+    neighbours,
+)
+from finetune.files import disk_errors, write_atomically
+from finetune.models.build import build
+from finetune.recipe.load import DataSection, RunSection
+from finetune.run.environment import describe_machine, dtype_of
+from finetune.training.compile import choose_kernels
+from finetune.training.resume import recipe_of
+from finetune.training.train import launch
+from finetune.transforms.evaluation import make_pipeline
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+__all__ = ["SHOTS", "describe", "probe_model", "shots_of"]
+
+SHOTS = (1, 5, 10, 25)
+SPLITS = ("val", "test")
+_TEMPERATURE = 0.07
+_VAL_FRACTION = 0.1  # of train, to choose C on where the source has no val split
+
+
+def probe_model(
+    model: str,
+    *,
+    data: str | None = None,
+    split: str | None = None,
+    shots: Sequence[int] = SHOTS,
+    seeds: int = 3,
+    linear: bool = False,
+    knn: int | None = None,
+    out: str | Path | None = None,
+) -> dict[str, Any]:
+    """Measure how well simple classifiers do on a network's frozen features.
+
+    The few-shot figure is that of big_vision: pre-logits, whitened by the shots, least squares
+    with targets of ±1. Features are in float32 on every device. All processes of a launcher
+    compute them; rank 0 alone does the rest.
+
+    Args:
+        model: run directory, model folder, hub or timm name; it needs no classifier.
+        data: a source string; None for the one that the run was trained on.
+        split: what is measured on, "test" or "val"; None for test, or for val where there is no
+            test. A val split that the source does not have is taken from train, as in training.
+        shots: images of each class to learn from, all from train.
+        seeds: how many draws of them: seeds 0, 1, …
+        linear: also logistic regression on all of train, its C chosen on validation.
+        knn: also this many nearest neighbours in train.
+        out: a folder for probe.json.
+    Returns: {"model", "data", "split", "protocol", "shots": {n: {"accuracy", "std", "seeds"}},
+        "linear", "knn", "features", "machine"}; "std" is over seeds (n - 1), None for one seed;
+        "linear" and "knn" are None unless asked for. On other ranks than 0 "shots" is empty.
+    Raises: RecipeError for arguments, DataError for data that does not fit them, SetupError if
+        `out` cannot be written.
+    """
+    _check_arguments(shots, seeds, split, knn)
+    folder = None if out is None else _made(Path(out))
+    task = _open(model, data, split)
+    _check_counts(task.source, task.source.splits["train"].labels, shots, knn)
+    accelerator = launch(RunSection(precision="fp32", threads=task.threads))
+    identity, features = _features(model, task, accelerator, with_val=linear)
+    told = {"model": model, "data": task.section.source, "split": task.split}
+    if not features:
+        return {**told, "shots": {}}
+    figures = _figures(task, features, shots=shots, seeds=seeds, linear=linear, knn=knn)
+    figures["protocol"] |= {key: identity[key] for key in ("eval", "weights")}
+    machine = describe_machine(accelerator.device, accelerator.num_processes)
+    result = {**told, **figures, "machine": machine}
+    if folder is not None:
+        text = json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        write_atomically(folder / "probe.json", text)
+    return result
+
+
+def describe(result: Mapping[str, Any]) -> str:
+    """The figures as text for people."""
+    if not result["shots"]:
+        return ""
+    protocol, features = result["protocol"], result["features"]
+    lines = [f"{result['split']}: {protocol['test_images']} images, {protocol['width']} features"]
+    lines += ["", "shots  accuracy     std  of each seed"]
+    for count, row in result["shots"].items():
+        std = "     –" if row["std"] is None else f"{row['std']:.4f}"
+        each = " ".join(f"{accuracy:.4f}" for accuracy in row["seeds"])
+        lines.append(f"{count:5}    {row['accuracy']:.4f}  {std}  {each}")
+    if linear := result.get("linear"):
+        edge = "; the best C is at the edge of the grid" if linear["at_edge"] else ""
+        stopped = "" if linear["converged"] else "; stopped before it converged"
+        lines.append(
+            f"linear (logistic regression, C {linear['c']:g} from {linear['chosen_on']}): "
+            f"{linear['accuracy']:.4f}{edge}{stopped}"
+        )
+    if knn := result.get("knn"):
+        lines.append(
+            f"{knn['k']} nearest neighbours: {knn['weighted']:.4f} weighted with temperature "
+            f"{knn['temperature']:g}, {knn['plain']:.4f} with one vote each"
+        )
+    told = (
+        f"{name} {'from the cache' if one['cached'] else 'computed'} in {one['seconds']:.1f} s"
+        for name, one in features.items()
+    )
+    lines += ["", f"features: {', '.join(told)}"]
+    return "\n".join(lines)
+
+
+def shots_of(text: str) -> tuple[int, ...]:
+    """Read "1,5,10". Raises: RecipeError if it is no list of numbers."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+        raise RecipeError(f"--shots: got '{text[:60]}'; expected numbers such as 1,5,10,25")
+    return tuple(int(part) for part in parts)
+
+
+# --- what is asked for, and whether the data has it ----------------------------------------------
+
+
+def _check_arguments(shots: Sequence[int], seeds: int, split: str | None, knn: int | None) -> None:
+    if not shots or min(shots) < 1 or len(set(shots)) < len(shots):
+        given = ",".join(map(str, shots))
+        raise RecipeError(f"--shots: got '{given}'; expected different numbers of 1 or more")
+    for option, number in (("--seeds", seeds), ("--knn", knn)):
+        if number is not None and number < 1:
+            raise RecipeError(f"{option}: got {number}; expected 1 or more")
+    if split is not None and split not in SPLITS:
+        raise RecipeError(
+            f"--split: unknown '{split}'{nearest(split, SPLITS)}; known: {', '.join(SPLITS)}"
+        )
+
+
+def _made(folder: Path) -> Path:
+    """Make a folder before anything is computed for it."""
+    with disk_errors(folder, needed=1 << 20):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise SetupError(f"{folder}: is not a folder; choose another --out") from error
+    return folder
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What is measured on what; `seed` splits the data."""
+
+    source: Source
+    split: str
+    section: DataSection
+    seed: int
+    threads: int | None
+
+
+def _open(model: str, data: str | None, split: str | None) -> _Task:
+    """Open the data as the run does if it is the run's own, and find the split to measure on."""
+    recipe = recipe_of(model)
+    section, seed = section_of(model, recipe, data)
+    source = data_of(section, seed) if split == "val" else whole_data_of(section)
+    have = ", ".join(source.splits)
+    if "train" not in source.splits:
+        raise DataError(
+            f"{source.name}: has no train split to take shots from, only {have}; add one"
+        )
+    if split is None:
+        split = next((name for name in ("test", "val") if name in source.splits), None)
+    if split is None or split not in source.splits:
+        missing = "neither test nor val" if split is None else f"no split '{split}'"
+        raise DataError(
+            f"{source.name}: has {missing} to measure on, only {have}; add one, or measure on a "
+            "part of train with --split val"
+        )
+    return _Task(source, split, section, seed, recipe.run.threads if recipe else None)
+
+
+def _check_counts(
+    source: Source, labels_N: NDArray[np.int64], shots: Sequence[int], knn: int | None
+) -> None:
+    """Refuse classes with fewer images than shots, and a train split that is too small.
+
+    Classes that the source declares and has no image of are left aside: the source has said so.
+    """
+    counts = np.bincount(labels_N, minlength=len(source.class_names))
+    few = [k for k in np.flatnonzero(counts).tolist() if counts[k] < max(shots)]
+    if few:
+        named = ", ".join(f"'{source.class_names[k]}' has {counts[k]}" for k in few[:5])
+        raise DataError(
+            f"{source.name}: {max(shots)} shots need as many images of each class in train, and "
+            f"{len(few)} of {len(counts)} classes have fewer: {named}{'…' if few[5:] else ''}; "
+            "take fewer with --shots, or add images"
+        )
+    if np.count_nonzero(counts) < 2:
+        raise DataError(f"{source.name}: only one class has images in train; add another's")
+    if knn is not None and knn > len(labels_N):
+        raise DataError(
+            f"{source.name}: {knn} neighbours were asked for and train has {len(labels_N)} "
+            "images; take fewer with --knn"
+        )
+
+
+# --- figures -------------------------------------------------------------------------------------
+
+
+def _features(
+    model: str, task: _Task, accelerator: Accelerator, *, with_val: bool
+) -> tuple[dict[str, Any], dict[str, Features]]:
+    """What the features depend on, and those of each split that is needed; on rank 0 alone."""
+    built = build(model)
+    identity = identity_of(built, task.section.eval) if accelerator.is_main_process else {}
+    pipeline = make_pipeline(built.preprocessing, task.section.eval)
+    network = built.model.to(accelerator.device, torch.float32)
+    choose_kernels(network, device=accelerator.device, dtype=dtype_of(accelerator))
+    names = dict.fromkeys(["train", task.split])
+    if with_val and "val" in task.source.splits:
+        names["val"] = None
+    found = {
+        name: split_features(
+            task.source.splits[name],
+            network=network,
+            pipeline=pipeline,
+            identity=identity,
+            section=task.section,
+            accelerator=accelerator,
+        )
+        for name in names
+    }
+    return identity, {name: one for name, one in found.items() if one is not None}
+
+
+def _figures(
+    task: _Task,
+    features: Mapping[str, Features],
+    *,
+    shots: Sequence[int],
+    seeds: int,
+    linear: bool,
+    knn: int | None,
+) -> dict[str, Any]:
+    """Everything that is computed from features."""
+    source = task.source
+    train, test = (
+        (one.values_ND, one.labels_N) for one in (features["train"], features[task.split])
+    )
+    _check_counts(source, train[1], shots, knn)  # unreadable images may have been left out
+    num_classes = len(source.class_names)
+    protocol = {
+        "features": "pre-logits",
+        "width": int(train[0].shape[1]),
+        "train_images": len(train[1]),
+        "test_images": len(test[1]),
+        "classes": num_classes,
+        "l2": L2,
+        "bias": BIAS,
+    }
+    votes = None
+    if knn is not None:
+        classes = neighbours(
+            train, test[0], num_classes=num_classes, k=knn, temperature=_TEMPERATURE
+        )
+        weighted, plain = (float((predicted == test[1]).mean()) for predicted in classes)
+        votes = {"k": knn, "temperature": _TEMPERATURE, "weighted": weighted, "plain": plain}
+    return {
+        "protocol": protocol,
+        "shots": few_shot(train, test, num_classes=num_classes, shots=shots, seeds=seeds),
+        "linear": _linear(task, features) if linear else None,
+        "knn": votes,
+        "features": {
+            name: {"images": len(one.labels_N), "cached": one.cached, "seconds": one.seconds}
+            for name, one in features.items()
+        },
+    }
+
+
+def _linear(task: _Task, features: Mapping[str, Features]) -> dict[str, Any]:
+    """Logistic regression; C is chosen on the source's val split, or on a part of train."""
+    train, test, source = features["train"], features[task.split], task.source
+    if task.split != "val" and "val" in features:
+        val, places = features["val"], np.arange(len(train.labels_N))
+        chosen_on, choose = "val", (val.values_ND, val.labels_N)
+    else:
+        whole = source.splits["train"]
+        alone = Source(source.name, {"train": whole}, source.class_names, source.description)
+        parts = split_train(alone, _VAL_FRACTION, task.seed).splits
+        in_val = np.isin(train.places_N, places_of(parts["val"], whole))
+        places = np.flatnonzero(~in_val)
+        chosen_on, choose = f"{_VAL_FRACTION:.0%} of train", train.at(np.flatnonzero(in_val))
+    pairs = ((one.values_ND, one.labels_N) for one in (train, test))
+    found = logistic_regression(next(pairs), (places, choose), next(pairs))
+    return {**found, "chosen_on": chosen_on, "val_images": len(choose[1])}

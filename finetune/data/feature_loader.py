@@ -1,0 +1,90 @@
+"""Batches of vectors that stand for images: what `Feed` gives, when a table holds the features.
+
+The same samples form the same steps. Nothing is decoded, and nothing is random.
+"""
+
+# B batch, N images, D width
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from finetune.data.image_store import Store
+from finetune.data.loader import Batch, Feed, Stream
+from finetune.data.source import Split
+from finetune.transforms.random import on_device
+
+__all__ = ["AnyFeed", "RowFeed"]
+
+_DEVICE_SHARE = 0.25  # of what is free on the device
+
+
+class RowFeed:
+    """Batches of a split whose images are rows of a table.
+
+    Args:
+        split: the images that the rows stand for.
+        values_ND: float32, which may be mapped from a file.
+        num_classes: K.
+        device: where batches are needed; the whole table is there if it has room.
+
+    Attributes:
+        store: the split with its pixels in their files; nothing reads them.
+        labels: (N,) int64 on the device.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        values_ND: NDArray[np.float32],
+        *,
+        num_classes: int,
+        device: torch.device,
+    ) -> None:
+        self.store = Store(split, None)
+        self.num_classes = num_classes
+        self.device = device
+        self.labels = torch.from_numpy(np.asarray(split.labels, dtype=np.int64)).to(device)
+        self._values_ND: NDArray[np.float32] | Tensor = values_ND
+        if device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(device)
+            if values_ND.nbytes < free * _DEVICE_SHARE:
+                self._values_ND = torch.from_numpy(np.array(values_ND)).to(device)
+
+    def train(
+        self,
+        stream: Stream,
+        steps: range,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        micro_batch: int | None = None,
+    ) -> Generator[tuple[int, Iterator[Batch]], None, None]:
+        """Yield each step's number of micro-batches, and the micro-batches; see `Feed.train`."""
+        for step in steps:
+            plan = stream.micro_batches(step, rank=rank, world=world, micro_batch=micro_batch)
+            yield len(plan), (self._batch(indices) for _, indices in plan)
+
+    def once(self, *, rank: int = 0, world: int = 1, batch_size: int = 256) -> Iterator[Batch]:
+        """Yield this rank's share, each image exactly once over all ranks; see `Feed.once`."""
+        total = len(self.labels)
+        first, last = total * rank // world, total * (rank + 1) // world
+        for start in range(first, last, batch_size):
+            yield self._batch(np.arange(start, min(start + batch_size, last)))
+
+    def _batch(self, indices: NDArray[np.int64]) -> Batch:
+        places = on_device(indices, self.device)
+        if isinstance(self._values_ND, Tensor):
+            rows_BD = self._values_ND[places]
+        else:
+            rows_BD = on_device(np.array(self._values_ND[indices]), self.device)
+        return Batch(rows_BD, self.labels[places], indices=indices)
+
+
+AnyFeed: TypeAlias = Feed | RowFeed

@@ -1,0 +1,276 @@
+"""Where decoded pixels live: on the device, in memory, in a mapped file, or still encoded.
+
+Images are decoded once and kept as uint8; sets for which there is no room are decoded by workers in
+every epoch, to the same pixels.
+"""
+
+# B batch, N images, C channels, H W pixels
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any, Literal, overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from finetune.data.decode_all import (
+    SMALL_BYTES,
+    TIMEOUT_SECONDS,
+    decoded_bytes,
+    load_images,
+    readable,
+)
+from finetune.data.device_copy import uploaded
+from finetune.data.image_cache import Kept, kept_pixels
+from finetune.data.pixel_file import Ragged
+from finetune.data.planes import planes
+from finetune.data.shared_memory import Put, Slots
+from finetune.data.source import Split
+from finetune.data.streaming.prefetch import is_streamed, prefetch_of
+from finetune.data.worker_pool import Desk, spread
+from finetune.errors import DataError
+from finetune.training.host_memory import total_bytes
+from finetune.transforms.random import on_device
+
+__all__ = ["Store", "open_store"]
+
+_MEMORY_SHARE = 0.4  # of the host's memory, over all processes on it
+_DEVICE_SHARE = 0.25  # of what is free on the device
+_AHEAD = 3  # batches for each worker: it need not wait for another whose batch comes first
+_SPREAD_OF_SIZES = 4  # how much more than the mean a batch may take; memory is only promised
+_MOST = 32  # processes that decode at once
+_REMEDY = "free space, or set FINETUNE_CACHE to another folder"
+
+
+class _Planes(Sequence[Tensor]):
+    """Images of several sizes, (C, H, W) each, made when they are asked for."""
+
+    def __init__(self, images: Ragged) -> None:
+        self._images = images
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> _Planes: ...
+    def __getitem__(self, index: int | slice) -> Tensor | _Planes:
+        if isinstance(index, slice):
+            return _Planes(self._images[index])
+        return planes(self._images[int(index)])
+
+
+class Store:
+    """Where a split's pixels live: one tensor, a list of tensors, or still in their files.
+
+    Attributes:
+        split: the labelled items, without those in quarantine.
+        images: (N, H, W, C) uint8 when all have one size, a sequence of (C, H, W) when not, or
+            None. Never to be written to: it may be a mapped file.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        images: Tensor | Sequence[Tensor] | None,
+        *,
+        workers: int = 0,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        image_bytes: int = 2**20,
+        device: torch.device | None = None,
+    ) -> None:
+        self.split = split
+        self.images = images
+        self.workers = workers
+        self.timeout_seconds = timeout_seconds
+        self.image_bytes = image_bytes  # about as many as a decoded image takes
+        self.device = device or torch.device("cpu")  # where workers' batches are brought
+        self.prefetch = prefetch_of(split, workers=workers, timeout_seconds=timeout_seconds)
+
+    def read_all(
+        self, batches: Iterable[NDArray[np.int64]]
+    ) -> Generator[Tensor | list[Tensor], None, None]:
+        """Yield the pixels of each batch of sample indices, in order.
+
+        They may be gone when the next batch is asked for.
+
+        Raises: DataError if an image that lives in a file cannot be read any more, or crashes the
+            decoder; SetupError if a worker was killed or hangs.
+        """
+        if isinstance(self.images, Tensor):
+            for indices in batches:
+                chosen = self.images[on_device(indices, self.images.device)]
+                yield chosen.permute(0, 3, 1, 2).contiguous()
+        elif self.images is not None:
+            for indices in batches:
+                yield [self.images[i] for i in indices]
+        elif self.prefetch is not None:
+            with contextlib.closing(self.prefetch.read_all(batches)) as read_ahead:
+                yield from read_ahead
+        elif self.workers:
+            with contextlib.closing(self._from_workers(batches)) as read:
+                if self.device.type == "cuda":
+                    yield from uploaded(read, self.device)
+                else:
+                    for images in read:
+                        yield [planes(image) for image in images]
+        else:
+            for indices in batches:
+                yield [planes(self.split.read(index)) for index in indices.tolist()]
+
+    def _from_workers(
+        self, batches: Iterable[NDArray[np.int64]]
+    ) -> Generator[list[NDArray[np.uint8]], None, None]:
+        """Batches that worker processes decode, some for each of them ahead, (H, W, C) each.
+
+        They are there until the next batch is asked for.
+        """
+        coming = iter(batches)
+        first = next(coming, None)
+        if first is None:
+            return
+        desk = Desk(self.workers)
+        # One more than are under way: the one that is looked at. A batch may be one image larger.
+        largest = (len(first) + 1) * self.image_bytes * _SPREAD_OF_SIZES
+        slots = Slots(self.workers * _AHEAD + 1, largest)
+
+        def decode(index: int, room: NDArray[np.uint8]) -> NDArray[np.uint8]:
+            with desk.at_work(index):
+                return self.split.read(index, room)
+
+        def decode_all(task: tuple[int, NDArray[np.int64]]) -> tuple[int, Put | str]:
+            slot, indices = task
+            try:
+                reads = (functools.partial(decode, index) for index in indices.tolist())
+                return slot, slots.put(slot, reads)
+            except DataError as error:  # must not kill the worker
+                return slot, str(error)
+
+        tasks = zip(itertools.cycle(range(slots.number)), itertools.chain([first], coming))
+        read = spread(
+            decode_all,
+            tasks,
+            desk=desk,
+            workers=self.workers,
+            name_of=self.split.name_of,
+            timeout_seconds=self.timeout_seconds,
+            ahead=_AHEAD,
+        )
+        with contextlib.closing(read):
+            for slot, put in read:
+                if isinstance(put, str):
+                    raise DataError(put)
+                yield slots.take(slot, put)
+
+
+def open_store(
+    split: Split,
+    *,
+    keep: str,
+    device: torch.device,
+    workers: int,
+    unreadable: Literal["stop", "quarantine"],
+    local_processes: int,
+    progress: bool,
+    notice: Callable[[str], None],
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> Store:
+    """Decode a split once and keep it where there is room, or check it and leave it in its files.
+
+    Args:
+        split: labelled items.
+        keep: "device" or "memory" (both kept on disk, too, and mapped, unless the set is small or
+            the disk has no room), "none", or "auto" for the first that has room.
+        device: where training runs.
+        workers: processes that decode; a set that is kept is decoded by at least as many as there
+            are cores. 0 for none.
+        unreadable: "stop" or "quarantine".
+        local_processes: processes that share this host's memory.
+        progress: show a progress bar.
+        notice: told where the pixels went when that is not what was asked.
+        timeout_seconds: for which a batch is waited for before a worker counts as hanging.
+    Returns: the store.
+    Raises: DataError listing every image that cannot be read, or if there is no memory for what is
+        to be kept; SetupError if a process that decodes was killed or hangs.
+    """
+    if is_streamed(split):  # what cannot be read shows when it is read
+        return Store(split, None, workers=workers, timeout_seconds=timeout_seconds)
+    needed, memory = decoded_bytes(split), total_bytes()
+    size = f"{split.name}: about {needed / 2**30:.1f} GiB decoded"
+    decoding: dict[str, Any] = {
+        "unreadable": unreadable,
+        "progress": progress,
+        "timeout_seconds": timeout_seconds,
+    }
+    kept: Kept | str = ""
+    if keep != "none" and needed >= SMALL_BYTES:
+        every = min(max(workers * local_processes, _cores()), _MOST) if workers else 0
+        kept = kept_pixels(split, num_bytes=needed, workers=every, notice=notice, **decoding)
+    if isinstance(kept, Kept):
+        if needed >= memory * _MEMORY_SHARE:
+            notice(f"{size} do not fit in memory; they are read from {kept.path} as needed")
+        split = split.subset(kept.indices) if len(kept.indices) < len(split) else split
+        return Store(split, _placed(kept.images, keep, device))
+    unkept = f" are not kept on disk ({kept})" if kept else ""
+    if keep == "auto" and needed >= memory * _MEMORY_SHARE / local_processes:
+        both = f"{unkept} and" if unkept else ""
+        notice(f"{size}{both} do not fit in memory; {workers} workers decode it in every epoch")
+        keep = "none"
+    elif unkept:
+        notice(f"{size}{unkept}, so the next run decodes them again; {_REMEDY}")
+    if keep != "none" and needed > memory:
+        raise DataError(f"{size} do not fit in memory; set data.keep: none")
+    return _decoded_anew(split, keep, needed=needed, device=device, workers=workers, **decoding)
+
+
+def _decoded_anew(
+    split: Split,
+    keep: str,
+    *,
+    needed: int,
+    device: torch.device,
+    workers: int,
+    timeout_seconds: float,
+    **decoding: Any,
+) -> Store:
+    """A split that is not on disk: in this process's memory, or checked and left encoded."""
+    decoding = {"workers": workers, "timeout_seconds": timeout_seconds, **decoding}
+    if keep == "none":
+        return Store(
+            split.subset(readable(split, **decoding)),
+            None,
+            workers=workers,
+            timeout_seconds=timeout_seconds,
+            image_bytes=-(-needed // max(len(split), 1)),
+            device=device,
+        )
+    images, indices = load_images(split, **decoding)
+    split = split.subset(indices) if len(indices) < len(split) else split
+    return Store(split, _placed(images, keep, device))
+
+
+def _cores() -> int:
+    """One process decodes for all of a host: it may use every core."""
+    return len(os.sched_getaffinity(0))
+
+
+def _placed(
+    images: NDArray[np.uint8] | Ragged, keep: str, device: torch.device
+) -> Tensor | _Planes:
+    """Images as a store has them, on the device where they are to be there or there is room."""
+    if isinstance(images, Ragged):
+        return _Planes(images)
+    tensor = torch.from_numpy(images)
+    if device.type == "cuda" and keep in ("auto", "device"):
+        free, _ = torch.cuda.mem_get_info(device)
+        if keep == "device" or tensor.numel() < free * _DEVICE_SHARE:
+            return tensor.to(device)
+    return tensor

@@ -1,0 +1,246 @@
+"""Which samples form step s on rank r, and how their pixels get there.
+
+Training is one endless stream: epoch after epoch, each in its own order. Step s takes positions
+[s*B, (s+1)*B) of it, and every rank a slice of those. So there is no sampler state and no padding,
+each sample comes exactly once per epoch, and any step can be reached at any number of processes.
+"""
+
+# B batch, K classes, C channels, H W pixels
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from finetune.data.image_store import Store
+from finetune.data.streaming.shuffle import Lanes
+from finetune.errors import RecipeError
+from finetune.transforms.pipeline import Pipeline
+from finetune.transforms.random import on_device, sample_keys
+
+__all__ = ["Batch", "Feed", "Stream", "crosses_epoch"]
+
+
+def crosses_epoch(step: int, *, batch_size: int, num_samples: int) -> bool:
+    """Tell whether the `step`-th optimiser step (counted from 1) completes an epoch."""
+    return step * batch_size // num_samples > (step - 1) * batch_size // num_samples
+
+
+class Stream:
+    """The order of the samples, as arithmetic on (seed, step, rank).
+
+    Args:
+        num_samples: images in the training split.
+        batch_size: images per optimiser step over all processes.
+        seed: of the run.
+        unit: 2 when images are mixed in pairs, so that a pair stays on one rank, else 1.
+        lanes: how images that come in row groups are mixed; None: any image at any place.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        batch_size: int,
+        seed: int,
+        unit: int = 1,
+        lanes: Lanes | None = None,
+    ) -> None:
+        self.num_samples = num_samples
+        self.batch_size = batch_size
+        self.seed = seed
+        self.unit = unit
+        self.lanes = lanes
+        self._orders: dict[int, NDArray[np.int64]] = {}
+
+    def order(self, epoch: int) -> NDArray[np.int64]:
+        """The permutation of an epoch. Returns: (num_samples,)."""
+        if epoch not in self._orders:
+            # A batch touches two epochs, or more when it is larger than the data set.
+            self._orders = {e: o for e, o in self._orders.items() if e >= epoch - 1}
+            if self.lanes is None:
+                generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
+                order = generator.permutation(self.num_samples)
+            else:
+                sizes = {"batch_size": self.batch_size, "unit": self.unit}
+                order = self.lanes.order(self.seed, epoch, **sizes)
+            self._orders[epoch] = order
+        return self._orders[epoch]
+
+    def micro_batches(
+        self, step: int, *, rank: int = 0, world: int = 1, micro_batch: int | None = None
+    ) -> list[tuple[NDArray[np.uint64], NDArray[np.int64]]]:
+        """The samples of one rank in one step (counted from 0), cut to what fits at once.
+
+        Args:
+            step: number of optimiser steps done before.
+            rank, world: this process and how many there are.
+            micro_batch: largest number of images at once, one image (or pair) more where the
+                shares are uneven; None for the whole share.
+        Returns: for each micro-batch the keys of its augmentation (B,) uint64 and its sample
+            indices (B,) int64; the number of micro-batches is the same on every rank.
+        Raises: RecipeError if there is less than one image (or pair) for each process.
+        """
+        units = self.batch_size // self.unit
+        if units < world:
+            raise RecipeError(
+                f"data.batch_size: {self.batch_size} is too small for {world} processes; "
+                f"set at least {world * self.unit}"
+            )
+        share = -(-units // world)
+        at_once = max((micro_batch or self.batch_size) // self.unit, 1)
+        chunks = min(-(-share // at_once), units // world)
+        edges = [
+            units * (rank * chunks + i) // (world * chunks) * self.unit for i in range(chunks + 1)
+        ]
+        if rank == world - 1:
+            edges[-1] = self.batch_size
+        return [self._at(step, first, last) for first, last in itertools.pairwise(edges)]
+
+    def _at(self, step: int, first: int, last: int) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+        """Positions `first`..`last` of a step's global batch, as (keys, indices)."""
+        positions = np.arange(step * self.batch_size + first, step * self.batch_size + last)
+        epochs, places = np.divmod(positions, self.num_samples)
+        indices, keys = np.empty_like(places), np.empty(len(places), dtype=np.uint64)
+        for epoch in np.unique(epochs).tolist():
+            chosen = epochs == epoch
+            indices[chosen] = self.order(epoch)[places[chosen]]
+            keys[chosen] = sample_keys(self.seed, epoch, indices[chosen])
+        return keys, indices
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all feeds: cuBLAS keeps 32 MiB for each stream that ever multiplied."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the network sees.
+
+    Attributes:
+        images_BCHW: normalised pixels on the device.
+        labels_B: class indices; fewer than images when the rest only keeps ranks in step.
+        targets_BK: class weights when images are mixed, else None.
+        indices: (B,), in evaluation: places in the split of the images that have a label.
+    """
+
+    images_BCHW: Tensor
+    labels_B: Tensor
+    targets_BK: Tensor | None = None
+    indices: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+
+class Feed:
+    """Batches of a split: for training by step, for evaluation each image once."""
+
+    def __init__(
+        self,
+        store: Store,
+        pipeline: Pipeline,
+        *,
+        num_classes: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.store = store
+        self.pipeline = pipeline
+        self.num_classes = num_classes
+        self.device = device
+        self.dtype = dtype
+        self.labels = torch.from_numpy(np.asarray(store.split.labels, dtype=np.int64)).to(device)
+        self._side: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._side = _side_stream(device)
+            self._side.wait_stream(torch.cuda.current_stream(device))  # for pixels and labels
+
+    def train(
+        self,
+        stream: Stream,
+        steps: range,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        micro_batch: int | None = None,
+    ) -> Generator[tuple[int, Iterator[Batch]], None, None]:
+        """Yield each step's number of micro-batches, and the micro-batches, made as they are read.
+
+        Args: as for `Stream.micro_batches`; `steps` are those still to be done.
+        Closing the generator ends the workers, once no micro-batch is held.
+        """
+        plans = (
+            stream.micro_batches(step, rank=rank, world=world, micro_batch=micro_batch)
+            for step in steps
+        )
+        ahead, behind = itertools.tee(plans)  # workers read ahead of the step they are asked for
+        pixels = self.store.read_all(indices for plan in ahead for _, indices in plan)
+        for plan in behind:
+            yield len(plan), (self._beside(self._batch, pixels, *each) for each in plan)
+
+    def _beside(
+        self,
+        make: Callable[..., Batch],
+        pixels: Iterator[Tensor | list[Tensor]],
+        *arguments: NDArray[Any],
+    ) -> Batch:
+        """Make a batch; on a GPU beside the computation before, in a stream of its own.
+
+        The host waits for small copies on the way, and would there wait for all of that.
+        """
+        if self._side is None:
+            return make(next(pixels), *arguments)
+        main = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self._side):
+            batch = make(next(pixels), *arguments)
+        main.wait_stream(self._side)
+        for tensor in (batch.images_BCHW, batch.labels_B, batch.targets_BK):
+            if tensor is not None:
+                tensor.record_stream(main)  # its memory is the side stream's
+        return batch
+
+    def _batch(
+        self,
+        pixels: Tensor | list[Tensor],
+        keys: NDArray[np.uint64],
+        indices: NDArray[np.int64],
+    ) -> Batch:
+        images = self.pipeline(pixels, keys=keys, dtype=self.dtype, device=self.device)
+        labels = self.labels[on_device(indices, self.device)]
+        if not self.pipeline.mixes:
+            return Batch(images, labels)
+        places = np.arange(len(labels))
+        partner = on_device(np.where(places ^ 1 < len(places), places ^ 1, places), self.device)
+        targets = torch.nn.functional.one_hot(labels, self.num_classes).to(torch.float32)
+        images, targets = self.pipeline.mix(images, targets, keys, partner)
+        return Batch(images, labels, targets)
+
+    def once(self, *, rank: int = 0, world: int = 1, batch_size: int = 256) -> Iterator[Batch]:
+        """Yield this rank's share of the split, each image exactly once over all ranks.
+
+        Every rank yields the same number of batches, since a sharded network computes in step; one
+        that has no image left repeats the first one without a label.
+        """
+        total = len(self.labels)
+        largest_share = -(-total // world)
+        first, last = total * rank // world, total * (rank + 1) // world
+        starts = range(first, first + largest_share, batch_size)
+        batches = [np.arange(start, min(start + batch_size, last)) for start in starts]
+        padded = [batch if len(batch) else np.zeros(1, dtype=np.int64) for batch in batches]
+        with contextlib.closing(self.store.read_all(padded)) as pixels:
+            for batch in batches:
+                yield self._beside(self._evaluated, pixels, batch)
+
+    def _evaluated(self, pixels: Tensor | list[Tensor], indices: NDArray[np.int64]) -> Batch:
+        images = self.pipeline(pixels, keys=None, dtype=torch.float32, device=self.device)
+        labels = self.labels[on_device(indices, self.device)]
+        return Batch(images, labels, indices=indices)

@@ -1,0 +1,1 @@
+"""Shards that are read where they are, a row group at a time."""

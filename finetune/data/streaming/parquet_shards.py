@@ -1,0 +1,202 @@
+"""Parquet shards that are read where they lie: their ends, and single columns of row groups."""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from finetune.data.items import Chunk
+from finetune.data.streaming.remote_file import HubFile, LocalFile
+from finetune.errors import DataError
+
+__all__ = ["Shard", "chunk_of", "label_column", "open_shards"]
+
+_TAIL_BYTES = 64 * 2**10  # most shards' ends fit, so that one request is enough
+_OPENERS = 16  # waiting for the hub, not computing
+_TRIES = (
+    2  # of bytes that are no parquet: a second transfer tells damage on the way from a bad file
+)
+
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
+
+
+def chunk_of(title: str, folders: tuple[Path, ...], first_row: int, array: pa.Array) -> Chunk:
+    """Some rows of an image column, as bytes or as a struct of bytes and path.
+
+    Raises: DataError for a column of anything else.
+    """
+    kind = array.type
+    if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+        paths = array.field("path") if kind.get_field_index("path") >= 0 else None
+        return Chunk(title, first_row, array.field("bytes"), paths, folders)
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return Chunk(title, first_row, array, None, folders)
+    raise DataError(
+        f"{title}: the image column holds {kind}; expected encoded images as bytes; name another "
+        "with data.image_column, or use a folder: source for image files"
+    )
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A parquet file and what its end says about it."""
+
+    file: LocalFile | HubFile
+    end: bytes
+
+    @functools.cached_property
+    def metadata(self) -> pq.FileMetaData:
+        """Where each column of each row group lies."""
+        return pq.read_metadata(io.BytesIO(self.end))
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Its columns, with what `datasets` noted about them."""
+        return self.metadata.schema.to_arrow_schema()
+
+    def lengths(self) -> list[int]:
+        """Rows of each row group."""
+        return [self.metadata.row_group(g).num_rows for g in range(self.metadata.num_row_groups)]
+
+    def num_bytes(self, group: int, column: str) -> int:
+        """Bytes that a column of a row group has in memory, about."""
+        return sum(chunk.total_uncompressed_size for chunk in self._chunks(group, column))
+
+    def read(self, group: int, column: str) -> pa.ChunkedArray:
+        """Read one column of one row group, and nothing else.
+
+        Raises: DataError for damaged bytes; HubError as `HubFile.read`.
+        """
+        for attempt in range(_TRIES):
+            blocks = self._blocks(group, column)
+            try:
+                whole = pq.ParquetFile(
+                    _Parts(self.file.size, blocks),
+                    metadata=self.metadata,
+                    pre_buffer=False,
+                    page_checksum_verification=True,
+                )
+                table = whole.read_row_group(group, columns=[column], use_threads=False)
+                return table.column(column)
+            except (pa.ArrowException, OSError, ValueError) as error:
+                if attempt + 1 == _TRIES:
+                    raise DataError(
+                        f"{self.file.title}: row group {group} is damaged ({error}); "
+                        "write the file again"
+                    ) from None
+        raise AssertionError("the last try returns or raises")
+
+    def _chunks(self, group: int, column: str) -> list[Any]:
+        rows = self.metadata.row_group(group)
+        chunks = [rows.column(number) for number in range(rows.num_columns)]
+        found = [c for c in chunks if c.path_in_schema.split(".")[0] == column]
+        return found or [c for c in chunks if c.path_in_schema == column]
+
+    def _blocks(self, group: int, column: str) -> dict[int, bytes]:
+        spans: list[list[int]] = []
+        for chunk in self._chunks(group, column):
+            first = chunk.data_page_offset
+            if chunk.dictionary_page_offset is not None:
+                first = min(first, chunk.dictionary_page_offset)
+            if spans and spans[-1][1] == first:  # bytes and paths lie side by side
+                spans[-1][1] += chunk.total_compressed_size
+            else:
+                spans.append([first, first + chunk.total_compressed_size])
+        return {first: self.file.read(first, end - first) for first, end in spans}
+
+
+class _Parts(io.RawIOBase):
+    """A file of which only some parts are there."""
+
+    def __init__(self, size: int, blocks: dict[int, bytes]) -> None:
+        self._size, self._blocks, self._place = size, blocks, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
+        self._place = start + offset
+        return self._place
+
+    def read(self, size: int = -1) -> bytes:
+        for first, block in self._blocks.items():
+            if first <= self._place < first + len(block):
+                begin = self._place - first
+                found = block[begin : begin + size] if size >= 0 else block[begin:]
+                self._place += len(found)
+                return found
+        raise OSError(f"byte {self._place} is asked for, and not part of the column")
+
+
+def open_shards(files: Sequence[LocalFile | HubFile]) -> list[Shard]:
+    """Read the end of each file.
+
+    Raises: DataError for one that is no parquet file; HubError for the hub's faults.
+    """
+    return _side_by_side(_open_shard, files)
+
+
+def _open_shard(file: LocalFile | HubFile) -> Shard:
+    tail = file.read(max(file.size - _TAIL_BYTES, 0), min(_TAIL_BYTES, file.size)) or b""
+    needed = int.from_bytes(tail[-8:-4], "little") + 8
+    if tail[-4:] != b"PAR1" or needed > file.size:
+        raise DataError(f"{file.title}: not a parquet file, or a damaged one; write it again")
+    if needed > len(tail):
+        tail = file.read(file.size - needed, needed)
+    shard = Shard(file, tail[-needed:])
+    try:
+        assert shard.schema is not None
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(
+            f"{file.title}: not a parquet file, or a damaged one ({error}); write it again"
+        ) from None
+    return shard
+
+
+def label_column(shards: Sequence[Shard], column: str, image: str) -> pa.ChunkedArray:
+    """Read the labels of all shards.
+
+    Args:
+        column: of the labels.
+        image: the column of the images, which every shard must have, too.
+    Raises: DataError where a column is missing or of another type; HubError for the hub's faults.
+    """
+    for shard in shards:
+        for name in (column, image):
+            if name not in shard.schema.names:
+                raise DataError(
+                    f"{shard.file.title}: has no column {name!r}, which others have; write all "
+                    "alike"
+                )
+        chunk_of(shard.file.title, (), 0, pa.array([], shard.schema.field(image).type))
+    wanted = [(shard, group) for shard in shards for group in range(len(shard.lengths()))]
+    columns = _side_by_side(lambda one: one[0].read(one[1], column), wanted)
+    try:
+        kind = shards[0].schema.field(column).type
+        return pa.chunked_array([part for found in columns for part in found.chunks], kind)
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        raise DataError(f"{column}: this column cannot be read ({error})") from None
+
+
+def _side_by_side(work: Callable[[_In], _Out], things: Iterable[_In]) -> list[_Out]:
+    pool = ThreadPoolExecutor(_OPENERS)
+    try:
+        return list(pool.map(work, things))
+    finally:
+        pool.shutdown(cancel_futures=True)

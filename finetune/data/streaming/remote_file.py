@@ -1,0 +1,248 @@
+"""Parts of a file, read where it lies: on this machine, or by ranges at one commit of the hub."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urljoin, urlsplit
+
+from huggingface_hub import constants, get_session, hf_hub_url, hf_raise_for_status
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import build_hf_headers
+
+from finetune.errors import DataError, HubError
+from finetune.hub.client import Fault, Watch, refusal, retried, was_cut
+
+__all__ = ["HubFile", "LocalFile"]
+
+PATIENCE_SECONDS = 60.0  # beyond the tries of one call: a run of days outlives a short outage
+_PAUSE_SECONDS = 5.0
+_ANSWER_SECONDS = 30.0  # between two pieces of an answer; the client itself would wait for ever
+_HOPS = 3  # a renamed repository leads on to its new name
+_REDIRECTS = (301, 302, 303, 307, 308)
+
+
+@dataclass(frozen=True)
+class LocalFile:
+    """A file on this machine.
+
+    Attributes:
+        path: where it lies.
+        size: in bytes, when it was first looked at.
+    """
+
+    path: Path
+    size: int
+
+    @classmethod
+    def at(cls, path: Path) -> LocalFile:
+        """Look at a file. Raises: OSError where there is none."""
+        return cls(path, path.stat().st_size)
+
+    @property
+    def title(self) -> str:
+        """What to call it in messages."""
+        return str(self.path)
+
+    @property
+    def content_name(self) -> str:
+        """A name for its content: nothing is known without reading it."""
+        return ""
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Where relative paths in its rows start."""
+        return (self.path.parent,)
+
+    def read(self, first: int, length: int) -> bytes:
+        """Read `length` bytes from the byte `first` on. Raises: DataError if they are not there."""
+        try:
+            with self.path.open("rb") as stream:
+                is_same = os.fstat(stream.fileno()).st_size == self.size
+                stream.seek(first)
+                found = stream.read(length)
+        except OSError as error:
+            raise DataError(
+                f"{self.path}: cannot be read any more ({error.strerror or error}); look at its "
+                "disk"
+            ) from None
+        if not is_same or len(found) != length:
+            raise DataError(
+                f"{self.path}: has another size than when it was opened; it must not change while "
+                "it is streamed: restore it and start again"
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file of a data set at one commit of the hub.
+
+    Attributes:
+        where: the data set as the user wrote it, for messages.
+        repository: owner/name.
+        commit: the full sha.
+        path: in the repository.
+        size: in bytes.
+        content_name: the hub's name for its content: a sha256, or git's sha1 of a small file.
+    """
+
+    where: str
+    repository: str
+    commit: str
+    path: str
+    size: int
+    content_name: str
+
+    @property
+    def title(self) -> str:
+        """What to call it in messages."""
+        return f"{self.where} {self.path}"
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """A table of the hub must not name files of this machine."""
+        return ()
+
+    def read(self, first: int, length: int) -> bytes:
+        """Read `length` bytes from the byte `first` on, through faults that pass.
+
+        Raises: HubError when the hub stays out of order, or refuses; DataError if the file is not
+            there any more or is another one.
+        """
+        began = time.monotonic()
+        while True:
+            try:
+                return retried(self.title, lambda: self._once(first, length))
+            except Fault as fault:
+                if time.monotonic() - began >= PATIENCE_SECONDS:
+                    raise HubError(
+                        f"{self.title}: {fault}, again and again; try again later: a run goes on "
+                        "with --resume"
+                    ) from None
+            time.sleep(_PAUSE_SECONDS)
+
+    def _once(self, first: int, length: int) -> bytes:
+        place = _places.get(self)
+        try:
+            for _ in range(_HOPS):
+                answer = self._ask(place, first, length)
+                if not isinstance(answer, str):
+                    return answer
+                place = answer
+        except Fault:
+            _places.forget(self)  # an address of the file store is signed, and expires
+            raise
+        raise HubError(f"{self.title}: the hub leads from one address to another; try again later")
+
+    def _ask(self, place: str | None, first: int, length: int) -> bytes | str:
+        """Ask once. Returns: the bytes, or the address that leads to them."""
+        own = hf_hub_url(self.repository, self.path, repo_type="dataset", revision=self.commit)
+        url = place or own
+        is_hub = _host(url) == _host(constants.ENDPOINT)
+        headers = dict(build_hf_headers()) if is_hub else {}  # the token is for the hub alone
+        headers |= {"Range": f"bytes={first}-{first + length - 1}", "Accept-Encoding": "identity"}
+        session = get_session()
+        request = session.build_request("GET", url, headers=headers, timeout=_ANSWER_SECONDS)
+        watch = Watch(stores=() if is_hub else (urlsplit(url).hostname or "",))
+        answer = watch.send(session.send, request, stream=True, follow_redirects=False)
+        try:
+            if is_hub:
+                self._refuse_other(answer.headers, follows=answer.status_code in _REDIRECTS)
+            if answer.status_code in _REDIRECTS:
+                found = urljoin(url, answer.headers.get("location", ""))
+                if _host(found) != _host(constants.ENDPOINT):
+                    _places.note(self, found)
+                return found
+            self._refuse_no_range(answer, first, length)
+            body: bytes = answer.read()
+        except Exception as error:
+            if not was_cut(error):
+                raise
+        else:
+            if len(body) == length:
+                return body
+        finally:
+            answer.close()
+        raise Fault("the connection was cut")
+
+    def _refuse_other(self, headers: Any, *, follows: bool) -> None:
+        """Refuse a file that is not the one which was opened."""
+        etag = headers.get("x-linked-etag") or (None if follows else headers.get("etag"))
+        size = headers.get("x-linked-size")
+        name = etag.removeprefix("W/").strip('"') if etag else self.content_name
+        if name != self.content_name or (size or str(self.size)) != str(self.size):
+            raise self._changed()
+
+    def _refuse_no_range(self, answer: Any, first: int, length: int) -> None:
+        """Refuse whatever is not the part of the file that was asked for."""
+        status = answer.status_code
+        span = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", answer.headers.get("content-range", ""))
+        if status == 206 and span:
+            if span[3] not in ("*", str(self.size)):
+                raise self._changed()
+            if (int(span[1]), int(span[2])) == (first, first + length - 1):
+                return
+            raise Fault("the hub sent another part of the file")
+        if status == 416:
+            raise self._changed()
+        if status == 404 and answer.headers.get("x-error-code") in (None, "EntryNotFound"):
+            raise DataError(
+                f"{self.title}: is gone from revision {self.commit}; restore it, or train anew on "
+                "another revision"
+            )
+        answer.read()
+        try:
+            hf_raise_for_status(answer)
+        except HfHubHTTPError as error:
+            known = refusal(error, self.where, self.commit, missing=DataError, noun="data set")
+            if known is not None:
+                raise known from None
+        raise HubError(
+            f"{self.title}: the server does not send parts of files (answer {status}); set "
+            "data.streaming=false"
+        )
+
+    def _changed(self) -> DataError:
+        return DataError(
+            f"{self.title}: is another file than when it was opened, at the same revision "
+            f"{self.commit}; restore it, or train anew"
+        )
+
+
+def _host(url: str) -> str:
+    return urlsplit(url).netloc
+
+
+class _Places:
+    """Where the file store keeps which file: each process finds out by itself."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Know nothing yet."""
+        self._lock = threading.Lock()
+        self._known: dict[HubFile, str] = {}
+
+    def get(self, file: HubFile) -> str | None:
+        with self._lock:
+            return self._known.get(file)
+
+    def note(self, file: HubFile, place: str) -> None:
+        with self._lock:
+            self._known[file] = place
+
+    def forget(self, file: HubFile) -> None:
+        with self._lock:
+            self._known.pop(file, None)
+
+
+_places = _Places()
+# A lock that another thread holds at a fork would never be free in the child.
+os.register_at_fork(after_in_child=lambda: _places.begin())

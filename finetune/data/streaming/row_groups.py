@@ -1,0 +1,194 @@
+"""Images of parquet shards, read a row group at a time where they lie, and never as a whole.
+
+When a source is opened, only the end of each shard (what is where in it) and the label column are
+read. The fingerprint is over the shards' names, sizes and contents' names, and the labels.
+"""
+
+# N rows, G row groups
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from finetune.data.decode import decode
+from finetune.data.items import Chunk, RowItems
+from finetune.data.streaming.parquet_shards import Shard, chunk_of
+from finetune.data.streaming.remote_file import LocalFile
+from finetune.errors import DataError
+
+__all__ = ["Group", "ShardItems"]
+
+_RECENT_GROUPS = 2  # of those that are read outside training and evaluation
+
+
+class Group:
+    """The images of one row group, or some of them, in memory.
+
+    Args:
+        chunk: their encoded bytes.
+        rows: (n,) the rows in the row group that the chunk holds, ascending; None for all.
+    """
+
+    def __init__(self, chunk: Chunk, rows: NDArray[np.int64] | None = None) -> None:
+        self._chunk, self._rows = chunk, rows
+        if rows is not None:
+            content = chunk.content.take(pa.array(rows))
+            paths = None if chunk.paths is None else chunk.paths.take(pa.array(rows))
+            self._chunk = Chunk(chunk.title, chunk.first_row, content, paths, chunk.folders)
+        self._items = RowItems(lambda: [self._chunk])
+
+    def _place(self, row: int) -> int:
+        return row if self._rows is None else int(np.searchsorted(self._rows, row))
+
+    def content(self, row: int) -> bytes:
+        """The encoded image of a row of the row group. Raises: DataError where it has none."""
+        return self._items.content(self._place(row))
+
+    def read(
+        self, row: int, size: int | None = None, room: NDArray[np.uint8] | None = None
+    ) -> NDArray[np.uint8]:
+        """Decode a row. Returns: (H, W, 3) uint8. Raises: DataError naming the row."""
+        try:
+            body = self.content(row)
+        except DataError as error:
+            raise DataError(f"{self._name(row)}: {error}") from None
+        return decode(body, size=size, name=lambda: self._name(row), room=room)
+
+    def _name(self, row: int) -> str:
+        path = self._chunk.path(self._place(row))
+        name = f"{self._chunk.title} row {self._chunk.first_row + row}"
+        return f"{name} ({path})" if path else name
+
+
+class ShardItems:
+    """Encoded images in shards, each read with its row group when it is asked for.
+
+    Only what the shards' ends say is pickled; another process opens its own connections.
+
+    Attributes:
+        starts: (G+1,) the first row of each row group, and behind them the number of rows.
+    """
+
+    def __init__(self, shards: Sequence[Shard], column: str) -> None:
+        self._shards, self._column = list(shards), column
+        found = [(s, g, n) for s, shard in enumerate(shards) for g, n in enumerate(shard.lengths())]
+        self._groups = [(shard, group) for shard, group, _ in found]
+        self.starts = np.concatenate([[0], np.cumsum([n for _, _, n in found])]).astype(np.int64)
+        self._process = -1
+
+    def _here(self) -> tuple[threading.Lock, OrderedDict[int, Group]]:
+        """What this process holds: a lock that another thread holds at a fork is never free."""
+        if self._process != os.getpid():
+            self._lock = threading.Lock()
+            self._recent: OrderedDict[int, Group] = OrderedDict()
+            self._process = os.getpid()
+        return self._lock, self._recent
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"shards": self._shards, "column": self._column}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def joined(self, other: ShardItems) -> ShardItems:
+        """Both as one, the other behind this."""
+        if other._column != self._column:
+            raise DataError(f"columns {self._column!r} and {other._column!r} do not join")
+        return ShardItems([*self._shards, *other._shards], self._column)
+
+    def group_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The number of the row group of each row."""
+        return np.searchsorted(self.starts, rows, side="right").astype(np.int64) - 1
+
+    def num_bytes(self) -> NDArray[np.int64]:
+        """(G,) bytes of each row group's images, about."""
+        shards = self._shards
+        found = [shards[s].num_bytes(g, self._column) for s, g in self._groups]
+        return np.array(found, dtype=np.int64)
+
+    def load(self, group: int, rows: NDArray[np.int64] | None = None) -> Group:
+        """Read a row group.
+
+        Args:
+            group: its number.
+            rows: (n,) which of its rows to keep, counted in it, ascending; None for all.
+        Raises: DataError or HubError as `Shard.read`.
+        """
+        number, own = self._groups[group]
+        shard = self._shards[number]
+        column = shard.read(own, self._column)
+        array = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+        if isinstance(array, pa.ChunkedArray):
+            raise DataError(
+                f"{shard.file.title}: row group {own} holds more than 2 GiB of images; write it "
+                "with smaller row groups"
+            )
+        if rows is not None and len(rows) == len(array):
+            rows = None
+        file = shard.file
+        return Group(chunk_of(file.title, file.folders, self._first_row(group), array), rows)
+
+    def _first_row(self, group: int) -> int:
+        """The row in its file that a row group begins with."""
+        own = self._groups[group][1]
+        return int(self.starts[group] - self.starts[group - own])
+
+    def _held(self, row: int) -> tuple[Group, int]:
+        number = int(self.group_of(np.array(row)))
+        lock, recent = self._here()
+        with lock:  # other threads most often want the same one
+            if number not in recent:
+                recent[number] = self.load(number)
+            recent.move_to_end(number)
+            while len(recent) > _RECENT_GROUPS:
+                recent.popitem(last=False)
+            return recent[number], row - int(self.starts[number])
+
+    def content(self, row: int) -> bytes:
+        """The encoded image of a row. Raises: DataError where it has none."""
+        group, own = self._held(row)
+        return group.content(own)
+
+    def read(
+        self, row: int, size: int | None = None, room: NDArray[np.uint8] | None = None
+    ) -> NDArray[np.uint8]:
+        """Decode a row. Returns: (H, W, 3) uint8. Raises: DataError naming the row."""
+        group, own = self._held(row)
+        return group.read(own, size, room)
+
+    def name_of(self, row: int) -> str:
+        """File and row; the picture's own name would have to be read first."""
+        group = int(self.group_of(np.array(row)))
+        file = self._shards[self._groups[group][0]].file
+        return f"{file.title} row {self._first_row(group) + row - int(self.starts[group])}"
+
+    def sizes(self) -> NDArray[np.int64]:
+        """(N,) int64 in bytes: the mean of each row's row group, as no image is read."""
+        lengths = np.diff(self.starts)
+        return np.repeat(self.num_bytes() // np.maximum(lengths, 1), lengths)
+
+    def fingerprint(self, rows: NDArray[np.int64], labels: NDArray[np.int64]) -> str:
+        """A sha256 over the shards and which of their rows bear which labels, in order."""
+        digest = hashlib.sha256(b"shards")
+        for shard in self._shards:
+            file = shard.file
+            name = file.path.name if isinstance(file, LocalFile) else file.path
+            # where the content has no name, the end still tells the place of every row group
+            known = file.content_name or hashlib.sha256(shard.end).hexdigest()
+            for text in (name.encode(), known.encode()):
+                digest.update(struct.pack("<qq", file.size, len(text)) + text)
+        digest.update(rows.astype("<i8").tobytes() + labels.astype("<i8").tobytes())
+        return digest.hexdigest()

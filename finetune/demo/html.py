@@ -1,0 +1,146 @@
+"""How the demo looks: its markup, its colours, and the heat map over a picture."""
+
+# C channels, H W pixels
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from collections.abc import Sequence
+from importlib import resources
+
+import numpy as np
+from PIL import Image
+
+from finetune.demo.inference import Reading
+
+__all__ = ["EMPTY", "footer", "header", "heat_map", "refusal", "result", "style"]
+
+# Dark violet, magenta, orange, pale yellow: the lightness rises evenly, so that the order of the
+# colours can be told without telling colours apart.
+_HEAT = np.array([(24, 12, 60), (122, 28, 109), (237, 105, 37), (252, 246, 168)], float)
+_HEAT_OPACITY = (0.5, 0.78)  # where it looked least the picture stays visible, and is darkened
+_HEAT_PIXELS = 384
+_FEW_PIXELS = 160  # below this the pixels of the input are shown as squares
+
+EMPTY = (
+    '<div class="ft-empty"><p class="ft-empty-head">What is in the picture?</p>'
+    "<p>The most likely classes will appear here, and what the model saw of it.</p></div>"
+)
+
+
+def style() -> str:
+    """The page's style sheet."""
+    return resources.files("finetune.demo").joinpath("style.css").read_text(encoding="utf-8")
+
+
+def header(title: str, facts: Sequence[str]) -> str:
+    """The head of the page.
+
+    Args:
+        title: the model's name.
+        facts: short figures, such as "10 classes".
+    """
+    items = "".join(f"<li>{html.escape(fact)}</li>" for fact in facts)
+    return (
+        f'<header class="ft-head"><h1>{html.escape(title)}</h1>'
+        f'<ul class="ft-facts" aria-label="About this model">{items}</ul></header>'
+    )
+
+
+def footer(class_names: Sequence[str], notes: Sequence[str]) -> str:
+    """The foot of the page: all classes, folded away, and what happens to pictures."""
+    names = "".join(f"<li>{html.escape(name)}</li>" for name in class_names)
+    said = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
+    return (
+        f'<footer class="ft-foot"><details><summary>The {len(class_names)} classes it knows'
+        f"</summary><ul>{names}</ul></details>{said}</footer>"
+    )
+
+
+def refusal(message: str) -> str:
+    """Say in the place of a result why there is none."""
+    return (
+        '<div class="ft-refusal" role="alert"><p class="ft-empty-head">'
+        f"This picture was not classified</p><p>{html.escape(message)}</p></div>"
+    )
+
+
+def result(reading: Reading) -> str:
+    """The classes with their confidences, and the picture as the model saw it."""
+    rows = "".join(
+        f'<li><span class="ft-name">{html.escape(name)}</span>'
+        f'<span class="ft-share">{_percent(confidence)}</span>'
+        f'<span class="ft-bar" aria-hidden="true"><i style="width:{100 * confidence:.2f}%"></i>'
+        "</span></li>"
+        for name, confidence in reading.top
+    )
+    height, width = reading.seen_HWC.shape[:2]
+    coarse = " ft-coarse" if max(height, width) < _FEW_PIXELS else ""
+    seen = _image(_png(reading.seen_HWC), "The picture as the model saw it")
+    size = f"{width} × {height} pixels"
+    figures = [_figure(seen, f"<span>What the model saw</span><span>{size}</span>", coarse)]
+    note = ""
+    if reading.looked_HW is None:
+        note = (
+            '<p class="ft-note">This network has no attention over the whole picture, so there is '
+            "no map of where it looked.</p>"
+        )
+    else:
+        heat = _image(_png(heat_map(reading.looked_HW, (height, width))), "")
+        caption = (
+            "<span>Where it looked</span>"
+            '<span class="ft-scale" aria-hidden="true">less<i></i>more</span>'
+            '<span class="ft-hidden">: attention rollout, scaled to this picture</span>'
+        )
+        label = "The same picture under a heat map that is brightest where the model looked most"
+        both = f'<span class="ft-stack" role="img" aria-label="{label}">{seen}{heat}</span>'
+        figures.append(_figure(both, caption, coarse))
+    return (
+        f'<section class="ft-result" aria-live="polite"><ol class="ft-top">{rows}</ol>'
+        f'<div class="ft-figures">{"".join(figures)}</div>{note}</section>'
+    )
+
+
+def heat_map(looked_HW: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """Colour a map of the patches, smoothly, to be laid over the picture.
+
+    Args:
+        looked_HW: one value for each patch; the least becomes the darkest, the most the brightest.
+        size: the picture's (height, width) in pixels; only its ratio matters.
+    Returns: (H, W, 4) uint8, RGBA.
+    """
+    spread = float(looked_HW.max() - looked_HW.min())
+    level = (looked_HW - looked_HW.min()) / spread if spread > 0 else np.zeros_like(looked_HW)
+    scale = _HEAT_PIXELS / max(size)
+    target = (max(1, round(size[1] * scale)), max(1, round(size[0] * scale)))
+    smooth = Image.fromarray(level.astype(np.float32)).resize(target, Image.Resampling.BICUBIC)
+    place = np.clip(np.asarray(smooth), 0, 1) * (len(_HEAT) - 1)
+    stops = np.arange(len(_HEAT))
+    colours = [np.interp(place, stops, _HEAT[:, channel]) for channel in range(3)]
+    opacity = 255 * np.interp(place, (0, len(_HEAT) - 1), _HEAT_OPACITY)
+    return np.rint(np.stack([*colours, opacity], axis=-1)).astype(np.uint8)
+
+
+def _percent(confidence: float) -> str:
+    """As HTML: one decimal, and no certainty that the number does not have."""
+    if confidence < 0.0005:
+        return "&lt; 0.1 %"
+    if 0.9995 <= confidence < 1:
+        return "&gt; 99.9 %"
+    return f"{100 * confidence:.1f} %"
+
+
+def _png(pixels: np.ndarray) -> str:
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, "PNG")
+    return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode("ascii")
+
+
+def _image(address: str, text: str) -> str:
+    return f'<img src="{address}" alt="{html.escape(text)}">'
+
+
+def _figure(inside: str, caption: str, coarse: str) -> str:
+    return f'<figure class="ft-figure{coarse}">{inside}<figcaption>{caption}</figcaption></figure>'

@@ -1,0 +1,1 @@
+"""Exact metrics, calibration, features, and the answers to claims."""

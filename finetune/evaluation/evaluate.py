@@ -1,0 +1,167 @@
+"""Measure a network on a split, each image counted once over all processes.
+
+The Accelerator is the engine's and only passed in.
+"""
+
+# B batch, K classes
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from finetune.data.feature_loader import AnyFeed
+from finetune.evaluation.calibration import HeldLogits
+from finetune.evaluation.metrics import Counts
+from finetune.evaluation.mistakes import Mistakes, worst
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+__all__ = ["Watcher", "evaluate", "examine"]
+
+
+class Watcher(Protocol):
+    """Looks at each batch of an evaluation."""
+
+    def add(self, logits_BK: Tensor, labels_B: Tensor, indices: NDArray[np.int64]) -> None:
+        """Take a batch: logits, labels, and the images' places in the split."""
+
+
+def evaluate(
+    model: nn.Module,
+    feed: AnyFeed,
+    accelerator: Accelerator,
+    *,
+    batch_size: int,
+    watchers: Sequence[Watcher] = (),
+) -> dict[str, Any]:
+    """Measure a network on a split, each image counted once over all ranks.
+
+    Args:
+        model: the network, not wrapped by DDP.
+        feed: of the split.
+        accelerator: from `engine.launch`.
+        batch_size: images at once on this rank.
+        watchers: see this rank's logits as well.
+    Returns: `Counts.result()` and "images_per_second" of all ranks together.
+    Raises: DivergedError if a logit is not finite.
+    """
+    started = time.perf_counter()
+    counts = Counts(feed.num_classes, device=accelerator.device)
+    model.eval()
+    batches = feed.once(
+        rank=accelerator.process_index, world=accelerator.num_processes, batch_size=batch_size
+    )
+    with _uncompiled(model), torch.no_grad(), accelerator.autocast():
+        for batch in batches:
+            logits_BK = model(batch.images_BCHW).float()[: len(batch.labels_B)]
+            counts.add(logits_BK, batch.labels_B)
+            for watcher in watchers:
+                watcher.add(logits_BK, batch.labels_B, batch.indices)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # a pass without a way back leaves weights gathered
+            module.reshard()
+    result = _summed(counts, accelerator)
+    elapsed = time.perf_counter() - started
+    return {**result, "images_per_second": round(result["examples"] / elapsed, 2)}
+
+
+def _uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Compute as the published model will, and compile nothing for the sizes of evaluation."""
+    if getattr(model, "_compiled_call_impl", None) is None:
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def examine(
+    model: nn.Module,
+    feed: AnyFeed,
+    accelerator: Accelerator,
+    *,
+    batch_size: int,
+    temperature: float | None = None,
+    fit: bool = False,
+    num_mistakes: int = 0,
+) -> dict[str, Any]:
+    """Evaluate, and look closer: calibration after scaling, and the worst mistakes.
+
+    Args:
+        model, feed, accelerator, batch_size: as for `evaluate`.
+        temperature: measure the calibration of logits divided by this, too.
+        fit: find the temperature that suits this split.
+        num_mistakes: how many of the wrong predictions to list.
+    Returns: as `evaluate`, with "temperature" if one was fitted; "calibrated" {"temperature",
+        "loss", "ece", "calibration"} if one was given; and "mistakes", worst first, each {"index",
+        "name", "label", "predicted", "confidence", "loss"}, if they were asked for.
+    """
+    num_classes, device = feed.num_classes, accelerator.device
+    scaled = _Scaled(Counts(num_classes, device=device), temperature or 1.0)
+    held = HeldLogits(len(feed.labels), num_classes)
+    mistakes = Mistakes(num_mistakes)
+    asked = ((scaled, temperature is not None), (held, fit), (mistakes, num_mistakes > 0))
+    watchers = [watcher for watcher, is_asked in asked if is_asked]
+    result = evaluate(model, feed, accelerator, batch_size=batch_size, watchers=watchers)
+    if fit:
+        result["temperature"] = held.fit(
+            lambda sums: torch.as_tensor(accelerator.reduce(sums.to(device), "sum")).cpu()
+        )
+    if temperature is not None:
+        calibrated = _summed(scaled.counts, accelerator)
+        kept = {key: calibrated[key] for key in ("loss", "ece", "calibration")}
+        result["calibrated"] = {"temperature": temperature, **kept}
+    if num_mistakes:
+        everybodys = _gathered(mistakes.found, num_mistakes, accelerator)
+        split = feed.store.split
+        result["mistakes"] = [
+            {"index": one["index"], "name": split.name_of(one["index"]), **one}
+            for one in worst(everybodys, num_mistakes)
+        ]
+    return result
+
+
+class _Scaled:
+    """Counts logits that are divided by a temperature."""
+
+    def __init__(self, counts: Counts, temperature: float) -> None:
+        self.counts = counts
+        self.temperature = temperature
+
+    def add(self, logits_BK: Tensor, labels_B: Tensor, indices: NDArray[np.int64]) -> None:
+        self.counts.add(logits_BK.double() / self.temperature, labels_B)
+
+
+def _summed(counts: Counts, accelerator: Accelerator) -> dict[str, Any]:
+    """The result over all ranks."""
+    sums = torch.as_tensor(accelerator.reduce(counts.tensor(), "sum"))
+    return Counts(counts.num_classes, device=accelerator.device).load(sums).result()
+
+
+_KEYS = ("index", "label", "predicted", "confidence", "loss")
+
+
+def _gathered(
+    found: Sequence[dict[str, Any]], limit: int, accelerator: Accelerator
+) -> list[dict[str, Any]]:
+    """Every rank's mistakes, through one tensor; float64 holds each index exactly."""
+    if accelerator.num_processes == 1:
+        return list(found)
+    table = torch.full((limit, len(_KEYS)), -1.0, dtype=torch.float64, device=accelerator.device)
+    for row, one in enumerate(found):
+        table[row] = torch.tensor([float(one[key]) for key in _KEYS], dtype=torch.float64)
+    rows = torch.as_tensor(accelerator.gather(table)).tolist()
+    return [
+        {"index": int(row[0]), "label": int(row[1]), "predicted": int(row[2])}
+        | {"confidence": row[3], "loss": row[4]}
+        for row in rows
+        if row[0] >= 0
+    ]

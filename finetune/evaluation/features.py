@@ -1,0 +1,294 @@
+"""Frozen features of a split: what a network gives its classifier, computed once and kept on disk.
+
+They are kept in `feature_cache` under a hash of all they depend on: the network's tensors but its
+classifier's, its preprocessing, the size that its images are decoded to, the numbers it computes
+with, and the data's fingerprint. So a run that trains the head alone, the evaluation of what came
+out of it, and a probe find one another's.
+The fingerprint of more than 1 GiB of images is over names and sizes: clear the cache if such images
+change without changing size.
+"""
+
+# B batch, N images, D width, C channels, H W pixels
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import timm
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from finetune import __version__
+from finetune.console import say, say_nothing
+from finetune.data.decode_all import TIMEOUT_SECONDS
+from finetune.data.image_store import open_store
+from finetune.data.loader import Feed
+from finetune.data.source import Split
+from finetune.errors import DataError, WeightsError
+from finetune.evaluation.feature_cache import cache_folder, read_cached, write_cached
+from finetune.models.features import last_layers, pre_logits
+from finetune.models.saved import TRAINING_ONLY, Built
+from finetune.recipe.load import DataSection
+from finetune.run.environment import precision_of
+from finetune.training.distributed import local_processes
+from finetune.transforms.evaluation import default_eval
+from finetune.transforms.pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+__all__ = [
+    "Features",
+    "at_once",
+    "compute",
+    "identity_of",
+    "places_of",
+    "pre_logits",
+    "split_features",
+]
+
+_SHARE_BATCHES = 8  # batches between two exchanges
+_SENT_VALUES = 2**24  # 64 MiB at once
+_CPU_BATCH = 64  # a fifth faster than 256 for a small ViT: what it computes stays in the caches
+
+
+@dataclass(frozen=True, eq=False)
+class Features:
+    """Features of a split's readable images, with their labels.
+
+    Attributes:
+        values_ND: float32, mapped from the cache where it is there.
+        labels_N: int64.
+        places_N: int64, the images' places in the split; all of them unless some are unreadable.
+        cached: whether nothing had to be computed.
+        seconds: until they were there.
+    """
+
+    values_ND: NDArray[np.float32]
+    labels_N: NDArray[np.int64]
+    places_N: NDArray[np.int64]
+    cached: bool
+    seconds: float
+
+    def at(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Features and labels of some rows."""
+        return self.values_ND[rows], self.labels_N[rows]
+
+
+def identity_of(built: Built, sentence: str | None) -> dict[str, Any]:
+    """Everything but the data that features depend on.
+
+    Args:
+        built: the network, before anything is done to its weights.
+        sentence: evaluation's operations; None for those that the weights imply.
+    Returns: for JSON; "weights" is the sha256 of the network's tensors as they were built, with
+        their names, so position embeddings resized in another way are other weights. Classifiers
+        are left out: no feature depends on them.
+    """
+    digest = hashlib.sha256()
+    after = tuple(f"{name}." for name in last_layers(built.model))
+    for name, tensor in built.model.state_dict().items():
+        if name.startswith(after):
+            continue
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
+    sizes = {key: value for key, value in built.model_args.items() if key not in TRAINING_ONLY}
+    # what is left of it is in the sentence
+    cropping = ("crop_pct", "crop_mode")
+    pixels = {k: v for k, v in asdict(built.preprocessing).items() if k not in cropping}
+    return {
+        "weights": digest.hexdigest(),
+        "architecture": built.architecture,
+        "model_args": sizes,
+        "preprocessing": pixels,
+        "eval": sentence or default_eval(built.preprocessing),
+        "resampled": "float32",  # once it was as run.precision: other features
+        "versions": [__version__, torch.__version__, timm.__version__],
+    }
+
+
+def split_features(
+    split: Split,
+    *,
+    network: nn.Module,
+    pipeline: Pipeline,
+    identity: Mapping[str, Any],
+    section: DataSection,
+    accelerator: Accelerator,
+    everywhere: bool = False,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> Features | None:
+    """Take a split's features from the cache, or compute them on all processes and keep them.
+
+    Args:
+        split: labelled images; nothing is decoded when the cache has them.
+        network: on the accelerator's device, float32; left in evaluation mode if it is used.
+        pipeline: without random operations.
+        identity: of `identity_of`, for this network and this pipeline; rank 0's counts.
+        section: keep, workers, unreadable and eval_batch_size.
+        accelerator: from `engine.launch`; its precision is that of the features.
+        everywhere: give them to all ranks.
+        timeout_seconds: for which a batch is waited for before a worker counts as hanging.
+    Returns: on rank 0 the features, None on the others unless they are wanted everywhere.
+    Raises: DataError for unreadable images, WeightsError for features that are not finite.
+    """
+    started = time.perf_counter()
+    if not len(split):
+        raise DataError(f"{split.name}: has no images; add some")
+    key, values, folder = "", None, cache_folder()
+    if accelerator.is_main_process:
+        # a run that stops at unreadable images must not be served by one that left them out
+        data = {
+            "data": split.fingerprint,
+            "decode_size": split.decode_size,
+            "unreadable": section.unreadable,
+        }
+        place = {"device": accelerator.device.type, "precision": accelerator.mixed_precision}
+        everything = {**identity, **data, **place}
+        key = hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
+        values = read_cached(folder, key, num_images=len(split))
+    flag = torch.tensor([int(values is not None)], device=accelerator.device)
+    cached = bool(torch.as_tensor(accelerator.reduce(flag, "sum")).item())
+    if not cached:
+        found = _computed(
+            split, network, pipeline, section, accelerator, timeout_seconds=timeout_seconds
+        )
+        if found is not None:
+            values = write_cached(folder, key, found)
+    if everywhere and accelerator.num_processes > 1:
+        values = _everywhere(values, key, len(split), accelerator)
+    if values is None:
+        return None
+    places = np.flatnonzero(~np.isnan(values[:, 0]))
+    kept = values if len(places) == len(values) else values[places]
+    elapsed = round(time.perf_counter() - started, 3)
+    return Features(kept, split.labels[places], places, cached, elapsed)
+
+
+def _computed(
+    split: Split,
+    network: nn.Module,
+    pipeline: Pipeline,
+    section: DataSection,
+    accelerator: Accelerator,
+    *,
+    timeout_seconds: float,
+) -> NDArray[np.float32] | None:
+    """Compute a split's features on all processes. Returns: (N, D) on rank 0, NaN if unreadable."""
+    device, main = accelerator.device, accelerator.is_main_process
+    store = open_store(
+        split,
+        keep=section.keep,
+        device=device,
+        workers=section.workers,
+        unreadable=section.unreadable,
+        local_processes=local_processes(accelerator.num_processes),
+        progress=main,
+        notice=say if main else say_nothing,
+        timeout_seconds=timeout_seconds,
+    )
+    feed = Feed(store, pipeline, num_classes=1, device=device)
+    found = compute(network, feed, accelerator, batch_size=at_once(device, section))
+    if found is None:
+        return None
+    # rows of unreadable images stay NaN: a computed one never is
+    values = np.full((len(split), found.shape[1]), np.nan, dtype=np.float32)
+    values[places_of(store.split, split)] = found
+    return values
+
+
+def at_once(device: torch.device, section: DataSection) -> int:
+    """Images whose features are computed at once on a process."""
+    most = _CPU_BATCH if device.type == "cpu" else section.eval_batch_size
+    return min(section.eval_batch_size, most)
+
+
+def compute(
+    network: nn.Module, feed: Feed, accelerator: Accelerator, *, batch_size: int
+) -> NDArray[np.float32] | None:
+    """Compute the features of every image once, over all processes.
+
+    Which images share a batch does not depend on the number of processes: a matrix product of
+    another height may round otherwise.
+
+    Args:
+        network: see `pre_logits`.
+        feed: of the split.
+        accelerator: from `engine.launch`.
+        batch_size: images at once on each process.
+    Returns: (N, D) in the split's order on rank 0, None on the others.
+    Raises: WeightsError if a feature is not finite.
+    """
+    rank, world, total = accelerator.process_index, accelerator.num_processes, len(feed.labels)
+    num_shares = -(-total // (batch_size * _SHARE_BATCHES))
+    bounds = [total * share // num_shares for share in range(num_shares + 1)]
+    largest = -(-total // num_shares)
+    network.eval()
+    gathered: list[Tensor] = []
+    main = accelerator.is_main_process
+    with tqdm(total=total, unit="image", file=sys.stderr, disable=None if main else True) as shown:
+        for first in range(0, num_shares, world):
+            # a process without a share of its own repeats the last: all go on in step
+            share = min(first + rank, num_shares - 1)
+            rows_BD = []
+            with torch.inference_mode(), accelerator.autocast():
+                for batch in feed.once(rank=share, world=num_shares, batch_size=batch_size):
+                    rows_BD.append(pre_logits(network, batch.images_BCHW)[: len(batch.labels_B)])
+                    shown.update(min(world, num_shares - first) * len(batch.labels_B))
+                own = torch.cat(rows_BD)
+                padded = nn.functional.pad(own, (0, 0, 0, largest - len(own)))
+                everybodys = torch.as_tensor(accelerator.gather(padded))
+            if not bool(everybodys.isfinite().all()):
+                numbers = precision_of(accelerator)
+                raise WeightsError(
+                    f"the model's features are not finite in {numbers}; its weights are damaged"
+                    + (", or need a wider run.precision" if numbers == "fp16" else "")
+                )
+            for other, rows in enumerate(everybodys.split(largest)):
+                if main and (share := first + other) < num_shares:
+                    gathered.append(rows[: bounds[share + 1] - bounds[share]].cpu())
+    return torch.cat(gathered).numpy() if main else None
+
+
+def _everywhere(
+    values_ND: NDArray[np.float32] | None, key: str, num_images: int, accelerator: Accelerator
+) -> NDArray[np.float32]:
+    """Give rank 0's features to all: by its file where they can read it, else from its memory."""
+    device, main = accelerator.device, accelerator.is_main_process
+
+    def from_main(tensor: Tensor) -> Tensor:
+        zero = torch.zeros_like(tensor)
+        return torch.as_tensor(accelerator.reduce((tensor if main else zero).to(device), "sum"))
+
+    width = 0 if values_ND is None else values_ND.shape[1]
+    *letters, width = from_main(torch.tensor([*(key or "-" * 64).encode(), width])).tolist()
+    if not main:
+        # all processes of a host share the pages of one file
+        values_ND = read_cached(cache_folder(), bytes(letters).decode(), num_images=num_images)
+    missing = torch.tensor([int(values_ND is None)], device=device)
+    if not bool(torch.as_tensor(accelerator.reduce(missing, "sum")).item()):
+        assert values_ND is not None
+        return values_ND
+    whole = np.empty((num_images, width), np.float32) if values_ND is None else values_ND
+    sent = max(_SENT_VALUES // width, 1)
+    for first in range(0, num_images, sent):
+        rows_ND = from_main(torch.from_numpy(np.array(whole[first : first + sent])))
+        if values_ND is None:
+            whole[first : first + sent] = rows_ND.cpu().numpy()
+    return whole
+
+
+def places_of(part: Split, whole: Split) -> NDArray[np.int64]:
+    """Where the images of a subset stand in the split that it was taken from, in order."""
+    mine, all_rows = (np.arange(len(s)) if s.rows is None else s.rows for s in (part, whole))
+    return np.flatnonzero(np.isin(all_rows, mine))

@@ -1,0 +1,1 @@
+"""Pretrained weights: found, read, renamed, resized."""

@@ -1,0 +1,1 @@
+"""The model card, what goes with it, and the push."""

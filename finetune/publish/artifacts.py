@@ -1,0 +1,186 @@
+"""What stands beside the weights in model/: the card, the recipe, the results and the pictures.
+
+model/ is the hub repository, byte for byte, so nothing here tells of the machine it was made on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import CheckpointError, FinetuneError
+from finetune.files import sha256_of
+from finetune.publish.model_card import Facts, write_card
+from finetune.recipe.load import Recipe, load_recipe
+from finetune.run.directory import RunDir
+from finetune.run.validation import SPLIT_FIGURES
+from finetune.training.resume import but_the_seed
+
+__all__ = ["PUBLISHED", "publishable", "refresh", "write_evidence"]
+
+WEIGHTS = ("config.json", "model.safetensors")
+PICTURES = ("curves.png", "confusion.png", "reliability.png")
+# All that model/ may hold, and so all that a push sends.
+PUBLISHED = (*WEIGHTS, "README.md", "recipe.yaml", "results.json", *PICTURES)
+
+
+def write_evidence(
+    folder: Path,
+    run: RunDir,
+    results: Mapping[str, Any],
+    *,
+    repository: str | None = None,
+    pictures: bool = True,
+) -> None:
+    """Put card, recipe, results and pictures beside the weights.
+
+    Args:
+        folder: holds config.json and model.safetensors.
+        run: the run directory that they come from.
+        results: the content of results.json so far.
+        repository: owner/name that the card's examples shall use.
+        pictures: False leaves them out, which saves a second.
+    """
+    original = load_recipe(run.path / "recipe.yaml")
+    recipe = publishable(original)
+    (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+    text = json.dumps(_publishable_results(results), indent=2, allow_nan=False) + "\n"
+    (folder / "results.json").write_text(text, encoding="utf-8")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    record = run.read_json("run.json") or {}
+    weights = dict(record.get("plan", {}).get("weights", {}))
+    weights["source"] = _name_only(str(weights.get("source") or ""))
+    facts = Facts(
+        recipe=recipe,
+        record=record,
+        results=results,
+        config=config,
+        sha256=sha256_of(folder / "model.safetensors"),
+        seeds=_seeds(run, original, results),
+        pictures=_draw(folder, run, results, config) if pictures else (),
+        repository=repository,
+        weights=weights,
+    )
+    (folder / "README.md").write_text(write_card(facts), encoding="utf-8")
+
+
+def refresh(run: RunDir, *, repository: str | None = None) -> None:
+    """Write the evidence in a finished run's model/ anew: for a repository, or as more seeds ran.
+
+    Args:
+        run: a finished run.
+        repository: owner/name that the card's examples shall use.
+    Raises: CheckpointError if the run has no model or no results yet.
+    """
+    results = run.read_json("results.json")
+    if results is None or not all((run.model / name).is_file() for name in WEIGHTS):
+        raise CheckpointError(
+            f"{run.path}: has no finished model; continue the run with --resume, then push"
+        )
+
+    def write(folder: Path) -> None:
+        for name in WEIGHTS:
+            _link(run.model / name, folder / name)
+        write_evidence(folder, run, results, repository=repository)
+
+    run.publish_model(write, needed=1 << 20)
+
+
+def publishable(recipe: Recipe) -> Recipe:
+    """The recipe as others may see it: no local folders, and no repository of its author's."""
+    data = recipe.data.model_copy(update={"source": _name_only(recipe.data.source)})
+    model = recipe.model.model_copy(update={"name": _name_only(recipe.model.name)})
+    run = recipe.run.model_copy(update={"push_to": None, "push_private": False, "trackers": ()})
+    return recipe.model_copy(update={"data": data, "model": model, "run": run})
+
+
+def _name_only(source: str) -> str:
+    """A source without the folders that lead to it; names on the hub stay as they are."""
+    kind, colon, rest = source.partition(":")
+    if colon and kind in ("hub", "hf-hub", "hf_hub", "embedded"):
+        return source
+    if kind not in ("folder", "parquet", "local-dir"):
+        kind, colon, rest = "", "", source  # a colon further on is part of a path
+        if not re.search(r"[\\/]", rest) and not rest.startswith((".", "~")):
+            return source
+    name = re.split(r"[\\/]", rest.rstrip("\\/"))[-1]
+    return kind + colon + ("data" if name in ("", ".", "..") or name[0] == "~" else name)
+
+
+def _publishable_results(results: Mapping[str, Any]) -> dict[str, Any]:
+    """The results, with images that are known by a whole path named by their file only."""
+    test = results.get("test")
+    if not test or "mistakes" not in test:
+        return dict(results)
+    mistakes = [
+        {
+            **one,
+            "name": os.path.basename(one["name"]) if os.path.isabs(one["name"]) else one["name"],
+        }
+        for one in test["mistakes"]
+    ]
+    return {**results, "test": {**test, "mistakes": mistakes}}
+
+
+def _seeds(
+    run: RunDir, recipe: Recipe, results: Mapping[str, Any]
+) -> list[tuple[int, Mapping[str, Any]]]:
+    """This run's results and those of its neighbours that differ in nothing but the seed."""
+    own = but_the_seed(recipe)
+    found = {recipe.run.seed: results}
+    try:
+        neighbours = sorted(run.path.resolve().parent.iterdir())
+    except OSError:  # a folder that may be entered and not listed
+        neighbours = []
+    for folder in neighbours:
+        other = RunDir(folder)
+        try:
+            if folder == run.path.resolve() or not (folder / "recipe.yaml").is_file():
+                continue
+            theirs = load_recipe(folder / "recipe.yaml")
+            status = (other.read_json("run.json") or {}).get("status")
+            measured = other.read_json("results.json")
+        except (FinetuneError, OSError):
+            continue  # a neighbour that cannot be read is none of this run's business
+        if status != "done" or not measured or but_the_seed(theirs) != own:
+            continue
+        if _is_whole(measured.get("test")):
+            found.setdefault(theirs.run.seed, measured)
+    return sorted(found.items())
+
+
+def _is_whole(test: Mapping[str, Any] | None) -> bool:
+    """Whether a neighbour's figures can be averaged with ours; it may not have read its test."""
+    return not test or all(name in test for name in SPLIT_FIGURES)
+
+
+def _draw(
+    folder: Path, run: RunDir, results: Mapping[str, Any], config: Mapping[str, Any]
+) -> list[str]:
+    """Draw the pictures that there are figures for. Returns: their names."""
+    from finetune import figures  # matplotlib takes a second to load
+
+    measured = results.get("test") or results.get("val") or {}
+    drawn = {"curves.png": figures.curves(run.history(), results)}
+    if "confusion" in measured:
+        names = [str(name) for name in config.get("label_names") or []]
+        drawn["confusion.png"] = figures.confusion(measured["confusion"], names)
+    if "calibration" in measured:
+        after = measured.get("calibrated", {}).get("calibration")
+        drawn["reliability.png"] = figures.reliability(measured["calibration"], after)
+    for name, figure in drawn.items():
+        figures.save_png(figure, folder / name)
+    return list(drawn)
+
+
+def _link(source: Path, target: Path) -> None:
+    """The same file under a second name, or a copy where the file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

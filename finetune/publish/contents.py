@@ -1,0 +1,132 @@
+"""What a push sends: an allow-list, without secrets, with a card that the hub accepts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from huggingface_hub import ModelCard, get_session
+from huggingface_hub.utils import hf_raise_for_status
+from safetensors import SafetensorError, safe_open
+from yaml import YAMLError
+
+from finetune.console import say
+from finetune.errors import CheckpointError, HubError, WeightsError
+from finetune.hub.calls import Hub, clean
+from finetune.publish.artifacts import PUBLISHED
+from finetune.run.directory import RunDir
+
+__all__ = ["check_card", "check_weights", "is_run", "published", "refuse_secrets"]
+
+NEEDED = ("config.json", "model.safetensors")
+
+
+def is_run(folder: Path) -> bool:
+    """Whether this is a run directory. Raises: CheckpointError or WeightsError if it is neither."""
+    if (folder / "run.json").is_file():
+        status = str((RunDir(folder).read_json("run.json") or {}).get("status", "unknown"))
+        has_model = all((folder / "model" / name).is_file() for name in NEEDED)
+        if not status.startswith("done") or not has_model:
+            what = "has no model/" if status == "done" else f"is not finished ({status})"
+            raise CheckpointError(f"{folder}: {what}; continue the run with --resume, then push")
+        return True
+    if not all((folder / name).is_file() for name in NEEDED):
+        raise WeightsError(
+            f"{folder}: no run directory, and no folder with {' and '.join(NEEDED)}; give the "
+            "folder that `finetune train` wrote"
+        )
+    return False
+
+
+def published(folder: Path) -> dict[str, Path]:
+    """The files to publish, by their name on the hub.
+
+    Raises: HubError for a link that leads out of the folder, or to a hidden file.
+    """
+    top = folder.resolve()
+    found = {name: folder / name for name in PUBLISHED if (folder / name).is_file()}
+    for path in found.values():
+        real = path.resolve()
+        if real.parent != top or (path.is_symlink() and real.name.startswith(".")):
+            raise HubError(
+                f"{path}: is a link that leads out of the folder or to a hidden file; copy the "
+                "file itself"
+            )
+    others = sorted({path.name for path in folder.iterdir()} - set(found))
+    if others:
+        say(f"{folder}: not pushed, as it is no part of a model: {', '.join(others)}")
+    return found
+
+
+def check_weights(files: Mapping[str, Path]) -> None:
+    """Refuse, under the name of weights, a file that others could not load, or should not."""
+    path = files["model.safetensors"]
+    try:
+        with safe_open(path, framework="numpy") as weights:  # reads and checks the header
+            weights.keys()
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(
+            f"{path}: is no safetensors file, or a damaged one ({error}); train or download the "
+            "model again"
+        ) from None
+
+
+def refuse_secrets(files: Mapping[str, Path], text: str, run: Path, hub: Hub) -> None:
+    """Look for what must not leave this machine: tokens, and where on it things are."""
+    texts = {"the message": text.encode(), **{name: _readable(p) for name, p in files.items()}}
+    home = Path.home()
+    places = {str(p) for p in (home, home.resolve(), run.absolute(), run.resolve())} - {"/"}
+    for name, content in texts.items():
+        tokens = re.search(rb"\bhf_[A-Za-z0-9]{20,}\b", content)
+        if tokens or (hub.token and hub.token.encode() in content):
+            raise HubError(f"{name}: holds a token of the hub; remove it, and make a new token")
+        for place in sorted(places, key=len, reverse=True):
+            for form in (place, json.dumps(place)[1:-1]):
+                # not a part of a longer name or of an address
+                if re.search(rb"(?<![\w./~-])" + re.escape(form.encode()) + rb"(?![\w-])", content):
+                    raise HubError(
+                        f"{name}: names the local path {place}, which others need not know; "
+                        "remove it, then push"
+                    )
+
+
+def _readable(path: Path) -> bytes:
+    """What a reader may find in a file; of weights, their header."""
+    with path.open("rb") as file:
+        if path.suffix == ".safetensors":
+            return file.read(min(int.from_bytes(file.read(8), "little"), 1 << 24))
+        return file.read()
+
+
+def check_card(hub: Hub, files: Mapping[str, Path]) -> None:
+    """Refuse a card that the hub would not take, with what it says."""
+    if "README.md" not in files:
+        return
+    path = files["README.md"]
+    problem = ""
+    try:
+        text = path.read_text(encoding="utf-8")
+        ModelCard(text)
+    except (ValueError, YAMLError) as error:  # also for bytes that are no text
+        problem = clean(str(error), hub.token)
+    if not problem:
+        problem = hub.call("checking the card", _ask_about_card, hub, text)
+    if problem:
+        raise HubError(f"{path}: the hub does not accept this card: {problem}; mend its head")
+
+
+def _ask_about_card(hub: Hub, text: str) -> str:
+    # ModelCard.validate asks the public hub in older versions, whatever HF_ENDPOINT says
+    url, token = f"{hub.api.endpoint}/api/validate-yaml", hub.token
+    response = get_session().post(url, json={"content": text, "repoType": "model"})
+    if response.status_code != 400:
+        hf_raise_for_status(response)
+    errors, warnings = (
+        clean("; ".join(str(one.get("message")) for one in response.json().get(kind) or []), token)
+        for kind in ("errors", "warnings")
+    )
+    if warnings:
+        say(f"README.md: the hub remarks: {warnings}")
+    return errors or ("it gives no reason" if response.status_code == 400 else "")

@@ -1,0 +1,330 @@
+"""The model card: what a reader of `model/README.md` needs to know, from the run's own figures."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCardData
+
+from finetune.evaluation.claims import table
+from finetune.evaluation.metrics import mean_std
+from finetune.publish.licences import licence_keys
+from finetune.recipe.load import Recipe
+
+__all__ = ["Facts", "write_card"]
+
+_SHOWN_CLASSES = 30
+_TAME = re.compile(r"[\w. -]+")  # what nobody takes for markup
+_TURNS = re.compile("[\u202a-\u202e\u2066-\u2069]")  # they would turn the text behind a name too
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_COLUMNS = {"top1": "top-1", "top5": "top-5", "loss": "loss", "ece": "calibration error"}
+_PICTURES = {
+    "curves.png": ("Curves", "Loss, accuracy and learning rate over the run"),
+    "confusion.png": ("Confusion matrix", "Rows are true classes, columns predicted ones"),
+    "reliability.png": ("Calibration", "Accuracy against confidence"),
+}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a card is written from.
+
+    Attributes:
+        recipe: of the run, as it may be published.
+        record: the content of run.json.
+        results: the content of results.json so far.
+        config: the content of the model's config.json.
+        sha256: of model.safetensors.
+        seeds: (seed, results) of the runs that differ in nothing but the seed, this one included.
+        pictures: names of the pictures beside the card.
+        repository: owner/name on the hub; None before it is known.
+    """
+
+    recipe: Recipe
+    record: Mapping[str, Any]
+    results: Mapping[str, Any]
+    config: Mapping[str, Any]
+    sha256: str
+    seeds: Sequence[tuple[int, Mapping[str, Any]]] = ()
+    pictures: Sequence[str] = ()
+    repository: str | None = None
+    weights: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def data_name(self) -> str:
+        """The data set's name: owner/name on the hub, else the last part of its path."""
+        kind, _, rest = self.recipe.data.source.partition(":")
+        return re.split(r"[@:]", rest)[0] if kind == "hub" else rest.rstrip("/").rpartition("/")[2]
+
+    @property
+    def data_id(self) -> str:
+        """The same where only what could be a repository's name is taken, as for `my photos`."""
+        plain = re.sub(r"[^A-Za-z0-9_]+", "-", self.data_name).strip("-_")[:96] or "data"
+        return self.data_name if _REPOSITORY.fullmatch(self.data_name) else plain
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+        if self.repository:
+            return self.repository.partition("/")[2]
+        start = re.sub(r"[^\w.-]+", "-", self.recipe.model.name.rpartition("/")[2])
+        return f"{start}-{self.data_name.rpartition('/')[2]}".removeprefix("embedded-")
+
+
+def write_card(facts: Facts) -> str:
+    """Write the card of a fine-tuned model.
+
+    Returns: the text of README.md, with the hub's YAML at its head.
+    """
+    sections = [
+        _summary(facts),
+        _usage(facts),
+        _results(facts),
+        _claims(facts),
+        _training(facts),
+        _pictures(facts),
+        _data(facts),
+        _limits(facts),
+        _provenance(facts),
+    ]
+    head = _metadata(facts).to_yaml()
+    return f"---\n{head}\n---\n\n" + "\n".join(line for part in sections for line in part)
+
+
+def _metadata(facts: Facts) -> ModelCardData:
+    """The YAML head, as the hub defines it."""
+    base = str(facts.weights.get("repository") or "")
+    on_hub = bool(_REPOSITORY.fullmatch(base)) and facts.recipe.model.pretrained
+    return ModelCardData(
+        **licence_keys(facts.weights.get("license")),
+        library_name="timm",
+        pipeline_tag="image-classification",
+        tags=["image-classification", "timm", "finetune"],
+        datasets=[facts.data_id],
+        metrics=["accuracy"],
+        base_model=base if on_hub else None,
+        base_model_relation="finetune" if on_hub else None,
+        model_name=facts.name,
+        eval_results=_model_index(facts),
+        ignore_metadata_errors=False,
+    )
+
+
+def _model_index(facts: Facts) -> list[EvalResult] | None:
+    """The test figures, as the hub lists them."""
+    test = facts.results.get("test")
+    if not test:
+        return None
+    known = {
+        "accuracy": ("Top-1 accuracy", test["top1"]),
+        "top-5-accuracy": ("Top-5 accuracy", test["top5"]),
+        "cross-entropy": ("Loss", test["loss"]),
+        "expected-calibration-error": ("Expected calibration error", test["ece"]),
+    }
+    return [
+        EvalResult(
+            task_type="image-classification",
+            task_name="Image Classification",
+            dataset_type=facts.data_id,
+            dataset_name=facts.data_name,
+            dataset_split="test",
+            metric_type=kind,
+            metric_name=name,
+            metric_value=round(float(value), 6),
+        )
+        for kind, (name, value) in known.items()
+    ]
+
+
+def _summary(facts: Facts) -> list[str]:
+    recipe, results = facts.recipe, facts.results
+    size = "×".join(map(str, facts.config["pretrained_cfg"]["input_size"][1:]))
+    start = (
+        f"Fine-tuned from {_code(recipe.model.name)}"
+        if recipe.model.pretrained
+        else f"{_code(recipe.model.name)} trained from random weights"
+    )
+    names = [_plain(str(name)) for name in facts.config.get("label_names") or []]
+    shown = ", ".join(names[:_SHOWN_CLASSES])
+    more = f" and {len(names) - _SHOWN_CLASSES} more" if len(names) > _SHOWN_CLASSES else ""
+    note = [f"> {_plain(recipe.run.note)}", ""] if recipe.run.note else []
+    return [
+        f"# {facts.name if _TAME.fullmatch(facts.name) else _plain(facts.name)}",
+        "",
+        *note,
+        f"{start} on {_plain(facts.data_name)}: {results['steps']:,} steps of "
+        f"{recipe.data.batch_size} images at {size} pixels; these are the weights of step "
+        f"{results['best_step']:,}.",
+        "",
+        f"Classes ({len(names)}): {shown}{more}.",
+        "",
+    ]
+
+
+def _usage(facts: Facts) -> list[str]:
+    where = f"hf-hub:{facts.repository}" if facts.repository else "local-dir:THIS_FOLDER"
+    plain = where.removeprefix("local-dir:")
+    name = facts.repository or plain
+    return [
+        "## Use",
+        "",
+        "```python",
+        "import finetune",
+        f'model = finetune.Classifier.load("{plain}")',
+        'model.predict("photo.jpg", top_k=3)',
+        "```",
+        "",
+        "```python",
+        "import timm",
+        f'model = timm.create_model("{where}", pretrained=True).eval()',
+        "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))",
+        "```",
+        "",
+        "```python",
+        "from transformers import pipeline",
+        f'pipeline("image-classification", model="{name}")("photo.jpg")',
+        "```",
+        "",
+    ]
+
+
+def _results(facts: Facts) -> list[str]:
+    rows = [
+        f"| split | images | {' | '.join(_COLUMNS.values())} |",
+        f"|---|---|{'---|' * len(_COLUMNS)}",
+    ]
+    for split in ("test", "val"):
+        if found := facts.results.get(split):
+            numbers = " | ".join(f"{found[key]:.4f}" for key in _COLUMNS)
+            rows.append(f"| {split} | {found['examples']:,} | {numbers} |")
+    measured = [(seed, one["test"]) for seed, one in facts.seeds if one.get("test")]
+    if len(measured) > 1:
+        spread = []
+        for key in _COLUMNS:
+            mean, std, _ = mean_std(found[key] for _, found in measured)
+            spread.append(f"{mean:.4f} ± {std:.4f}")
+        seeds = ", ".join(str(seed) for seed, _ in measured)
+        label = f"test, mean ± std of {len(measured)} seeds ({seeds})"
+        images = measured[0][1]["examples"]
+        rows.append(f"| {label} | {images:,} | {' | '.join(spread)} |")
+    lines = ["## Results", "", *rows, ""]
+    scaled = (facts.results.get("test") or {}).get("calibrated")
+    if scaled:
+        lines += [
+            f"Dividing the logits by {scaled['temperature']:.4g}, a temperature fitted on the "
+            f"validation split, brings the test calibration error to {scaled['ece']:.4f} and the "
+            f"loss to {scaled['loss']:.4f}; predictions stay the same.",
+            "",
+        ]
+    return lines
+
+
+def _claims(facts: Facts) -> list[str]:
+    answers = facts.results.get("claims")
+    return ["## Claims", "", _inert(table(answers))] if answers else []
+
+
+def _training(facts: Facts) -> list[str]:
+    optim, record = facts.recipe.optim, facts.record
+    device, processes = record.get("device", {}), record.get("num_processes", 1)
+    seconds = facts.results.get("train", {}).get("seconds")
+    time = f", {seconds:,.0f} seconds" if seconds else ""
+    whole = facts.recipe.to_yaml().strip()
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", whole)), default=0))
+    return [
+        "## Training",
+        "",
+        f"{optim.name}, peak learning rate {optim.lr:g}, schedule {optim.schedule}, weight decay "
+        f"{optim.weight_decay:g}, seed {facts.recipe.run.seed}; "
+        f"{record.get('precision') or 'fp32'} on {processes} "
+        f"process{'' if processes == 1 else 'es'} ({device.get('name') or device.get('type')})"
+        f"{time}. The figures of every class are in [results.json](results.json).",
+        "",
+        "<details><summary>The whole recipe, also in recipe.yaml</summary>",
+        "",
+        f"{fence}yaml",
+        whole,
+        fence,
+        "",
+        "</details>",
+        "",
+    ]
+
+
+def _pictures(facts: Facts) -> list[str]:
+    lines: list[str] = []
+    for name, (title, text) in _PICTURES.items():
+        if name in facts.pictures:
+            lines += [f"## {title}", "", f"![{text}]({name})", ""]
+    return lines
+
+
+def _data(facts: Facts) -> list[str]:
+    images = facts.record.get("plan", {}).get("images", {})
+    config = facts.config["pretrained_cfg"]
+    told = [f"- train: {images['train']:,} images"] if "train" in images else []
+    if "val" in images:
+        told.append(f"- val: {images['val']:,} images; they alone chose the weights")
+    if "test" in images:
+        told.append(f"- test: {images['test']:,} images, read once, after training was over")
+    eval_pipeline = facts.record.get("plan", {}).get("eval_pipeline")
+    return [
+        "## Data",
+        "",
+        f"Source: {_code(facts.recipe.data.source)}, fingerprint "
+        f"`{facts.record.get('data_fingerprint')}`.",
+        "",
+        *told,
+        f"- evaluation: `{eval_pipeline}`, {config['interpolation']}, mean {config['mean']}, std "
+        f"{config['std']}",
+        "",
+    ]
+
+
+def _limits(facts: Facts) -> list[str]:
+    lines = [
+        "## Limits",
+        "",
+        "- Every image gets one of the classes above, also one that shows none of them.",
+        "- The figures hold for images like those of the test split; other sources, other cameras "
+        "and damaged images were not measured, nor was any difference between groups of people.",
+    ]
+    if not facts.weights.get("license"):
+        lines.append("- The licence of the weights that it started from is not recorded.")
+    return [*lines, ""]
+
+
+def _provenance(facts: Facts) -> list[str]:
+    record = facts.record
+    versions = ", ".join(f"{name} {value}" for name, value in record.get("versions", {}).items())
+    known = {key: facts.weights.get(key) for key in ("source", "revision", "file", "sha256")}
+    start = ", ".join(f"{key} {_code(str(value))}" for key, value in known.items() if value)
+    return [
+        "## Provenance",
+        "",
+        f"- model.safetensors: sha256 `{facts.sha256}`",
+        f"- started from: {start or 'random weights'}",
+        f"- commit of finetune: `{record.get('commit')}`",
+        f"- versions: {versions}",
+        "",
+    ]
+
+
+def _plain(text: str) -> str:
+    """Text that neither Markdown nor HTML takes for markup, on one line."""
+    return re.sub(r"([\\`*_{}\[\]()#+!|~])", r"\\\1", _inert(" ".join(text.split())))
+
+
+def _inert(text: str) -> str:
+    """Text without elements; halves of characters, which JSON may hold, become escapes."""
+    whole = _TURNS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return html.escape(whole.encode("utf-8", "backslashreplace").decode(), quote=False)
+
+
+def _code(text: str) -> str:
+    """Text as code, or as plain text where it would end the code itself."""
+    return _plain(text) if re.search(r"[`\s]", text) or _TURNS.search(text) else f"`{text}`"

@@ -1,0 +1,1 @@
+"""A recipe: from YAML to a frozen, checked object; no torch here."""

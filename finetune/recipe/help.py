@@ -1,0 +1,158 @@
+"""What a recipe may hold, for people (`finetune recipes help`) and for editors (JSON schema)."""
+
+from __future__ import annotations
+
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from finetune.errors import RecipeError, nearest
+from finetune.recipe.load import Recipe, load_recipe
+
+__all__ = ["help_table", "help_text", "json_schema", "list_folder"]
+
+_NAMES = {int: "whole number", float: "number", str: "text", bool: "true or false", dict: "mapping"}
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema of a recipe, in the dialect that editors read."""
+    schema = Recipe.model_json_schema()
+    schema.pop("title", None)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "finetune recipe",
+        **schema,
+    }
+
+
+def help_table(topic: str = "") -> list[dict[str, Any]]:
+    """List keys with their types, defaults and descriptions.
+
+    Args:
+        topic: a section, a section.key, or nothing for all keys.
+    Raises: RecipeError if there is no such section or key.
+    """
+    rows = []
+    for section, field in Recipe.model_fields.items():
+        for key, inner in _model_of(field).model_fields.items():
+            name = f"claims[].{key}" if section == "claims" else f"{section}.{key}"
+            rows.append(
+                {
+                    "section": section,
+                    "key": name,
+                    "type": _type_name(inner.annotation),
+                    "required": inner.is_required(),
+                    "default": _default(inner),
+                    "description": inner.description,
+                }
+            )
+    wanted = topic.strip().removesuffix(".")
+    found = [row for row in rows if wanted in ("", row["section"], row["key"], _plain(row["key"]))]
+    if not found:
+        names = [*Recipe.model_fields, *(_plain(row["key"]) for row in rows)]
+        last = {name.rsplit(".", 1)[-1]: name for name in reversed(names)}
+        hint = nearest(wanted, names)
+        if not hint and wanted in last:
+            hint = f"; did you mean '{last[wanted]}'?"
+        raise RecipeError(f"{topic}: no such section or key{hint}; see: finetune recipes help")
+    return found
+
+
+def help_text(topic: str = "") -> str:
+    """Write `help_table` for a terminal, with the operations where `data.train` is asked for."""
+    lines: list[str] = []
+    section = None
+    rows = help_table(topic)
+    for row in rows:
+        if row["section"] != section:
+            section = row["section"]
+            purpose = (_model_of(Recipe.model_fields[section]).__doc__ or "").strip()
+            lines += ["", f"{section}: {purpose}"] if lines else [f"{section}: {purpose}"]
+        default = "required" if row["required"] else f"default {_shown(row['default'])}"
+        lines.append(f"  {row['key']}  ({row['type']}; {default})")
+        lines.append(f"      {row['description']}")
+    if len(rows) == 1 and rows[0]["key"] in ("data.train", "data.eval"):
+        from finetune.transforms import operations
+
+        lines += ["", "Operations, joined by ' | ':", operations.help_text()]
+    elif not topic:
+        lines += [
+            "",
+            "Change a key for one run: finetune train RECIPE section.key=value",
+            "Operations on images: finetune recipes help data.train",
+        ]
+    return "\n".join(lines)
+
+
+def list_folder(folder: str | Path) -> list[dict[str, Any]]:
+    """Summarise the recipes below a folder; `accelerate/` and plans are no recipes.
+
+    Returns: one row for each file: path, valid, summary, and the recipe's model and source.
+    Raises: RecipeError if there is no such folder.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise RecipeError(
+            f"{folder}: no such folder; run where the recipes are, or: finetune recipes list FOLDER"
+        )
+    rows: list[dict[str, Any]] = []
+    for path in sorted(root.rglob("*.yaml")):
+        if "accelerate" in path.relative_to(root).parts[:-1] or path.name == "plan.yaml":
+            continue
+        row: dict[str, Any] = {"path": str(path), "valid": False, "model": None, "source": None}
+        try:
+            recipe = load_recipe(path)
+        except RecipeError:
+            row["summary"] = f"not valid; see: finetune recipes check {path}"
+        else:
+            row |= {"valid": True, "model": recipe.model.name, "source": recipe.data.source}
+            row["summary"] = f"{recipe.model.name} on {recipe.data.source}"
+        rows.append(row)
+    return rows
+
+
+def _plain(key: str) -> str:
+    return key.replace("[]", "")
+
+
+def _model_of(field: FieldInfo) -> type[BaseModel]:
+    kind: Any = field.annotation
+    return typing.get_args(kind)[0] if typing.get_origin(kind) else kind
+
+
+def _default(field: FieldInfo) -> Any:
+    default = field.get_default(call_default_factory=False)
+    return None if default is PydanticUndefined else default
+
+
+def _type_name(annotation: Any) -> str:
+    """Put a type into words."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _type_name(arguments[0])
+    if origin is Literal:
+        return " | ".join(arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(dict.fromkeys(_type_name(argument) for argument in arguments))
+    if origin is tuple:
+        many = arguments[-1] is Ellipsis
+        inner = [_type_name(argument) for argument in arguments if argument is not Ellipsis]
+        return f"list of {inner[0]}" if many else f"[{', '.join(inner)}]"
+    if annotation is type(None):
+        return "null"
+    return _NAMES.get(origin or annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def _shown(default: Any) -> str:
+    if default is None:
+        return "null"
+    if isinstance(default, bool):
+        return str(default).lower()
+    if default in ((), {}):
+        return "empty"
+    return str(default)

@@ -1,0 +1,89 @@
+"""The recipe: typed sections that say everything about a run, loaded from YAML without surprises.
+
+No torch here. Every problem of a recipe is found at once and named with its place, key, value and
+the nearest right key. Environment variables never change a recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from pydantic import Field
+
+from finetune.errors import RecipeError, masked
+from finetune.recipe import validate as recipe_check
+from finetune.recipe import yaml as recipe_yaml
+from finetune.recipe.schema import (
+    Claim,
+    DataSection,
+    ModelSection,
+    OptimSection,
+    RunSection,
+    Section,
+)
+
+__all__ = [
+    "Claim",
+    "DataSection",
+    "ModelSection",
+    "OptimSection",
+    "Recipe",
+    "RunSection",
+    "Section",
+    "load_recipe",
+    "parse_recipe",
+]
+
+
+class Recipe(Section):
+    """Everything about a run."""
+
+    model: ModelSection
+    data: DataSection
+    optim: OptimSection
+    run: RunSection = Field(default_factory=RunSection)
+    claims: tuple[Claim, ...] = Field((), description="what a source reports of this run")
+
+    def to_yaml(self) -> str:
+        """Write the recipe with every key resolved; loading it gives an equal recipe."""
+        data = self.model_dump()
+        data["claims"] = [
+            {key: item for key, item in claim.items() if item is not None}
+            for claim in data["claims"]
+        ]
+        return recipe_yaml.dump(data)
+
+
+def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    """Load a recipe file.
+
+    Args:
+        path: a local YAML file.
+        overrides: `section.key=value` each, the value written as in YAML; later ones win.
+    Raises: RecipeError with one line for every problem.
+    """
+    return parse_recipe(recipe_yaml.read_text(path), name=str(path), overrides=overrides)
+
+
+def parse_recipe(text: str, *, name: str = "recipe", overrides: Iterable[str] = ()) -> Recipe:
+    """Load a recipe from YAML text.
+
+    Args:
+        text: the YAML.
+        name: what to call it in messages.
+        overrides: as for `load_recipe`.
+    Raises: RecipeError with one line for every problem.
+    """
+    document = recipe_yaml.read_document(text, name=name)
+    for override in overrides:
+        recipe_check.apply_override(document, override, Recipe)
+    recipe = recipe_check.validate(document, Recipe)
+    written = recipe.to_yaml()
+    if masked(written) != written:
+        raise RecipeError(
+            f"{name}: holds a token or password, which the run directory would keep and a push "
+            "publish; take it out, and make a new one (the hub's is read from HF_TOKEN or from the "
+            "login)"
+        )
+    return recipe

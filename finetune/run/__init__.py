@@ -1,0 +1,1 @@
+"""What lies in a run directory: records, checkpoints; each proved when it is read."""

@@ -1,0 +1,1 @@
+"""Setup, state, loop, finalize: the only package that touches Accelerate."""

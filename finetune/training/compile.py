@@ -1,0 +1,125 @@
+"""What a device computes a network with: which attention, how much of it, and compiled or not.
+
+All follow from the recipe and the device alone, never from a clock or from the weights: a resumed
+run computes as the run that it continues.
+"""
+
+# C channels, H W pixels
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from finetune.models.fast_blocks import multiply_plainly
+from finetune.models.last_block import compute_class_token
+
+__all__ = ["choose_kernels", "compiles", "training_operations"]
+
+# What earns compiling back. It takes half a minute to a minute, and makes the steps of ViT-Ti/16 at
+# 224 pixels 5 % faster on a CPU (of a small network's none); on an H100 it takes 25 seconds for
+# ViT-B/16 and makes its steps 29 % faster.
+LONG_SECONDS = {"cpu": 900.0, "cuda": 120.0}
+_OPERATIONS_PER_SECOND = {"cpu": 3e11, "cuda": 3e14}  # in bf16: two server cores, a recent GPU
+
+
+def choose_kernels(
+    network: nn.Module, *, device: torch.device, dtype: torch.dtype, sharded: bool = False
+) -> None:
+    """Let a network compute the same logits and gradients in the fastest way.
+
+    Nothing is computed that the classifier does not read: see `compute_class_token`. Attention is
+    timm's fused kernel but on a CPU in bf16: there it is slower than plain products of matrices at
+    every length from 65 tokens to 1,025, 1.3 to 2.1 times forward and backward; in float32 it is
+    as fast or faster, and needs less memory. On a GPU, networks that convolve have their channels
+    last, as its matrix units want them.
+
+    Args:
+        network: in float32, neither copied nor wrapped yet.
+        device: that computes it.
+        dtype: of its products.
+        sharded: by FSDP, which brings a layer's weights to that layer's own call.
+    """
+    if not sharded:
+        compute_class_token(network)
+        if device.type == "cuda" and _is_convolutional(network):
+            network.to(memory_format=torch.channels_last)
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return
+    multiply_plainly(network)
+
+
+def _is_convolutional(network: nn.Module) -> bool:
+    """Tell whether most of the layers convolve: more than the one that makes a ViT's patches."""
+    convolutions = sum(isinstance(module, nn.Conv2d) for module in network.modules())
+    return convolutions > sum(isinstance(module, nn.Linear) for module in network.modules())
+
+
+def training_operations(network: nn.Module, image_size: Sequence[int]) -> int:
+    """Count the operations of a training step for one image; two make a multiply-accumulate.
+
+    Args:
+        network: on its device; only its mode is changed.
+        image_size: (height, width).
+    Returns: three times the forward pass's: the backward pass makes two gradients.
+    """
+    weight = next(network.parameters())
+    image_BCHW = torch.zeros(1, 3, *image_size, device=weight.device, dtype=weight.dtype)
+    counter = FlopCounterMode(display=False)
+    network.eval()
+    with torch.no_grad(), counter:
+        network(image_BCHW)
+    return 3 * int(counter.get_total_flops())
+
+
+def compiles(
+    choice: bool | str,
+    *,
+    device: torch.device,
+    sharded: bool,
+    images: int,
+    operations: Callable[[], int],
+    notice: Callable[[str], None],
+) -> bool:
+    """Decide whether a run's network is compiled.
+
+    Args:
+        choice: of `model.compile`: true, false, or "auto": where a long run earns it back.
+        sharded: by FSDP, whose network "auto" leaves alone.
+        images: that each process of the run computes, over all its steps.
+        operations: counts those of one image in training.
+        notice: told why a long run is not compiled.
+    """
+    if not isinstance(choice, str):
+        return choice
+    rate = _OPERATIONS_PER_SECOND.get(device.type)
+    if rate is None or sharded or images * operations() < LONG_SECONDS[device.type] * rate:
+        return False
+    if missing := _missing_to_compile(device):
+        notice(
+            f"model.compile: {missing} is not installed; with that a run of this length is "
+            "somewhat faster"
+        )
+    return not missing
+
+
+def _missing_to_compile(device: torch.device) -> str | None:
+    """What torch.compile needs on this machine and would not find."""
+    if device.type == "cpu":
+        return None if shutil.which(os.environ.get("CXX", "g++")) else "a C++ compiler (g++)"
+    if importlib.util.find_spec("triton") is None:
+        return "triton (it comes with torch's wheels for CUDA)"
+    # it builds what starts its kernels, as a module of Python's
+    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    if not any(map(shutil.which, names)):
+        return f"a C compiler ({' or '.join(names)})"
+    headers = Path(sysconfig.get_config_var("INCLUDEPY"), "Python.h")
+    return None if headers.exists() else f"{headers} (python3-dev)"

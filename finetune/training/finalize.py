@@ -1,0 +1,141 @@
+"""The end of a run: the best weights measured and published, the test split read once, the report.
+
+What comes first survives what goes wrong later: model/ is there before the test split is touched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from finetune.console import say
+from finetune.data.feature_loader import AnyFeed
+from finetune.data.source import Split
+from finetune.errors import FinetuneError
+from finetune.evaluation.claims import answer
+from finetune.evaluation.evaluate import examine
+from finetune.files import write_atomically
+from finetune.models.saved import save_model
+from finetune.publish.artifacts import refresh, write_evidence
+from finetune.recipe.load import Recipe
+from finetune.run.directory import RunDir
+from finetune.training.trainer_state import Live
+
+__all__ = ["answer_anew", "finish"]
+
+NUM_MISTAKES = 24  # of the test split, in results.json and the report
+
+
+def finish(live: Live, val_feed: AnyFeed | None) -> dict[str, Any]:
+    """Measure the best weights, read the test split once, and write results.json and model/.
+
+    Args:
+        live: after its last step.
+        val_feed: None if the run has no validation split; the temperature is fitted on it.
+    Returns: the content of results.json.
+    Raises: DataError if a test image cannot be read; model/ is published by then.
+    """
+    job, run, accelerator = live.job, live.run, live.accelerator
+    batch_size = live.recipe.data.eval_batch_size
+    best_step, weights = live.load_best()
+    results: dict[str, Any] = {}
+    temperature = None
+    if val_feed is not None:
+        measured = examine(live.evaluated(), val_feed, accelerator, batch_size=batch_size, fit=True)
+        temperature = measured.pop("temperature")
+        results |= {"val": measured, "temperature": temperature}
+    results |= {"best_step": best_step, "steps": live.counters.step}
+    results |= {"skipped_steps": live.counters.skipped}
+    _publish(live, results, weights, final=False)
+    if (test := job.source.splits.get("test")) is not None:
+        # anew: its images may have been mended since its fingerprint was taken
+        test_feed = live.feeds.open(dataclasses.replace(test), train=False)
+        results["test"] = examine(
+            live.evaluated(),
+            test_feed,
+            accelerator,
+            batch_size=batch_size,
+            temperature=temperature,
+            num_mistakes=NUM_MISTAKES,
+        )
+        _number_by(test, test_feed.store.split, results["test"]["mistakes"])
+    if live.main:
+        history = run.history()
+        lines = (line for line in reversed(history) if line["split"] == "train")
+        results["train"] = next(lines, {})
+        claims = [claim.model_dump(mode="json") for claim in live.recipe.claims]
+        results["claims"] = answer(claims, history, results, job.steps_per_epoch)
+        run.write_json("results.json", results)
+        _publish(live, results, weights, final=True)
+        _report(run.path, test, job.notice)
+    accelerator.wait_for_everyone()
+    return results
+
+
+def answer_anew(run: RunDir, recipe: Recipe) -> dict[str, Any]:
+    """The results of a finished run, with answers to the claims that its recipe has by now.
+
+    Where they are others than before, recipe.yaml, results.json, the card and the report follow.
+    """
+    results = run.read_json("results.json") or {}
+    claims = [claim.model_dump(mode="json") for claim in recipe.claims]
+    before = results.get("claims") or []
+    pairs = zip(before, claims, strict=False)
+    same = [{key: row.get(key) for key in claim} for row, claim in pairs]
+    if len(before) == len(claims) and same == claims:
+        return results
+    plan = (run.read_json("run.json") or {}).get("plan", {})
+    steps_per_epoch = plan.get("steps_per_epoch", 1.0)
+    results["claims"] = answer(claims, run.history(), results, steps_per_epoch)
+    write_atomically(run.path / "recipe.yaml", recipe.to_yaml())
+    run.write_json("results.json", results)
+    refresh(run)
+    _report(run.path, None, say)
+    return results
+
+
+def _publish(
+    live: Live, results: dict[str, Any], weights: dict[str, torch.Tensor], *, final: bool
+) -> None:
+    """Write model/ on rank 0, with the evidence that is known so far."""
+    if not live.main:
+        return
+    job, run = live.job, live.run
+
+    def write(folder: Path) -> None:
+        save_model(
+            folder,
+            job.built,
+            weights,
+            class_names=job.source.class_names,
+            preprocessing=job.preprocessing,
+            temperature=results.get("temperature"),
+        )
+        repository = live.recipe.run.push_to
+        write_evidence(folder, run, results, repository=repository, pictures=final)
+
+    run.publish_model(write, needed=sum(tensor.nbytes for tensor in weights.values()))
+
+
+def _number_by(whole: Split, kept: Split, mistakes: list[dict[str, Any]]) -> None:
+    """Number the mistakes by the whole split, also where images were left out of it."""
+    if len(kept) == len(whole) or kept.rows is None:
+        return
+    rows = np.arange(len(whole)) if whole.rows is None else whole.rows
+    for one in mistakes:
+        one["index"] = int(np.flatnonzero(rows == kept.rows[one["index"]])[0])
+
+
+def _report(run: Path, test: Split | None, notice: Callable[[str], None]) -> None:
+    """Write report.html; a page that cannot be written is no reason to lose the run."""
+    from finetune.report.page import write_report  # brings matplotlib
+
+    try:
+        write_report(run, split=test)
+    except FinetuneError as error:
+        notice(f"report.html is left out: {error}")

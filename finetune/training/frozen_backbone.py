@@ -1,0 +1,135 @@
+"""Not computing the same twice: where the head alone is trained, features take the images' place.
+
+The network before a frozen backbone's classifier gives each image the same vector at every step,
+unless the training pipeline or dropout is random. So each image goes through it once; what is
+kept (`features`) serves every epoch and validation, the test split, later runs, `eval` and `probe`.
+The network stays whole: checkpoints, EMA, resuming and the published model are as ever.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from finetune.data.decode_all import TIMEOUT_SECONDS
+from finetune.data.feature_loader import AnyFeed, RowFeed
+from finetune.data.source import Split
+from finetune.evaluation.features import identity_of, split_features
+from finetune.models.features import accept_features
+from finetune.recipe.load import DataSection
+from finetune.training.setup import Job
+from finetune.transforms.pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+__all__ = ["Feeds", "feature_feed"]
+
+
+class Feeds:
+    """Opens the splits of a run: as features where each image has only one, else as images.
+
+    It is made before the network is copied or wrapped, and stays on every rank in step.
+
+    Args:
+        job: its network is on the accelerator's device; from now on it takes features, too, if
+            the run can do with them.
+        accelerator: from `engine.launch`.
+
+    Attributes:
+        of_features: whether they are features.
+    """
+
+    def __init__(self, job: Job, accelerator: Accelerator) -> None:
+        self._job = job
+        self._accelerator = accelerator
+        self._identity: dict[str, Any] | None = None
+        self._frozen = job.recipe.model.freeze == "backbone"
+        self._reason = _why_images(job, accelerator) if self._frozen else None
+        self.of_features = self._frozen and self._reason is None
+
+    def open(self, split: Split, *, train: bool, dtype: torch.dtype = torch.float32) -> AnyFeed:
+        """Make batches of a split ready; every rank must call it.
+
+        Args: as for `Job.feed`.
+        Raises: DataError naming every image that cannot be read.
+        """
+        job = self._job
+        if not self.of_features:
+            if self._frozen and train:
+                job.notice(f"model.freeze: every epoch computes all images anew: {self._reason}")
+            return job.feed(split, train=train, dtype=dtype)
+        pipeline = job.train_pipeline if train else job.eval_pipeline
+        # of what the classifier does not change, so at any moment the same
+        if self._identity is None and self._accelerator.is_main_process:
+            read = dataclasses.replace(job.built, preprocessing=job.preprocessing)
+            self._identity = identity_of(read, job.eval_pipeline.sentence)
+        feed, found = feature_feed(
+            split,
+            network=job.built.model,
+            pipeline=pipeline,
+            identity={**(self._identity or {}), "eval": pipeline.sentence},
+            section=job.recipe.data,
+            accelerator=self._accelerator,
+            num_classes=job.num_classes,
+            timeout_seconds=job.recipe.run.timeout_seconds / 2,
+        )
+        if train:  # without the images in quarantine
+            job.num_samples = len(feed.store.split)
+            job.notice(
+                "model.freeze: nothing changes before the classifier, so it alone is computed at "
+                f"each step: the features were {found}, and images/s is the classifier's"
+            )
+        return feed
+
+
+def feature_feed(
+    split: Split,
+    *,
+    network: nn.Module,
+    pipeline: Pipeline,
+    identity: Mapping[str, Any],
+    section: DataSection,
+    accelerator: Accelerator,
+    num_classes: int,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> tuple[RowFeed, str]:
+    """Make batches of a split's features, on every rank.
+
+    Args:
+        split, network, pipeline, identity, section, accelerator, timeout_seconds: as for
+            `split_features`.
+        num_classes: K.
+    Returns: the batches, and where they came from, for people.
+    """
+    found = split_features(
+        split,
+        network=network,
+        pipeline=pipeline,
+        identity=identity,
+        section=section,
+        accelerator=accelerator,
+        everywhere=True,
+        timeout_seconds=timeout_seconds,
+    )
+    assert found is not None, "every rank has them"
+    kept = split if len(found.places_N) == len(split) else split.subset(found.places_N)
+    feed = RowFeed(kept, found.values_ND, num_classes=num_classes, device=accelerator.device)
+    how = "read from the cache" if found.cached else f"computed in {found.seconds:.1f} s"
+    return feed, how
+
+
+def _why_images(job: Job, accelerator: Accelerator) -> str | None:
+    """Why a run with a frozen backbone needs its images at every step; None if it does not."""
+    if "FSDP" in str(accelerator.distributed_type):
+        return "FSDP spreads the network over processes; train with DDP"
+    size = job.preprocessing.image_size
+    if job.train_pipeline.random:
+        return (
+            f"data.train is random; with '{job.eval_pipeline.sentence}' each is computed only once"
+        )
+    return accept_features(job.built.model, size, training=True)

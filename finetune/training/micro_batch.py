@@ -1,0 +1,231 @@
+"""`data.micro_batch: auto`: as many images at once as fit on this device, found once in a run.
+
+The global batch stays what the recipe says; only its parts change. What a part needs is rehearsed
+(`rehearse`); a GPU then carries the chosen one out, with room taken for what training adds.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.data.feature_loader import AnyFeed
+from finetune.data.loader import Feed, Stream
+from finetune.errors import RecipeError, SetupError, is_of_memory
+from finetune.recipe.load import OptimSection
+from finetune.run.directory import RunDir
+from finetune.run.environment import dtype_of
+from finetune.training.host_memory import free_bytes
+from finetune.training.memory import need_of, num_bytes, pass_once, state_bytes, twin_of
+from finetune.training.trainer_state import Live
+
+__all__ = [
+    "available_bytes",
+    "find_micro_batch",
+    "largest",
+    "optimizer_settings",
+    "passes",
+    "settle_micro_batch",
+    "still_to_come",
+]
+
+SHARE = 0.8  # of the memory that is free: kernels take some for themselves, and leave gaps
+
+
+def settle_micro_batch(
+    live: Live, feed: AnyFeed, on_main: Callable[[Callable[[], Any]], Any]
+) -> None:
+    """Carry out `data.micro_batch: auto`: as the run began, or else by looking for it now.
+
+    Args:
+        live: with its data on the device; before its first step or after `restore`.
+        feed: of the training images; a table of features needs no parts.
+        on_main: does something on rank 0 and gives every rank the answer.
+    Raises: as `find_micro_batch`.
+    """
+    if live.recipe.data.micro_batch != "auto" or not isinstance(feed, Feed):
+        return
+    known: int | None = on_main(lambda: _recorded(live.run))
+    if known is None:
+        known = found = find_micro_batch(live)
+        on_main(lambda: _record(live.run, found))
+    live.micro_batch = known
+
+
+def find_micro_batch(live: Live, *, tries: Callable[[int], bool] | None = None) -> int:
+    """Find the largest micro-batch that fits; every rank must call it, and all get the smallest.
+
+    Nothing of the training state changes: a twin of the network is sent through.
+
+    Args:
+        live: as for `settle_micro_batch`.
+        tries: carries out a real pass of so many images; None: `passes` on a GPU, nothing on a
+            CPU, where too much memory would end the process.
+    Returns: images at once; the share of a rank where all of it fits.
+    Raises: SetupError if not even the smallest fits; RecipeError for a sharded network.
+    """
+    if live.sharded:
+        raise RecipeError("data.micro_batch: auto is not possible with FSDP; give a number")
+    job, accelerator = live.job, live.accelerator
+    network = accelerator.unwrap_model(live.model)
+    dtype = dtype_of(accelerator)
+    size, device = job.preprocessing.image_size, accelerator.device
+    parts = _parts(job.stream, rank=accelerator.process_index, world=accelerator.num_processes)
+    share = max(parts)
+    need = need_of(network, image_size=size, dtype=dtype, images=min(share, 32))
+    available, later = available_bytes(device, job.local_processes), still_to_come(live)
+    room = int(available * SHARE) - later
+    found = largest(list(parts), lambda images: need.at(parts[images]) <= room)
+    if tries is None and device.type == "cuda":
+        ballast = max(later - _trained_bytes(network), 0)  # the twin is as large as the gradients
+        tries = functools.partial(passes, network, size, dtype, ballast)
+    if tries is not None:
+        smaller = (images for images in parts if images <= found)
+        found = next((images for images in smaller if tries(parts[images])), 0)
+    agreed = int(torch.as_tensor(accelerator.gather(torch.tensor([found], device=device))).min())
+    if not agreed:
+        least = need.at(min(parts.values())) + later
+        raise SetupError(
+            f"data.micro_batch: auto: not even {min(parts)} at once fits: about {_gib(least)} of "
+            f"{_gib(available)} that are free, of which a fifth stays free; set "
+            "model.grad_checkpointing=true, or take a smaller network or image size"
+        )
+    if agreed < share:
+        job.notice(_said(agreed, share, network))
+    return agreed
+
+
+def _parts(stream: Stream, *, rank: int, world: int) -> dict[int, int]:
+    """The sizes that cut a rank's share into equal parts, and the largest part that comes of each.
+
+    Returns: the whole share first, one unit last; an uneven share makes some parts larger.
+    """
+    unit = stream.unit
+    share = -(-(stream.batch_size // unit) // world)
+    found = {}
+    for size in sorted({-(-share // parts) * unit for parts in range(1, share + 1)}, reverse=True):
+        cut = stream.micro_batches(0, rank=rank, world=world, micro_batch=size)
+        found[size] = max(len(indices) for _, indices in cut)
+    return found
+
+
+def largest(choices: Sequence[int], fits: Callable[[int], bool]) -> int:
+    """The largest number of images that fits, or 0.
+
+    Args:
+        choices: in descending order; where one fits, all smaller ones do.
+        fits: asked of about log2 of them.
+    """
+    first, last = 0, len(choices)
+    while first < last:
+        middle = (first + last) // 2
+        if fits(choices[middle]):
+            last = middle
+        else:
+            first = middle + 1
+    return choices[first] if first < len(choices) else 0
+
+
+def passes(
+    network: nn.Module, image_size: tuple[int, int], dtype: torch.dtype, ballast: int, images: int
+) -> bool:
+    """Tell whether a real pass, forward and backward, succeeds where `ballast` bytes are taken.
+
+    The network, its gradients and the random state stay as they are.
+    """
+    device = next(network.parameters()).device
+
+    def carry_out() -> None:
+        taken = torch.empty(ballast, dtype=torch.uint8, device=device)
+        pass_once(twin_of(network), images, image_size, dtype, train=True)
+        del taken  # not before
+
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+        try:
+            carry_out()
+            succeeded = True
+        except RuntimeError as error:
+            if not is_of_memory(error):
+                raise
+            succeeded = False
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return succeeded
+
+
+def available_bytes(device: torch.device, local_processes: int) -> int:
+    """Bytes that this process can still have: the device's, or its share of the host's."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free + unused)
+    return free_bytes() // max(local_processes, 1)
+
+
+def _gib(number: int) -> str:
+    return f"{number / 2**30:.1f} GiB"
+
+
+def still_to_come(live: Live) -> int:
+    """Bytes that the steps to come will keep: gradients, moments and, on a CPU, the snapshot."""
+    network, optim = live.accelerator.unwrap_model(live.model), live.recipe.optim
+    gradients, moments = _trained_bytes(network), state_bytes(network, optimizer_settings(optim))
+    there = bool(live.optimizer.optimizer.state)  # a checkpoint was restored
+    later = gradients + (0 if there else moments)
+    if live.accelerator.device.type == "cpu":  # a checkpoint is written while training goes on
+        averages = [] if live.ema is None else live.ema.module.state_dict().values()
+        later += num_bytes([*network.state_dict().values(), *averages]) + moments
+    return later
+
+
+def _trained_bytes(network: nn.Module) -> int:
+    return num_bytes(p for p in network.parameters() if p.requires_grad)
+
+
+def optimizer_settings(optim: OptimSection) -> dict[str, Any]:
+    """What `build_optimizer` takes from a recipe, without what only groups parameters."""
+    return optim.model_dump(include={"name", "lr", "momentum", "betas", "weight_decay", "args"})
+
+
+def _said(found: int, share: int, network: nn.Module) -> str:
+    """What the user should know about the parts."""
+    said = f"data.micro_batch: auto: {found} of a process's {share} images fit at once"
+    norms = (module for module in network.modules() if hasattr(module, "running_mean"))
+    if any(norm.running_mean is not None for norm in norms):
+        said += (
+            "; the batch norms of this network take their statistics from these, so a machine of "
+            "another size trains a little differently"
+        )
+    return said
+
+
+# --- in run.json, so that a resumed run takes the same parts --------------------------------------
+
+
+def _recorded(run: RunDir) -> int | None:
+    """What was found when the run began; None if that was on another machine."""
+    record = run.read_json("run.json") or {}
+    known = record.get("micro_batch")
+    if not isinstance(known, dict) or known.get("on") != _place(record):
+        return None
+    images = known.get("images")
+    return images if isinstance(images, int) and images > 0 else None
+
+
+def _record(run: RunDir, images: int) -> None:
+    record = run.read_json("run.json") or {}
+    found = {"images": images, "on": _place(record)}
+    run.write_json("run.json", {**record, "micro_batch": found})
+
+
+def _place(record: dict[str, Any]) -> dict[str, Any]:
+    """The machine of run.json, which knows it before the micro-batch is looked for."""
+    return {
+        "device": (record.get("device") or {}).get("name"),
+        "processes": record.get("num_processes"),
+    }

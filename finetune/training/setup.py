@@ -1,0 +1,329 @@
+"""A recipe made concrete: data, network, pipelines and the number of steps, on a given device.
+
+Nothing here trains, and nothing knows how many processes there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from finetune.data.from_recipe import data_of
+from finetune.data.image_store import open_store
+from finetune.data.loader import Feed, Stream, crosses_epoch
+from finetune.data.planes import planes
+from finetune.data.source import Source, Split
+from finetune.data.streaming.shuffle import lanes_of
+from finetune.errors import DataError, RecipeError
+from finetune.models.build import build
+from finetune.models.saved import Built, Preprocessing
+from finetune.recipe.load import Recipe
+from finetune.training.optim import lr_at
+from finetune.transforms.evaluation import as_published, default_eval, make_pipeline, resized
+from finetune.transforms.pipeline import Pipeline
+
+__all__ = ["Job", "open_job"]
+
+
+@dataclasses.dataclass
+class Job:
+    """Everything that training needs, before it is spread over processes."""
+
+    recipe: Recipe
+    source: Source
+    built: Built
+    preprocessing: Preprocessing
+    train_pipeline: Pipeline
+    eval_pipeline: Pipeline
+    num_samples: int
+    device: torch.device
+    local_processes: int
+    notice: Callable[[str], None]
+    progress: bool
+
+    @property
+    def num_classes(self) -> int:
+        """K."""
+        return len(self.source.class_names)
+
+    def fingerprints(self) -> dict[str, str]:
+        """A sha256 for each split and for the classes' names: of images, labels and their order."""
+        names = json.dumps(self.source.class_names).encode()
+        splits = {name: split.fingerprint for name, split in self.source.splits.items()}
+        return {**splits, "classes": hashlib.sha256(names).hexdigest()}
+
+    def try_pipelines(self) -> None:
+        """Send one training image through both pipelines.
+
+        Raises: RecipeError naming the pipeline that does not lead to the network's size.
+        """
+        image = _first_image(self.source.splits["train"])
+        if image is None:
+            return  # decoding all of them will say so
+        keys = np.zeros(1, dtype=np.uint64)
+        for name in ("train", "eval"):
+            pipeline: Pipeline = getattr(self, f"{name}_pipeline")
+            with _named(name):
+                pipeline([image], keys=keys if pipeline.random else None)
+
+    @property
+    def stream(self) -> Stream:
+        """The order of the training images."""
+        return Stream(
+            self.num_samples,
+            batch_size=self.recipe.data.batch_size,
+            seed=self.recipe.run.seed,
+            unit=2 if self.train_pipeline.mixes else 1,
+            lanes=lanes_of(self.source.splits["train"]),
+        )
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Optimiser steps in which each training image comes once; need not be whole."""
+        return self.num_samples / self.recipe.data.batch_size
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps of the whole run; epochs are rounded up."""
+        optim = self.recipe.optim
+        return optim.steps or math.ceil(float(optim.epochs or 0) * self.steps_per_epoch)
+
+    @property
+    def warmup_steps(self) -> int:
+        """Optimiser steps of the warm-up, never more than the run has."""
+        optim = self.recipe.optim
+        if optim.warmup_epochs is None:
+            return min(optim.warmup_steps, self.steps)
+        return min(round(optim.warmup_epochs * self.steps_per_epoch), self.steps)
+
+    def lr(self, step: int, *, steps: int | None = None) -> float:
+        """The learning rate of the optimiser step that follows `step` done ones.
+
+        Args:
+            steps: of the whole run, if it were another number.
+        """
+        optim, total = self.recipe.optim, self.steps if steps is None else steps
+        return lr_at(
+            step,
+            lr=optim.lr,
+            schedule=optim.schedule,
+            steps=total,
+            warmup_steps=min(self.warmup_steps, total),
+            warmup_lr=optim.warmup_lr,
+            min_lr=optim.min_lr,
+            step_every=optim.step_every,
+            step_factor=optim.step_factor,
+        )
+
+    def evaluates_after(self, step: int) -> bool:
+        """Tell whether the validation split is due when `step` steps are done."""
+        every = self.recipe.run.eval_every
+        if every is not None:
+            return step % every == 0 or step == self.steps
+        return step == self.steps or crosses_epoch(
+            step, batch_size=self.recipe.data.batch_size, num_samples=self.num_samples
+        )
+
+    def saves_after(self, step: int) -> bool:
+        """Tell whether a checkpoint is due when `step` steps are done."""
+        every = self.recipe.run.save_every
+        due = self.evaluates_after(step) if every is None else step % every == 0
+        return due or step == self.steps
+
+    def feed(self, split: Split, *, train: bool, dtype: torch.dtype = torch.float32) -> Feed:
+        """Decode a split and connect it with its pipeline.
+
+        Args:
+            split: one of the source's.
+            train: augment as the recipe says; else the evaluation pipeline, always in float32.
+            dtype: of the augmented images.
+        Raises: DataError naming every image that cannot be read.
+        """
+        data = self.recipe.data
+        store = open_store(
+            split,
+            keep=data.keep,
+            device=self.device,
+            workers=data.workers,
+            # Half of it: the one that waits for a worker says so before the others give up on it.
+            timeout_seconds=self.recipe.run.timeout_seconds / 2,
+            unreadable=data.unreadable,
+            local_processes=self.local_processes,
+            progress=self.progress,
+            notice=self.notice,
+        )
+        if train:  # without the images in quarantine
+            self.num_samples = len(store.split)
+        return Feed(
+            store,
+            self.train_pipeline if train else self.eval_pipeline,
+            num_classes=self.num_classes,
+            device=self.device,
+            dtype=dtype,
+        )
+
+    def plan(self) -> dict[str, Any]:
+        """What the run would do, for `--dry-run` and run.json."""
+        model = self.built.model
+        return {
+            "architecture": self.built.architecture,
+            "weights": self.built.provenance,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+            "classes": self.num_classes,
+            "images_read": self.num_samples,
+            "images": {name: len(split) for name, split in self.source.splits.items()},
+            "image_size": list(self.preprocessing.image_size),
+            "train_pipeline": self.train_pipeline.sentence,
+            "eval_pipeline": self.eval_pipeline.sentence,
+            "optimizer": self.recipe.optim.name,
+            "lr": self.recipe.optim.lr,
+            "schedule": self.recipe.optim.schedule,
+            "device": str(self.device),
+            "steps": self.steps,
+            "steps_per_epoch": round(self.steps_per_epoch, 3),
+            "warmup_steps": self.warmup_steps,
+            "batch_size": self.recipe.data.batch_size,
+        }
+
+
+def open_job(
+    recipe: Recipe,
+    *,
+    device: torch.device,
+    local_processes: int = 1,
+    notice: Callable[[str], None],
+    progress: bool,
+) -> Job:
+    """Make a recipe concrete.
+
+    Args:
+        recipe: checked and complete.
+        device: where training runs.
+        local_processes: processes that share this host's memory.
+        notice: told once of each thing the user should know.
+        progress: show progress bars.
+    Returns: the job; no image is decoded yet.
+    Raises: RecipeError, DataError or WeightsError for what does not fit together.
+    """
+    data = recipe.data
+    source = _open_source(recipe)
+    num_samples = len(source.splits["train"])
+    if num_samples == 0:
+        raise DataError(f"{data.source}: the training split is empty; see: finetune data info")
+    if data.batch_size > num_samples:
+        notice(
+            f"data.batch_size: {data.batch_size} is more than the {num_samples} training images; "
+            "each step takes some of them several times"
+        )
+    built = _build(recipe, num_classes=len(source.class_names))
+    preprocessing = _preprocessing(recipe, built, notice)
+    evaluation = data.eval or default_eval(preprocessing)
+    published = as_published(preprocessing, evaluation)
+    if published is None:
+        notice(
+            f"data.eval: timm's hub format cannot say '{evaluation}'; whoever loads the published "
+            f"model evaluates it with '{default_eval(preprocessing)}'"
+        )
+    _check_decode_size(data.decode_size, published or preprocessing, notice)
+    return Job(
+        recipe=recipe,
+        source=source,
+        built=built,
+        preprocessing=published or preprocessing,
+        train_pipeline=_pipeline("train", data.train or f"{evaluation} | flip", preprocessing),
+        eval_pipeline=_pipeline("eval", evaluation, preprocessing),
+        num_samples=num_samples,
+        device=device,
+        local_processes=local_processes,
+        notice=notice,
+        progress=progress,
+    )
+
+
+def _open_source(recipe: Recipe) -> Source:
+    """The data with the splits that the recipe takes from it."""
+    source = data_of(recipe.data, recipe.run.seed)
+    if not recipe.run.test:
+        splits = {name: split for name, split in source.splits.items() if name != "test"}
+        source = dataclasses.replace(source, splits=splits)
+    if recipe.run.patience is not None and "val" not in source.splits:
+        raise RecipeError(
+            "run.patience: there is no validation split to wait on; set data.val_fraction, or "
+            "remove the key"
+        )
+    return source
+
+
+def _pipeline(key: str, sentence: str, preprocessing: Preprocessing) -> Pipeline:
+    """Make the pipeline of `data.train` or `data.eval`; what is wrong with it names the key."""
+    with _named(key):
+        return make_pipeline(preprocessing, sentence, train=key == "train")
+
+
+@contextlib.contextmanager
+def _named(key: str) -> Iterator[None]:
+    try:
+        yield
+    except RecipeError as error:
+        raise RecipeError(f"data.{key}: {error}") from error
+
+
+def _check_decode_size(
+    size: int | None, preprocessing: Preprocessing, notice: Callable[[str], None]
+) -> None:
+    """Refuse to decode to less than is needed, and say what others cannot know."""
+    if size is None:
+        return
+    needed = max(resized(preprocessing))
+    if size < needed:
+        raise RecipeError(
+            f"data.decode_size: {size} is less than the {needed} pixels that images are resized "
+            "to; raise it, or remove it"
+        )
+    notice(
+        "data.decode_size: timm's hub format has no such key; whoever loads the published model "
+        "decodes JPEGs at their own size"
+    )
+
+
+def _first_image(split: Split) -> torch.Tensor | None:
+    """The first that can be read as (C, H, W) uint8, or None."""
+    for index in range(len(split)):
+        with contextlib.suppress(DataError):
+            return planes(split.read(index))
+    return None
+
+
+def _build(recipe: Recipe, *, num_classes: int) -> Built:
+    """Build the recipe's network, with the same random values in every process."""
+    torch.manual_seed(recipe.run.seed)
+    settings = recipe.model.model_dump(exclude={"name", "compile"})
+    return build(recipe.model.name, num_classes=num_classes, **settings)
+
+
+def _preprocessing(recipe: Recipe, built: Built, notice: Callable[[str], None]) -> Preprocessing:
+    """The weights' preprocessing, with what the recipe overrides; the user is told once."""
+    wished = recipe.data.model_dump(include={"mean", "std", "interpolation", "crop_pct"})
+    changes = {key: value for key, value in wished.items() if value is not None}
+    differing = {
+        key: value for key, value in changes.items() if value != getattr(built.preprocessing, key)
+    }
+    if differing and recipe.model.pretrained:
+        listed = ", ".join(
+            f"data.{key}={value} instead of {getattr(built.preprocessing, key)}"
+            for key, value in differing.items()
+        )
+        notice(
+            f"the recipe overrides the preprocessing that the weights were trained with: {listed}; "
+            "remove the key unless this is meant"
+        )
+    return dataclasses.replace(built.preprocessing, **differing)

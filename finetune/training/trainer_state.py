@@ -1,0 +1,335 @@
+"""The live state of a run on one process: network, optimiser, EMA, counters, and one step of them.
+
+The engine decides when; this file does it. The Accelerator is the engine's and only passed in.
+"""
+
+# B batch, K classes
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+
+from finetune import collector
+from finetune.console import Meter
+from finetune.data.loader import Batch
+from finetune.errors import CheckpointError, DivergedError, RecipeError
+from finetune.models.head import set_train_mode
+from finetune.run import checkpoint as state
+from finetune.run.counters import Counters
+from finetune.run.directory import RunDir
+from finetune.run.environment import dtype_of
+from finetune.run.keeper import Keeper
+from finetune.training.compile import choose_kernels, compiles, training_operations
+from finetune.training.echo import Echo
+from finetune.training.frozen_backbone import Feeds
+from finetune.training.optim import build_optimizer, can_mask, set_lr
+from finetune.training.setup import Job
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+__all__ = ["Live"]
+
+
+class Live:
+    """The live state of a run on this process."""
+
+    def __init__(self, job: Job, accelerator: Accelerator, run: RunDir) -> None:
+        recipe = self.recipe = job.recipe
+        self.job = job
+        self.accelerator = accelerator
+        self.run = run
+        self.main = accelerator.is_main_process
+        self.counters = Counters()
+        self.micro_batch = None if (m := recipe.data.micro_batch) == "auto" else m  # see `sizing`
+        self.keeper = Keeper(run, newest=recipe.run.keep_checkpoints)
+        self._finite, self._signals = Echo(accelerator.device), Echo(accelerator.device)
+        network, optim = job.built.model, recipe.optim
+        network.to(accelerator.device)
+        device = accelerator.device
+        self.sharded = "FSDP" in str(accelerator.distributed_type)
+        choose_kernels(network, device=device, dtype=dtype_of(accelerator), sharded=self.sharded)
+        self.feeds = Feeds(job, accelerator)  # before the network is copied and wrapped
+        self.ema = ModelEmaV3(network, decay=optim.ema_decay) if optim.ema_decay else None
+        optimizer = build_optimizer(
+            network,
+            name=optim.name,
+            lr=optim.lr,
+            momentum=optim.momentum,
+            betas=optim.betas,
+            weight_decay=optim.weight_decay,
+            decay=optim.decay,
+            layer_decay=optim.layer_decay,
+            args=optim.args,
+        )
+        self.compiled = compiles(
+            recipe.model.compile,
+            device=device,
+            sharded=self.sharded,
+            images=0
+            if self.feeds.of_features
+            else job.steps * recipe.data.batch_size // accelerator.num_processes,
+            operations=lambda: training_operations(network, job.preprocessing.image_size),
+            notice=job.notice,
+        )
+        if self.compiled:
+            network.compile()
+        self.model, self.optimizer = accelerator.prepare(network, optimizer)
+        if self.sharded and self.ema is not None:
+            raise RecipeError("optim.ema_decay: not with FSDP; remove the key or train with DDP")
+        plain = not self.sharded and accelerator.scaler is None
+        self._masks = plain and can_mask(self.optimizer.optimizer)
+        self._has_stepped = False
+
+    # One step ---------------------------------------------------------------------------------
+
+    def step(self, num_batches: int, batches: Iterator[Batch], meter: Meter) -> None:
+        """Take one optimiser step on this rank's micro-batches."""
+        counters, accelerator, optim = self.counters, self.accelerator, self.recipe.optim
+        losses, before = [], [statistic.clone() for statistic in self._statistics]
+        for number, batch in enumerate(batches):
+            last = number == num_batches - 1
+            waiting = contextlib.nullcontext() if last else accelerator.no_sync(self.model)
+            self._seed_dropout(number)
+            with waiting:
+                logits_BK = self.model(batch.images_BCHW).float()
+                loss_sum = _loss_sum(logits_BK, batch, optim.label_smoothing)
+                # Gradients are averaged over ranks, and the loss is a mean over the global batch.
+                share = accelerator.num_processes / self.recipe.data.batch_size
+                accelerator.backward(loss_sum * _unless_infinite(loss_sum.detach(), share))
+            losses.append((loss_sum.detach(), logits_BK.detach(), batch.labels_B))
+        finite = self._clip(optim.clip_norm).isfinite()
+        set_lr(self.optimizer.optimizer, self.job.lr(counters.step))
+        self._update(finite)
+        for statistic, old in zip(self._statistics, before, strict=True):
+            statistic.copy_(torch.where(finite, statistic, old))  # no step, no trace of it
+        self.optimizer.zero_grad()
+        counters.step += 1
+        if self.ema is not None:
+            self.ema.update(accelerator.unwrap_model(self.model), step=counters.step)
+        for each in losses:
+            meter.add(*each, counts=finite)
+        self._finite.say(finite)
+        self._count_skipped(self._finite.heard())
+
+    def _clip(self, limit: float | None) -> Tensor:
+        """Clip the gradient to a norm, if to any. Returns: its norm before, over all ranks."""
+        if self.sharded:
+            most = float("inf") if limit is None else limit
+            norm = self.accelerator.clip_grad_norm_(self.model.parameters(), most)
+            return torch.as_tensor(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        self.accelerator.unscale_gradients()
+        if limit is None:  # to clip at infinity would write every gradient anew
+            grads = [p.grad for p in self._trained if p.grad is not None]
+            return nn.utils.get_total_norm(grads)
+        return nn.utils.clip_grad_norm_(self._trained, limit)
+
+    def _update(self, finite: Tensor) -> None:
+        """Let the optimiser step, or leave the step out where the gradient is not finite."""
+        optimizer, scaler = self.optimizer.optimizer, self.accelerator.scaler
+        # The first step makes the moments, and torch's fused SGD would leave them unset.
+        if self._masks and self._has_stepped:  # on the device, which nobody waits for
+            optimizer.grad_scale, optimizer.found_inf = None, (~finite).float()
+            self.optimizer.step()
+        elif (scaler is not None and self._has_stepped) or bool(finite):
+            self.optimizer.step()  # a scaler looks for what is not finite itself
+            self._has_stepped = True
+        elif scaler is not None:
+            scaler.update()  # as its own step would have done
+
+    def _seed_dropout(self, micro_batch: int) -> None:
+        """Key dropout by (seed, step, rank, micro-batch): resuming needs no random state."""
+        words = (self.recipe.run.seed, self.counters.step, self.accelerator.process_index)
+        mixed = 0
+        for word in (*words, micro_batch):
+            mixed = (mixed ^ word) * 0x9E3779B97F4A7C15 % 2**63
+            mixed ^= mixed >> 29
+        torch.manual_seed(mixed)
+
+    def _count_skipped(self, finite: Iterable[float]) -> None:
+        """Count the steps that were left out, as far as they are known of."""
+        counters, limit = self.counters, max(self.recipe.run.max_skipped, 1)
+        for was_finite in finite:
+            counters.skipped += not was_finite
+            counters.skipped_in_row = 0 if was_finite else counters.skipped_in_row + 1
+            if counters.skipped_in_row >= limit:
+                raise DivergedError(
+                    f"{self.run.path}: the gradient was not finite in {limit} steps in a row, up "
+                    f"to step {counters.step}; lower optim.lr or set optim.clip_norm. "
+                    + (
+                        f"The best checkpoint is of step {counters.best_step}."
+                        if counters.best_step is not None
+                        else ""
+                    )
+                )
+
+    # Around the steps -------------------------------------------------------------------------
+
+    def log(self, meter: Meter) -> dict[str, Any]:
+        """Write a train line of metrics.jsonl, summed over ranks."""
+        step = self.counters.step
+        line = meter.line(
+            self._sum(meter.sums()),
+            step=step,
+            samples_seen=step * self.recipe.data.batch_size,
+            lr=self.job.lr(step - 1),
+        )
+        self._write(line)
+        return line
+
+    def _sum(self, tensor: Tensor) -> Tensor:
+        return torch.as_tensor(self.accelerator.reduce(tensor, "sum"))
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self.main:
+            self.run.log(line)
+            if self.recipe.run.trackers:
+                names = ("loss", "top1", "top5", "lr", "images_per_second")
+                values = {f"{line['split']}/{key}": line.get(key) for key in names}
+                self.accelerator.log(
+                    {key: value for key, value in values.items() if value is not None},
+                    step=line["step"],
+                )
+
+    def evaluated(self) -> nn.Module:
+        """The network that evaluation sees; without DDP, which would wait for other ranks."""
+        if self.ema is not None:
+            return self.ema.module
+        return self.model if self.sharded else self.accelerator.unwrap_model(self.model)
+
+    def log_validation(self, result: dict[str, Any], meter: Meter) -> bool:
+        """Write a val line of metrics.jsonl. Returns: whether it is the best so far."""
+        step = self.counters.step
+        line: dict[str, Any] = {
+            "step": step,
+            "samples_seen": step * self.recipe.data.batch_size,
+            "split": "val",
+            **{key: result[key] for key in ("loss", "top1", "top5")},
+            "lr": self.job.lr(step - 1),
+            "images_per_second": result["images_per_second"],
+            "seconds": round(meter.seconds, 3),
+        }
+        self._write(line)
+        return self.counters.note(self.recipe.run.best, line[self.recipe.run.best.split(".")[1]])
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether `run.patience` evaluations brought nothing better."""
+        patience = self.recipe.run.patience
+        return patience is not None and self.counters.stale >= patience
+
+    def save(self, meter: Meter) -> None:
+        """Begin to publish a checkpoint of this step; `keeper` prunes older ones."""
+        counters = self.counters
+        self._count_skipped(self._finite.heard(all_of_it=True))
+        counters.seconds = meter.seconds
+        counters.pending = self._sum(meter.sums()).tolist()
+        if self.accelerator.scaler is not None:
+            counters.scaler = self.accelerator.scaler.state_dict()
+        snapshot = state.capture(
+            self.model,
+            self.optimizer.optimizer,
+            self.ema.module if self.ema is not None and self.main else None,
+            dataclasses.asdict(counters),
+        )
+        if self.main:
+            self.keeper.write(counters.step, snapshot)
+
+    def saved(self) -> None:
+        """Wait, on every rank, until the last checkpoint is there."""
+        self.keeper.wait()
+        self.accelerator.wait_for_everyone()
+
+    def restore(self, step: int) -> None:
+        """Continue from the checkpoint of `step`, which rank 0 has verified."""
+        ema = None if self.ema is None else self.ema.module
+        counters = state.restore(self.run.folder(step), self.model, self.optimizer.optimizer, ema)
+        try:
+            self.counters = Counters(**counters)
+        except TypeError as error:
+            folder = self.run.folder(step)
+            raise CheckpointError(
+                f"{folder}: its state.json is not this program's ({error}); remove this checkpoint"
+            ) from error
+        best = self.counters.best_step
+        if best is not None and (problem := self.run.verify(best)) is not None:
+            self.job.notice(f"the best checkpoint is damaged, a new best is looked for: {problem}")
+            self.counters = dataclasses.replace(self.counters, best=None, best_step=None, stale=0)
+        if self.counters.scaler is not None and self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(self.counters.scaler)
+
+    def go_on(self, meter: Meter) -> None:
+        """Begin to train, from what a checkpoint kept between two log lines."""
+        collector.as_usual()
+        if self.main and self.counters.pending:
+            meter.take_over(self.counters.pending)
+        set_train_mode(self.model)
+
+    def share_statistics(self) -> None:
+        """Average batch norm's running statistics over ranks: each has seen its own images."""
+        if self.accelerator.num_processes == 1:
+            return
+        for statistic in self._statistics:
+            statistic.copy_(torch.as_tensor(self.accelerator.reduce(statistic, "mean")))
+
+    @functools.cached_property
+    def _trained(self) -> list[nn.Parameter]:
+        """The parameters that are trained; to walk through a network takes a millisecond."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    @functools.cached_property
+    def _statistics(self) -> list[Tensor]:
+        """Batch norm's running means and variances."""
+        ends = ("running_mean", "running_var")
+        return [buffer for name, buffer in self.model.named_buffers() if name.endswith(ends)]
+
+    def agree_to_stop(self, received: int) -> int:
+        """Let a signal to any rank stop all of them at the same step. Returns: its number or 0."""
+        if self.accelerator.num_processes == 1:
+            return received
+        signals = torch.full((1,), received, device=self.accelerator.device)
+        self._signals.say(torch.as_tensor(self.accelerator.gather(signals)).max())
+        return int(max(self._signals.heard(), default=0))
+
+    def load_best(self) -> tuple[int, dict[str, Tensor]]:
+        """Put the best weights into the network that evaluation sees.
+
+        Returns: their step, and the weights themselves.
+        Raises: CheckpointError if no checkpoint verifies.
+        """
+        self.saved()
+        step = self.counters.best_step or self.counters.step
+        if (problem := self.run.verify(step)) is not None:
+            self.job.notice(f"the best checkpoint is damaged, the newest is taken: {problem}")
+            step = self.run.newest(self.job.notice) or self.counters.step
+        weights = state.read_weights(self.run.folder(step))
+        model = self.evaluated()
+        if self.sharded:
+            state.set_weights(model, weights)
+        else:
+            model.load_state_dict(weights)
+        return step, weights
+
+
+def _loss_sum(logits_BK: Tensor, batch: Batch, label_smoothing: float) -> Tensor:
+    """Cross-entropy summed over the images, against labels or mixed targets."""
+    targets = batch.labels_B if batch.targets_BK is None else batch.targets_BK
+    return nn.functional.cross_entropy(
+        logits_BK, targets, reduction="sum", label_smoothing=label_smoothing
+    )
+
+
+def _unless_infinite(loss: Tensor, share: float) -> Tensor:
+    """The share, or NaN for a loss that is not finite, whose gradient might be all the same.
+
+    The gradient carries it to all ranks, so that they leave the step out together.
+    """
+    return torch.where(loss.isfinite(), share, float("nan"))

@@ -1,0 +1,98 @@
+"""Evaluation's operations, as a sentence and as timm's hub format says them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from finetune.models.saved import Preprocessing
+from finetune.transforms.grammar import parse
+from finetune.transforms.pipeline import Pipeline
+
+__all__ = ["as_published", "default_eval", "make_pipeline", "resized"]
+
+
+def default_eval(preprocessing: Preprocessing) -> str:
+    """The evaluation sentence that a configuration implies.
+
+    Args:
+        preprocessing: of the weights.
+    Returns: a sentence for `Pipeline`.
+    Source: timm/data/transforms_factory.py, transforms_imagenet_eval.
+    """
+    height, width = preprocessing.image_size
+    scaled = list(resized(preprocessing))
+    if preprocessing.crop_mode == "squash":
+        resize = f"resize(({scaled[0]}, {scaled[1]}))"
+    else:
+        resize = (
+            f"resize({scaled[0]})" if height == width else f"resize(({scaled[0]}, {scaled[1]}))"
+        )
+    if preprocessing.crop_mode == "squash" and scaled == [height, width]:
+        return resize
+    return f"{resize} | center_crop(({height}, {width}))"
+
+
+def resized(preprocessing: Preprocessing) -> tuple[int, int]:
+    """What a configuration resizes images to before it crops: (height, width) in pixels."""
+    height, width = preprocessing.image_size
+    # timm floors; the sliver keeps 32 / (32 / 36) at 36.
+    crop_pct = preprocessing.crop_pct
+    return math.floor(height / crop_pct + 1e-6), math.floor(width / crop_pct + 1e-6)
+
+
+def make_pipeline(
+    preprocessing: Preprocessing,
+    sentence: str | None = None,
+    *,
+    train: bool = False,
+    decode_size: int | None = None,
+) -> Pipeline:
+    """Connect a sentence with what the weights expect.
+
+    Args:
+        preprocessing: size, mean, std and interpolation.
+        sentence: operations; None for the evaluation that the configuration implies.
+        train: whether random operations are allowed.
+        decode_size: see `Pipeline`.
+    Raises: RecipeError if the sentence does not lead to the image size.
+    """
+    return Pipeline(
+        sentence or default_eval(preprocessing),
+        image_size=preprocessing.image_size,
+        mean=preprocessing.mean,
+        std=preprocessing.std,
+        interpolation=preprocessing.interpolation,
+        train=train,
+        decode_size=decode_size,
+    )
+
+
+def as_published(preprocessing: Preprocessing, sentence: str) -> Preprocessing | None:
+    """The configuration that implies a sentence, so that others evaluate as the run did.
+
+    Args:
+        preprocessing: with the model's image size.
+        sentence: evaluation's operations.
+    Returns: the configuration; None if timm's hub format cannot say the sentence.
+    """
+    calls = [call for call in parse(sentence, train=False) if call.name != "normalise"]
+    names = [call.name for call in calls]
+    if names not in (["resize"], ["resize", "center_crop"]):
+        return None
+    height, width = preprocessing.image_size
+    size = calls[0].arguments.get("size") or (height, width)
+    kernel = calls[0].arguments.get("interpolation") or preprocessing.interpolation
+    if isinstance(size, int):
+        side, mode, keeps_ratio = size, "center", height == width
+    else:
+        side, mode, keeps_ratio = size[0], "squash", size[0] * width == size[1] * height
+    if not keeps_ratio:
+        return None
+    published = dataclasses.replace(
+        preprocessing,
+        interpolation=kernel,
+        crop_pct=height / side,
+        crop_mode=mode,
+    )
+    return published if published.crop_pct <= 1 else None

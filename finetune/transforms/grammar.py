@@ -1,0 +1,220 @@
+"""The grammar of image pipelines: `resize(384) | flip | rotate(15)` (no torch here).
+
+A sentence is a chain of operations joined by ` | `, each a name with Python literals as arguments,
+by position or by keyword. Nothing in it is ever evaluated: the text is parsed, and only the names
+of the table of operations and plain literals are accepted. The table is in `operations.py`.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.errors import RecipeError, nearest
+from finetune.transforms.operations import OPERATIONS, Operation, Parameter
+
+__all__ = ["Call", "parse"]
+
+MAX_CHARACTERS = 2000  # long enough for any pipeline, short enough that parsing cannot be a burden
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation of a sentence with all of its arguments, defaults included."""
+
+    name: str
+    arguments: dict[str, Any]
+
+    @property
+    def operation(self) -> Operation:
+        return OPERATIONS[self.name]
+
+
+def parse(text: str, *, train: bool = True) -> list[Call]:
+    """Read a sentence into calls, each with every argument filled in.
+
+    Args:
+        text: for example "random_crop(32, padding=4) | flip".
+        train: whether random operations are allowed.
+    Raises: RecipeError naming every unknown operation, argument and wrong value at once.
+    """
+    errors: list[str] = []
+    calls = [call for node in _split(text) if (call := _read_call(node, errors)) is not None]
+    if errors:
+        raise RecipeError("\n".join(errors))
+    _check_order(calls, train=train)
+    return calls
+
+
+def _split(text: str) -> list[ast.expr]:
+    """Return one syntax node per operation, in the order written."""
+    if not isinstance(text, str) or not text.strip():
+        raise RecipeError("pipeline: empty; write for example 'resize | flip'")
+    if len(text) > MAX_CHARACTERS:
+        raise RecipeError(
+            f"pipeline: {len(text)} characters; at most {MAX_CHARACTERS} are read, shorten it"
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python's own remarks on odd literals
+            # a sentence may be written over several lines of a recipe
+            node = ast.parse(" ".join(text.split()), mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        cause = getattr(error, "msg", None) or type(error).__name__
+        raise RecipeError(
+            f"pipeline {_short(text)}: not readable ({cause}); write operations joined by ' | ', "
+            "for example 'resize | flip(p=0.5)'"
+        ) from None
+    nodes: list[ast.expr] = []
+    while isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        nodes.append(node.right)
+        node = node.left
+    return [node, *reversed(nodes)]
+
+
+def _read_call(node: ast.expr, errors: list[str]) -> Call | None:
+    """Turn one syntax node into a call; what is wrong with it is added to `errors`."""
+    function, positional, keywords = node, [], []
+    if isinstance(node, ast.Call):
+        function, positional, keywords = node.func, node.args, node.keywords
+    if not isinstance(function, ast.Name):
+        errors.append(
+            f"pipeline: {_source(node)} is not an operation; write name or name(argument=value)"
+        )
+        return None
+    name = function.id
+    if name not in OPERATIONS:
+        errors.append(
+            f"pipeline: unknown operation '{name}'{nearest(name, OPERATIONS)} "
+            f"Known: {', '.join(OPERATIONS)}"
+        )
+        return None
+    parameters = OPERATIONS[name].parameters
+    found = len(errors)
+    if len(positional) > len(parameters):
+        errors.append(f"{name}: {len(positional)} arguments, takes at most {len(parameters)}")
+    # zip drops the surplus on purpose: it has just been reported
+    written: list[tuple[str | None, ast.expr]] = [*zip(parameters, positional, strict=False)]
+    written += [(keyword.arg, keyword.value) for keyword in keywords]
+    values: dict[str, Any] = {}
+    for key, value in written:
+        problem = _read_argument(name, key, value, values)
+        if problem:
+            errors.append(problem)
+    for key, parameter in parameters.items():
+        if parameter.required and key not in values and len(errors) == found:
+            errors.append(f"{name}: needs {key}, for example {name}(15)")
+    if len(errors) > found:
+        return None
+    return Call(name, {key: values.get(key, spec.default) for key, spec in parameters.items()})
+
+
+def _read_argument(
+    name: str, key: str | None, node: ast.expr, values: dict[str, Any]
+) -> str | None:
+    """Put one checked argument into `values`, or return what is wrong with it."""
+    parameters = OPERATIONS[name].parameters
+    if key is None:
+        return f"{name}: ** is not allowed; write each argument out"
+    if key not in parameters:
+        known = ", ".join(parameters) or "none"
+        return f"{name}: unknown argument '{key}'{nearest(key, parameters)} Known: {known}"
+    if key in values:
+        return f"{name}: argument {key} is given twice"
+    try:
+        value = ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return f"{name}: {key} must be a plain number, tuple or quoted word, not {_source(node)}"
+    checked = _check(value, parameters[key])
+    if isinstance(checked, str) and parameters[key].kind != "choice":
+        return f"{name}: {key}={_short(value)} {checked}"
+    if checked is _WRONG:
+        choices = parameters[key].choices
+        return (
+            f"{name}: {key}={_short(value)} must be one of {', '.join(choices)}"
+            f"{nearest(str(value), choices)}"
+        )
+    values[key] = checked
+    return None
+
+
+_WRONG = object()
+
+
+def _check(value: Any, parameter: Parameter) -> Any:
+    """Return the value in its final type; a problem comes back as text (_WRONG for a choice)."""
+    if parameter.kind == "choice":
+        allowed = value in parameter.choices if isinstance(value, str) else value is None
+        return value if allowed and (value or parameter.default is None) else _WRONG
+    if value is None and parameter.default is None and not parameter.required:
+        return None
+    low, high = parameter.low, parameter.high
+    within = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+    integer = parameter.kind in ("size", "integer")
+    one = "a whole number" if integer else "a number"
+    if isinstance(value, (tuple, list)):
+        if parameter.kind in ("number", "integer"):
+            return f"must be {one} {within}"
+        if len(value) != 2 or not all(_is_number(x, integer, low, high) for x in value):
+            return f"must be {'' if parameter.kind == 'pair' else one + ' or '}two of them {within}"
+        if parameter.kind != "size" and value[0] > value[1]:
+            return "must have its smaller number first"
+        if parameter.kind == "pair" and value[1] <= 0:
+            return "must have a second number above 0"
+        return tuple(value)
+    if parameter.kind == "pair":
+        return f"must be two numbers {within}, such as {parameter.default}"
+    # a spread written as one number is the half-width of a symmetric range
+    floor = 0.0 if parameter.kind == "spread" else low
+    if not _is_number(value, integer, floor, high):
+        return f"must be {one} " + (within if floor == low else f"from 0 to {high:g}")
+    return value
+
+
+def _is_number(value: Any, integer: bool, low: float, high: float) -> bool:
+    kinds = (int,) if integer else (int, float)
+    return isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
+
+
+def _check_order(calls: list[Call], *, train: bool) -> None:
+    """Refuse what cannot run in the order written. Raises: RecipeError."""
+    stages = {"geometry": 0, "pixels": 0, "normalise": 1, "erase": 2, "mix": 3}
+    for call, following in itertools.pairwise(calls):
+        if stages[following.operation.role] < stages[call.operation.role]:
+            raise RecipeError(
+                f"pipeline: {following.name} cannot come after {call.name}; the order is "
+                "geometry and colour, normalise, random_erasing, mixup and cutmix"
+            )
+    names = [call.name for call in calls]
+    for name in ("normalise", "mixup", "cutmix"):
+        if names.count(name) > 1:
+            raise RecipeError(f"pipeline: {name} is written {names.count(name)} times; keep one")
+    for call in calls:
+        if call.name == "rand_augment":
+            magnitude, bins = call.arguments["magnitude"], call.arguments["num_magnitude_bins"]
+            if magnitude >= bins:
+                raise RecipeError(
+                    f"rand_augment: magnitude={magnitude} must be below num_magnitude_bins={bins}"
+                )
+    chance = [call.name for call in calls if call.operation.random]
+    if chance and not train:
+        raise RecipeError(
+            f"pipeline: {', '.join(chance)} is random and this pipeline must give the same image "
+            "each time; use resize and center_crop"
+        )
+
+
+def _source(node: ast.expr) -> str:
+    try:
+        return _short(ast.unparse(node), quote=False)
+    except RecursionError:
+        return "this expression"
+
+
+def _short(value: object, quote: bool = True) -> str:
+    text = repr(value) if quote else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,137 @@
+"""The order and the sizes in which a pipeline runs on images of one size (no torch here).
+
+Geometric operations in a row form one run, which costs one resampling. An operation on pixels
+(rotation or colour) that is written after a run moves before it where the run, up to there,
+enlarges the image.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from finetune.errors import RecipeError
+from finetune.transforms.grammar import Call
+
+__all__ = ["Plan", "Size", "Step", "check_end", "make_plan", "size_after"]
+
+Size = tuple[int, int]  # height, width in pixels
+
+
+@dataclass
+class Step:
+    """Operations that run together: a run of geometric ones, or a single one on pixels."""
+
+    positions: list[int]  # places in the sentence
+    geometric: bool
+    before: Size
+    after: Size
+
+    @property
+    def enlarges(self) -> bool:
+        return self.after[0] * self.after[1] > self.before[0] * self.before[1]
+
+
+@dataclass
+class Plan:
+    """All steps up to normalisation, and which operations left their written place."""
+
+    steps: list[Step] = field(default_factory=list)
+    moved: list[int] = field(default_factory=list)
+
+    def describe(self, calls: list[Call]) -> str:
+        """Return one line per step, in the order in which they run."""
+        lines = []
+        for step in self.steps:
+            names = ", ".join(calls[position].name for position in step.positions)
+            before, after = (f"{height}x{width}" for height, width in (step.before, step.after))
+            if step.geometric:
+                lines.append(f"{names}: {before} to {after}, one resampling")
+            else:
+                early = " (moved before the enlargement)" if step.positions[0] in self.moved else ""
+                lines.append(f"{names}: at {before}{early}")
+        lines.append("normalise")
+        lines += [call.name for call in calls if call.operation.role in ("erase", "mix")]
+        return "\n".join(lines)
+
+
+def make_plan(calls: list[Call], size: Size, image_size: Size, sentence: str) -> Plan:
+    """Order the operations for source images of one size.
+
+    Args:
+        size: of the source.
+        image_size: that the model expects.
+        sentence: as written, for the message.
+    Raises: RecipeError if images of this size do not end at image_size.
+    """
+    plan, run, now = Plan(), None, size
+    for position, call in enumerate(calls):
+        role = call.operation.role
+        if role == "geometry":
+            after = size_after(call, now, image_size)
+            if run is None:
+                run = Step([], geometric=True, before=now, after=after)
+                plan.steps.append(run)
+            run.positions.append(position)
+            now = run.after = after
+        elif role == "pixels" and run is not None and run.enlarges:
+            early = Step([position], geometric=False, before=run.before, after=run.before)
+            plan.steps.insert(plan.steps.index(run), early)
+            plan.moved.append(position)
+        elif role == "pixels":
+            plan.steps.append(Step([position], geometric=False, before=now, after=now))
+            run = None
+    if now != image_size:
+        advice = "end with resize, or a crop without a size"
+        if size[0] != size[1]:
+            advice = "the image is not square: add center_crop"
+        raise RecipeError(
+            f"pipeline '{sentence}': turns {size[0]}x{size[1]} into {now[0]}x{now[1]} but the "
+            f"model expects {image_size[0]}x{image_size[1]}; {advice}"
+        )
+    return plan
+
+
+def size_after(call: Call, size: Size, image_size: Size) -> Size:
+    """Return (height, width) after one geometric operation on an image of `size`.
+
+    Raises: RecipeError if a random_crop is larger than the padded image.
+    """
+    if "size" not in call.arguments:
+        return size
+    wanted = call.arguments["size"]
+    if call.name == "resize" and isinstance(wanted, int):
+        height, width = size
+        if height <= width:
+            return wanted, max(1, int(wanted * width / height))
+        return max(1, int(wanted * height / width)), wanted
+    if wanted is None:
+        wanted = image_size
+    height, width = wanted if isinstance(wanted, tuple) else (wanted, wanted)
+    if call.name == "random_crop":
+        pad = call.arguments["padding"]
+        if height > size[0] + 2 * pad or width > size[1] + 2 * pad:
+            raise RecipeError(
+                f"random_crop: {height}x{width} does not fit into an image of {size[0]}x{size[1]} "
+                f"with padding {pad}; resize before it or add padding"
+            )
+    return height, width
+
+
+def check_end(calls: list[Call], image_size: Size, sentence: str) -> None:
+    """Refuse at once a sentence that cannot end at the model's size, whatever the source.
+
+    Raises: RecipeError naming both sizes.
+    """
+    sized = [call for call in calls if "size" in call.arguments]
+    if not sized or sized[-1].arguments["size"] is None:
+        return
+    last, size = sized[-1], sized[-1].arguments["size"]
+    height, width = size if isinstance(size, tuple) else (size, size)
+    # the shorter side to n: the other side depends on the source
+    possible = min(image_size) == height if last.name == "resize" and size == height else False
+    if not possible and (height, width) != image_size:
+        raise RecipeError(
+            f"pipeline '{sentence}': ends at {height}x{width} but the model expects "
+            f"{image_size[0]}x{image_size[1]}; leave the size out of {last.name}, or change "
+            "model.image_size"
+        )

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import sys
-import time
-from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
-import torch
-from torch import Tensor
 from tqdm import tqdm
 
-from finetune.errors import Interrupted, visible
-from finetune.training.distributed import Launcher
+from finetune.errors import visible
 
-__all__ = ["Meter", "StopSignals", "bar", "say", "say_nothing"]
+__all__ = ["bar", "say", "say_nothing"]
 
 
 def say(message: str) -> None:
@@ -41,145 +32,3 @@ def bar(*, total: int, start: int, shown: bool) -> tqdm[Any]:
         mininterval=0.5,
         disable=not shown,
     )
-
-
-class Meter:
-    """Sums over the images since the last log line, kept on the device until it is written."""
-
-    def __init__(self, device: torch.device, seconds_before: float) -> None:
-        """Start the clock; `seconds_before` is what earlier parts of a resumed run took."""
-        self._device = device
-        self._dtype = torch.float32 if device.type == "mps" else torch.float64  # it has no float64
-        self._started = time.perf_counter() - seconds_before
-        self._restart()
-
-    def _restart(self) -> None:
-        self._sums = torch.zeros(4, dtype=self._dtype, device=self._device)
-        self._since = time.perf_counter()
-
-    def add(self, loss_sum: Tensor, logits_BK: Tensor, labels_B: Tensor, *, counts: Tensor) -> None:
-        """Count one micro-batch of this rank if `counts`, on the device, is true."""
-        ranked = logits_BK.topk(min(5, logits_BK.shape[1]), dim=1).indices
-        hits = ranked == labels_B[:, None]
-        images = torch.full_like(loss_sum, len(labels_B))
-        sums = (loss_sum, hits[:, 0].sum(), hits.sum(), images)
-        stacked = torch.stack([each.to(self._dtype) for each in sums])
-        self._sums += torch.where(counts, stacked, 0)
-
-    @property
-    def seconds(self) -> float:
-        """Time spent on the run, with its earlier parts."""
-        return time.perf_counter() - self._started
-
-    def sums(self) -> Tensor:
-        """Loss, top-1 hits, top-5 hits and images of this rank, to be summed over ranks: (4,)."""
-        return self._sums.clone()
-
-    def take_over(self, sums: list[float]) -> None:
-        """Go on from the sums that a checkpoint kept between two log lines."""
-        self._sums += torch.tensor(sums, dtype=self._dtype, device=self._device)
-
-    def line(self, sums: Tensor, *, step: int, samples_seen: int, lr: float) -> dict[str, Any]:
-        """Make the log line from the sums over all ranks, and start anew."""
-        # The one device-to-host copy per log line.
-        loss, top1, top5, images = sums.tolist()
-        elapsed = time.perf_counter() - self._since
-        self._restart()
-        counted = max(images, 1.0)
-        return {
-            "step": step,
-            "samples_seen": samples_seen,
-            "split": "train",
-            "loss": loss / counted if images else None,
-            "top1": top1 / counted if images else None,
-            "top5": top5 / counted if images else None,
-            "lr": lr,
-            "images_per_second": round(images / elapsed, 2),
-            "seconds": round(self.seconds, 3),
-        }
-
-    def pause(self) -> float:
-        """Note the moment at which something other than training begins."""
-        return time.perf_counter()
-
-    def resume(self, paused_at: float) -> None:
-        """Leave the time since `paused_at` out of the images per second."""
-        self._since += time.perf_counter() - paused_at
-
-
-class _Heard(BaseException):
-    """A signal on its way to the edge of `at_once`; no `except Exception` takes it for its own."""
-
-    def __init__(self, message: str, signal_number: int) -> None:
-        super().__init__(message)
-        self.signal_number = signal_number
-        self.exit_code = 128 + signal_number
-
-    def told(self) -> Interrupted:
-        """What callers see of it."""
-        return Interrupted(str(self), self.signal_number)
-
-
-class StopSignals:
-    """Turns the first SIGTERM or SIGINT into a request; the second one ends the process at once.
-
-    Args:
-        launcher: its end is a request like SIGTERM, and never the second one.
-    """
-
-    def __init__(self, launcher: Launcher | None = None) -> None:
-        self.received: int = 0
-        self._launcher = launcher
-        self._message: str | None = None
-        self._before: dict[int, Any] = {}
-        self._process = os.getpid()
-
-    def __enter__(self) -> StopSignals:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    @contextlib.contextmanager
-    def at_once(self, message: str) -> Iterator[None]:
-        """Let a signal end what is done meanwhile as soon as it comes: nothing is to be saved.
-
-        Args:
-            message: of the `Interrupted` that it ends with.
-        Raises: Interrupted, also where something else came of the signal, or nothing at all: code
-            in C, and what clears up when an object goes, may drop what a handler raises.
-        """
-        try:
-            self._message = message
-            self._raise_received(message)
-            yield
-            self._raise_received(message)
-        except _Heard as heard:
-            raise heard.told() from None
-        except Exception as error:
-            if self.received and not isinstance(error, Interrupted):
-                raise Interrupted(message, self.received) from error
-            raise
-        finally:
-            self._message = None
-
-    def _raise_received(self, message: str) -> None:
-        if self.received:
-            raise _Heard(message, self.received)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a worker that has not sat down yet; nobody misses it
-            os._exit(128 + number)
-        launcher_gone = self._launcher is not None and self._launcher.heard()
-        if self.received:
-            if launcher_gone:
-                return
-            os._exit(128 + number)
-        self.received = number
-        if self._message is not None:
-            raise _Heard(self._message, number)
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        if isinstance(error, _Heard):  # it came between the end of a block and that of `at_once`
-            raise error.told() from None

@@ -77,7 +77,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
     """Collecting imports nearly everything, as a command's start does."""
-    from finetune import collector
+    from finetune import processes as collector
 
     with collector.patient():
         result = yield

@@ -30,7 +30,7 @@ from finetune.recipe.load import Recipe, parse_recipe
 from finetune.run import checkpoint as state
 from finetune.run.directory import RunDir
 from finetune.training.train import train
-from finetune.training.trainer_state import Live
+from finetune.training.trainer_state import TrainerState
 
 TINY = """
 model:
@@ -197,7 +197,7 @@ class Moments:
     def watch(self) -> Moments:
         """Begin to count; only a process that ends soon should."""
         sys.addaudithook(self._operation)
-        for place, name in ((os, "fsync"), (Live, "step")):
+        for place, name in ((os, "fsync"), (TrainerState, "step")):
             setattr(place, name, self._before(getattr(place, name)))
         state.save_file = self._in_the_middle(state.save_file)  # type: ignore[assignment]
         return self
@@ -241,13 +241,13 @@ def killed_before(step: int, recipe: Recipe, out: Path) -> None:
     """
 
     def work() -> None:
-        take = Moments(step)._before(Live.step)
+        take = Moments(step)._before(TrainerState.step)
 
-        def saved_first(live: Live, *arguments: Any) -> None:
-            live.keeper.wait()
-            take(live, *arguments)
+        def saved_first(trainer: TrainerState, *arguments: Any) -> None:
+            trainer.checkpoint_writer.wait()
+            take(trainer, *arguments)
 
-        Live.step = saved_first  # type: ignore[method-assign]
+        TrainerState.step = saved_first  # type: ignore[method-assign]
         train(recipe, out, resume=True)
 
     assert run_in_child(work) == -signal.SIGKILL

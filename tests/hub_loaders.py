@@ -88,8 +88,8 @@ CLIENTS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def main() -> None:
-    client, job, out = sys.argv[1:]
-    asked = json.loads(Path(job).read_text())
+    client, setup, out = sys.argv[1:]
+    asked = json.loads(Path(setup).read_text())
     images_BCHW = torch.load(asked["images"], weights_only=True)
     found = [
         CLIENTS[client](name, revision, images_BCHW, asked["picture"])

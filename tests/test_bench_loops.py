@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from finetune.bench.peer_loops import Images
 from finetune.bench.peers import Peer
-from finetune.training.setup import open_job
+from finetune.training.setup import open_setup
 
 
 class Seen:
@@ -37,10 +37,10 @@ class Seen:
 
 def ours_of(peer: Peer) -> Tensor:
     """The images that our own pipeline makes of the peer's, without augmentation."""
-    job = open_job(peer.recipe, device=CPU, notice=pytest.fail, progress=False)
+    setup = open_setup(peer.recipe, device=CPU, notice=pytest.fail, progress=False)
     images = peer.setting.images.images
     pixels = [torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images]
-    return job.train_pipeline(pixels, keys=np.zeros(len(pixels), np.uint64))
+    return setup.train_pipeline(pixels, keys=np.zeros(len(pixels), np.uint64))
 
 
 def check_loop(peer: Peer, dtype: torch.dtype) -> None:
@@ -97,9 +97,9 @@ def test_another_optimiser_in_the_trainer(tmp_path: Path) -> None:
 
 
 def test_images_go_round() -> None:
-    split = open_job(tiny(*CHANGES), device=CPU, notice=pytest.fail, progress=False).source.splits[
-        "train"
-    ]
+    split = open_setup(
+        tiny(*CHANGES), device=CPU, notice=pytest.fail, progress=False
+    ).source.splits["train"]
     images = Images(split, [3, 1])
     images.length = 5
     assert len(images) == 5

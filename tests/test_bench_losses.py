@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.bench.losses import Curve, compared
+from finetune.bench.studies import Curve, compared
 from finetune.recipe.load import Recipe, parse_recipe
 from finetune.run.directory import RunDir
 from finetune.training.train import train

@@ -17,7 +17,7 @@ from finetune.bench.peers import Peer
 from finetune.bench.timer import Clock
 from finetune.errors import RecipeError
 from finetune.models.profile import count_macs
-from finetune.training.setup import open_job
+from finetune.training.setup import open_setup
 
 CHANGES = (
     *("data.batch_size=8", "data.micro_batch=4", "data.num_train=64", "run.test=false"),
@@ -48,14 +48,14 @@ def test_the_network_and_the_images_are_those_of_our_first_steps(tmp_path: Path)
     peer = peer_of(tmp_path, "timm-loop", "model.dropout=0.3")
     peer.loop = lambda setting, steps, on_step: [on_step() for _ in range(steps)]
     peer.prepare()
-    job = open_job(peer.recipe, device=CPU, notice=pytest.fail, progress=False)
-    split, indices = job.source.splits["train"], job.stream.order(0)
+    setup = open_setup(peer.recipe, device=CPU, notice=pytest.fail, progress=False)
+    split, indices = setup.source.splits["train"], setup.stream.order(0)
     images = peer.setting.images
-    assert len(images.images) == job.num_samples  # fewer than would be decoded of a large set
+    assert len(images.images) == setup.num_samples  # fewer than would be decoded of a large set
     for place, index in enumerate(indices.tolist()):
         assert np.array_equal(np.asarray(images.images[place]), split.read(index))
         assert images.labels[place] == split.labels[index]
-    ours, theirs = job.built.model.state_dict(), peer.setting.network.state_dict()
+    ours, theirs = setup.built.model.state_dict(), peer.setting.network.state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     rates = [m.p for m in peer.setting.network.modules() if isinstance(m, nn.Dropout)]
     assert 0.3 in rates

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from finetune.bench.scaling import Grown, per_image
+from finetune.bench.studies import Grown, per_image
 from finetune.errors import RecipeError
 from finetune.recipe.load import parse_recipe
 
@@ -36,26 +36,26 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> Grown:
 
 @pytest.mark.parametrize("images", [10, 40, 1003])
 def test_all_images_of_the_larger_set_are_there(grown: Grown, images: int) -> None:
-    own = grown.feed.store.images
+    own = grown.loader.store.images
     assert isinstance(own, torch.Tensor)
     mapped = grown._mapped(own, images)
     assert mapped.shape == (images, *own.shape[1:])
     for place in {0, images // 2, images - 1}:
         assert torch.equal(mapped[place], own[place % len(own)])
-    before, steps = grown.job.num_samples, grown.live.counters.step
+    before, steps = grown.setup.num_samples, grown.trainer.counters.step
     found = grown.grow(images=images, warmup=1, steps=2)
-    assert (found["images"], grown.job.num_samples) == (images, before)
+    assert (found["images"], grown.setup.num_samples) == (images, before)
     assert found["rate"] > 0
     # labels, rows and order, each of 8 bytes
     assert 24 * images <= found["own_bytes"] < 24 * images + 50_000
-    assert grown.live.counters.step == steps + 4
-    assert grown.feed.store.images is own
+    assert grown.trainer.counters.step == steps + 4
+    assert grown.loader.store.images is own
 
 
 def test_images_of_several_sizes_cannot_be_one_file(
     grown: Grown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grown.feed.store, "images", [torch.zeros(3, 8, 8, dtype=torch.uint8)])
+    monkeypatch.setattr(grown.loader.store, "images", [torch.zeros(3, 8, 8, dtype=torch.uint8)])
     with pytest.raises(RecipeError, match="several sizes"):
         grown.grow(images=10, warmup=1, steps=1)
 

@@ -46,7 +46,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Ours:
 def test_what_it_says_of_itself(ours: Ours) -> None:
     facts: dict[str, Any] = ours.facts  # type: ignore[attr-defined]
     assert (facts["batch_size"], facts["image_size"]) == (8, [16, 16])
-    assert facts["num_images"] == ours.job.num_samples < 64
+    assert facts["num_images"] == ours.setup.num_samples < 64
     assert (facts["device"], facts["precision"]) == (ours.device.type, "fp32")
     assert facts["augmentation"] == ours.recipe.data.train
     assert 0 < facts["seconds_to_first_step"] < seconds_alive()
@@ -56,7 +56,7 @@ def test_what_it_says_of_itself(ours: Ours) -> None:
 
 def test_a_step_is_counted_whole(ours: Ours) -> None:
     """Three times the forward pass over all micro-batches, but for the gradient of the images."""
-    network = ours.accelerator.unwrap_model(ours.live.model)
+    network = ours.accelerator.unwrap_model(ours.trainer.model)
     forward = 2 * 8 * count_macs(network.eval(), (16, 16))
     share = ours.facts["operations"] / (3 * forward)  # type: ignore[attr-defined]
     assert 0.9 < share < 1.0
@@ -76,16 +76,16 @@ def test_the_steps_are_those_of_train(ours: Ours, tmp_path: Path) -> None:
 
 
 def test_training_counts_steps_and_images(ours: Ours) -> None:
-    before, told = ours.live.counters.step, ours.line.steps
+    before, told = ours.trainer.counters.step, ours.line.steps
     assert ours.train(warmup=2, steps=3) > 0
-    assert ours.live.counters.step - before == ours.line.steps - told == 5
+    assert ours.trainer.counters.step - before == ours.line.steps - told == 5
 
 
 def test_synthetic_steps_see_the_same_batches_again(
     ours: Ours, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[Batch]] = []
-    step = ours.live.step
+    step = ours.trainer.step
 
     def spy(number: int, batches: Any, meter: Any) -> None:
         kept = list(batches)
@@ -93,7 +93,7 @@ def test_synthetic_steps_see_the_same_batches_again(
         seen.append(kept)
         step(number, iter(kept), meter)
 
-    monkeypatch.setattr(ours.live, "step", spy)
+    monkeypatch.setattr(ours.trainer, "step", spy)
     assert ours.train(warmup=1, steps=2, synthetic=True) > 0
     assert len(seen) == 3
     for kept in seen:
@@ -110,14 +110,14 @@ def test_evaluation_of_some_images(ours: Ours, monkeypatch: pytest.MonkeyPatch) 
     counted = []
     evaluate = subjects.evaluate
 
-    def spy(model: Any, feed: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        counted.append((feed.store.split.name, len(feed.labels)))
-        return evaluate(model, feed, *args, **kwargs)
+    def spy(model: Any, loader: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        counted.append((loader.store.split.name, len(loader.labels)))
+        return evaluate(model, loader, *args, **kwargs)
 
     monkeypatch.setattr(subjects, "evaluate", spy)
     assert ours.evaluate(images=20) > 0
     assert ours.evaluate(images=10**6) > 0
-    whole = 64 - ours.job.num_samples  # less than a batch, which goes first and is not timed
+    whole = 64 - ours.setup.num_samples  # less than a batch, which goes first and is not timed
     assert counted == [("val", whole), ("val", 20), ("val", whole)]
 
 
@@ -125,7 +125,7 @@ def test_without_validation_some_of_another_split_is_evaluated(tmp_path: Path) -
     recipe = tiny("data.batch_size=8", "data.val_fraction=0", "run.precision=bf16")
     made = Ours(Told(), recipe=recipe, folder=str(tmp_path))
     assert made.prepare()["precision"] == "bf16"
-    assert made.val_feed.store.split.name == "test"
+    assert made.val_loader.store.split.name == "test"
     rate = made.matrix_rate()
     assert rate is not None
     assert rate > 0
@@ -135,11 +135,11 @@ def test_what_workers_loaded_before_is_not_timed(tmp_path: Path) -> None:
     recipe = tiny(*CHANGES, "data.keep=none", "data.workers=1")
     made = Ours(Told(), recipe=recipe, folder=str(tmp_path))
     made.prepare()
-    before = made.live.counters.step
+    before = made.trainer.counters.step
     made.train(warmup=1, steps=2)
-    assert made.live.counters.step - before == 3 + 2
+    assert made.trainer.counters.step - before == 3 + 2
     made.train(warmup=1, steps=2, synthetic=True)
-    assert made.live.counters.step - before == 3 + 2 + 3
+    assert made.trainer.counters.step - before == 3 + 2 + 3
 
 
 def test_memory(ours: Ours) -> None:

@@ -99,8 +99,8 @@ class TestLooking:
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         double = Double({"memory": {"peak": 5}})
-        replace(monkeypatch, "finetune.commands.plan", forecast=double)
-        replace(monkeypatch, "finetune.commands.outlook", describe=Double("peak 5"))
+        peak = Double("peak 5")
+        replace(monkeypatch, "finetune.commands.plan", forecast=double, describe=peak)
         assert main(["info", "r.yaml", "--plan", "data.batch_size=8"]) == 0
         assert double.calls == [(("r.yaml", ("data.batch_size=8",)), {})]
         assert capsys.readouterr().out == "peak 5\n"
@@ -120,8 +120,7 @@ class TestLooking:
     def test_the_plan_of_a_run(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (tmp_path / "recipe.yaml").write_text("")
         double = Double({})
-        replace(monkeypatch, "finetune.commands.plan", forecast=double)
-        replace(monkeypatch, "finetune.commands.outlook", describe=Double(""))
+        replace(monkeypatch, "finetune.commands.plan", forecast=double, describe=Double(""))
         assert main(["info", str(tmp_path), "--plan"]) == 0
         assert double.calls == [((str(tmp_path / "recipe.yaml"), ()), {})]
 

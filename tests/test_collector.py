@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from faults_runs import TINY
 
-from finetune import collector
+from finetune import processes as collector
 from finetune.cli.main import main
-from finetune.training.trainer_state import Live
+from finetune.training.trainer_state import TrainerState
 
 USUAL = (650, 9, 11)  # nobody else's
 
@@ -56,13 +56,13 @@ def test_steps_are_taken_with_the_usual_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    step = Live.step
+    step = TrainerState.step
 
-    def watched(self: Live, *args: object) -> None:
+    def watched(self: TrainerState, *args: object) -> None:
         seen.append(gc.get_threshold())
         step(self, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Live, "step", watched)
+    monkeypatch.setattr(TrainerState, "step", watched)
     (tmp_path / "tiny.yaml").write_text(TINY)
     command = ["train", str(tmp_path / "tiny.yaml"), "optim.steps=2", "run.eval_every=2"]
     assert main([*command, "--out", str(tmp_path / "run")]) == 0

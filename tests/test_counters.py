@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from finetune.run.counters import Counters
+from finetune.run.checkpoint import Counters
 
 
 @pytest.mark.parametrize("metric, better", [("val.top1", [0.2, 0.3]), ("val.loss", [0.3, 0.2])])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from finetune.data.worker_pool import POLL_SECONDS, Desk
+from finetune.data.worker_pool import POLL_SECONDS, WorkerStatus
 from finetune.errors import DataError, FinetuneError, SetupError
 
 
@@ -26,11 +26,11 @@ def nobody_stays() -> Iterator[None]:
 class Items(Dataset[int]):
     """Numbers; one of them does something else before it comes."""
 
-    def __init__(self, desk: Desk, special: int, action: Callable[[], object]) -> None:
-        self.desk, self.special, self.action = desk, special, action
+    def __init__(self, status: WorkerStatus, special: int, action: Callable[[], object]) -> None:
+        self.status, self.special, self.action = status, special, action
 
     def __getitem__(self, index: int) -> int:
-        with self.desk.at_work(index):
+        with self.status.at_work(index):
             if index == self.special:
                 self.action()
             return index
@@ -39,17 +39,17 @@ class Items(Dataset[int]):
 def read(
     action: Callable[[], object], *, workers: int = 2, special: int = 5
 ) -> Generator[int, None, None]:
-    desk = Desk(workers)
+    status = WorkerStatus(workers)
     loader = DataLoader(
-        Items(desk, special, action),
+        Items(status, special, action),
         batch_sampler=iter([[n] for n in range(8)]),
         num_workers=workers,
         collate_fn=lambda items: items[0],
-        worker_init_fn=desk.sit_down,
+        worker_init_fn=status.sit_down,
         timeout=POLL_SECONDS if workers else 0,
         generator=torch.Generator(),
     )
-    return desk.watched(loader, name_of=lambda index: f"image-{index}", timeout_seconds=1.5)
+    return status.watched(loader, name_of=lambda index: f"image-{index}", timeout_seconds=1.5)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -95,7 +95,7 @@ class CutOff:
 
 
 def test_a_worker_that_is_cut_off_in_the_middle_of_a_tensor_is_named() -> None:
-    reading = Desk(1).watched(CutOff(), name_of=str, timeout_seconds=1.5)
+    reading = WorkerStatus(1).watched(CutOff(), name_of=str, timeout_seconds=1.5)
     with pytest.raises(SetupError, match="was ended by SIGKILL between two images"):
         list(reading)
 
@@ -116,7 +116,7 @@ class Stuck:
 
 
 def test_a_worker_that_stops_in_the_middle_of_a_tensor_is_ended() -> None:
-    reading = Desk(1).watched(Stuck(), name_of=str, timeout_seconds=0.5)
+    reading = WorkerStatus(1).watched(Stuck(), name_of=str, timeout_seconds=0.5)
     with pytest.raises(SetupError, match=r"no batch came within 0\.5 seconds"):
         next(reading)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.disk_cache import cache_folder, leftovers, make_room, published
+from finetune.files import cache_folder, leftovers, make_room, published
 
 KEY = hashlib.sha256(b"one").hexdigest()
 NAMES = re.compile(r"[a-z]\.bin")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from finetune.training.echo import Echo
+from finetune.training.trainer_state import DelayedScalars
 
 CPU = torch.device("cpu")
 
 
 def test_at_once_where_nobody_waits() -> None:
-    echo = Echo(CPU)
+    echo = DelayedScalars(CPU)
     assert echo.heard() == []
     echo.say(torch.tensor(True))
     echo.say(torch.tensor([2.5]))
@@ -19,7 +19,7 @@ def test_at_once_where_nobody_waits() -> None:
 
 
 def test_one_step_later() -> None:
-    echo, heard = Echo(CPU, late=True), []
+    echo, heard = DelayedScalars(CPU, late=True), []
     value = torch.tensor(0.0)
     for step in range(4):
         value.fill_(step)  # what was said stays said

@@ -18,7 +18,7 @@ from faults_runs import FULL, TINY, killed_before, losses, run_in_child, tiny, w
 from ranks import command, two_ranks
 from safetensors.torch import load_file
 
-from finetune.data.loader import Feed
+from finetune.data.loader import Loader
 from finetune.errors import (
     DataError,
     DivergedError,
@@ -29,9 +29,9 @@ from finetune.errors import (
 from finetune.publish.artifacts import PUBLISHED
 from finetune.recipe.load import parse_recipe
 from finetune.run.directory import RunDir
-from finetune.training.setup import Job, open_job
+from finetune.training.setup import TrainingSetup, open_setup
 from finetune.training.train import train
-from finetune.training.trainer_state import Live
+from finetune.training.trainer_state import TrainerState
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -124,7 +124,7 @@ def test_every_kind_of_run_ends_with_a_model_that_timm_loads(
     if "model.freeze=backbone" in overrides:
         torch.manual_seed(0)
         first = load_file(RunDir(tmp_path / "run").folder(4) / "model.safetensors")
-        fresh = open_job(recipe, device=torch.device("cpu"), notice=print, progress=False)
+        fresh = open_setup(recipe, device=torch.device("cpu"), notice=print, progress=False)
         frozen = fresh.built.model.state_dict()
         assert torch.equal(first["blocks.0.mlp.fc1.weight"], frozen["blocks.0.mlp.fc1.weight"])
         assert not torch.equal(first["head.weight"], frozen["head.weight"])
@@ -177,9 +177,9 @@ def test_log_lines_after_a_resume_cover_the_same_images(tmp_path: Path) -> None:
 def test_a_signal_to_the_group_leaves_workers_alone(tmp_path: Path, monkeypatch) -> None:
     import resource
 
-    step = Live.step
+    step = TrainerState.step
 
-    def interrupted_step(self: Live, *args: Any) -> None:
+    def interrupted_step(self: TrainerState, *args: Any) -> None:
         step(self, *args)
         if self.counters.step == 3:
             os.killpg(os.getpgid(0), signal.SIGTERM)
@@ -188,7 +188,7 @@ def test_a_signal_to_the_group_leaves_workers_alone(tmp_path: Path, monkeypatch)
         os.setpgid(0, 0)
         # As few file descriptors as a batch has images.
         resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
-        monkeypatch.setattr(Live, "step", interrupted_step)
+        monkeypatch.setattr(TrainerState, "step", interrupted_step)
         train(tiny("data.keep=none", "data.batch_size=128"), tmp_path / "run")
 
     assert run_in_child(work) == 128 + signal.SIGTERM
@@ -197,14 +197,14 @@ def test_a_signal_to_the_group_leaves_workers_alone(tmp_path: Path, monkeypatch)
 
 def test_a_signal_saves_and_resume_ends_the_same(plain, tmp_path: Path, monkeypatch) -> None:
     out = tmp_path / "run"
-    step = Live.step
+    step = TrainerState.step
 
-    def interrupted_step(self: Live, *args: Any) -> None:
+    def interrupted_step(self: TrainerState, *args: Any) -> None:
         step(self, *args)
         if self.counters.step == 5:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(Live, "step", interrupted_step)
+    monkeypatch.setattr(TrainerState, "step", interrupted_step)
     with pytest.raises(Interrupted, match="stopped at step 5 of 12") as caught:
         train(tiny(*FULL), out)
     assert caught.value.exit_code == 143
@@ -253,7 +253,7 @@ def test_early_stopping_and_the_best_weights_are_kept(tmp_path: Path) -> None:
 def test_gradients_that_are_not_finite_are_skipped_and_then_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = Feed.train
+    original = Loader.train
 
     def poisoned(bad: set[int]) -> Callable[..., Any]:
         def steps(self: Any, stream: Any, numbers: range, **where: Any) -> Any:
@@ -267,11 +267,11 @@ def test_gradients_that_are_not_finite_are_skipped_and_then_end_the_run(
 
         return steps
 
-    monkeypatch.setattr(Feed, "train", poisoned({1, 5}))
+    monkeypatch.setattr(Loader, "train", poisoned({1, 5}))
     results = train(tiny(), tmp_path / "some")
     assert results["skipped_steps"] == 2
     assert math.isfinite(results["test"]["loss"])
-    monkeypatch.setattr(Feed, "train", poisoned(set(range(6, 12))))
+    monkeypatch.setattr(Loader, "train", poisoned(set(range(6, 12))))
     with pytest.raises(DivergedError, match=r"in 3 steps in a row, up to step 9.*is of step 4"):
         train(tiny("run.max_skipped=3"), tmp_path / "many")
     best = load_file(RunDir(tmp_path / "many").folder(4) / "model.safetensors")
@@ -282,13 +282,15 @@ def test_the_test_split_is_read_once_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    open_store, step = Job.feed, Live.step
+    open_store, step = TrainingSetup.loader, TrainerState.step
     monkeypatch.setattr(
-        Job,
-        "feed",
+        TrainingSetup,
+        "loader",
         lambda self, split, **how: order.append(split.name) or open_store(self, split, **how),
     )
-    monkeypatch.setattr(Live, "step", lambda self, *a: order.append("step") or step(self, *a))
+    monkeypatch.setattr(
+        TrainerState, "step", lambda self, *a: order.append("step") or step(self, *a)
+    )
     train(tiny("optim.steps=3"), tmp_path / "run")
     assert order == ["train", "val", "step", "step", "step", "test"]
 

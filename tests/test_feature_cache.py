@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from finetune.evaluation import feature_cache
-from finetune.evaluation.feature_cache import cache_folder, read_cached, write_cached
+from finetune.evaluation import features as feature_cache
+from finetune.evaluation.features import cache_folder, read_cached, write_cached
 
 KEY = hashlib.sha256(b"one").hexdigest()
 OTHER = hashlib.sha256(b"other").hexdigest()

@@ -14,7 +14,7 @@ import torch
 from samples import make_folder, store_of
 from torch import nn
 
-from finetune.data.loader import Feed
+from finetune.data.loader import Loader
 from finetune.data.source import open_source
 from finetune.errors import DataError, WeightsError
 from finetune.evaluation import features
@@ -66,7 +66,7 @@ class Threads:
         return whole
 
 
-def on(world: int, network: nn.Module, feed: Feed, batch_size: int) -> np.ndarray:
+def on(world: int, network: nn.Module, loader: Loader, batch_size: int) -> np.ndarray:
     """What rank 0 of `world` processes gets; the others must get nothing."""
     shared: dict[int, Any] = {}
     found: dict[int, Any] = {}
@@ -74,7 +74,7 @@ def on(world: int, network: nn.Module, feed: Feed, batch_size: int) -> np.ndarra
 
     def process(rank: int) -> None:
         accelerator: Any = Threads(rank, world, shared, barrier)
-        found[rank] = compute(network, feed, accelerator, batch_size=batch_size)
+        found[rank] = compute(network, loader, accelerator, batch_size=batch_size)
 
     threads = [threading.Thread(target=process, args=(rank,)) for rank in range(world)]
     for thread in threads:
@@ -85,25 +85,25 @@ def on(world: int, network: nn.Module, feed: Feed, batch_size: int) -> np.ndarra
     return found[0]
 
 
-def digits_feed(made: Built, count: int) -> Feed:
+def digits_feed(made: Built, count: int) -> Loader:
     split = open_source("embedded:digits").splits["test"].subset(np.arange(count))
     pipeline = make_pipeline(made.preprocessing)
-    return Feed(store_of(split), pipeline, num_classes=10, device=torch.device("cpu"))
+    return Loader(store_of(split), pipeline, num_classes=10, device=torch.device("cpu"))
 
 
 def test_each_image_once_in_order_to_the_same_bits_on_any_number_of_processes() -> None:
     made = small()
-    feed = digits_feed(made, 101)
-    one = on(1, made.model, feed, 4)
+    loader = digits_feed(made, 101)
+    one = on(1, made.model, loader, 4)
     assert one.shape == (101, 16)
     assert one.dtype == np.float32
     with torch.no_grad():
-        batches = list(feed.once(batch_size=101))
+        batches = list(loader.once(batch_size=101))
         expected = pre_logits(made.model.eval(), batches[0].images_BCHW)
     np.testing.assert_allclose(one, expected, rtol=0, atol=1e-5)
     assert len(np.unique(one, axis=0)) > 90
     for world in (2, 3, 5):  # 101 images are 4 shares: with 5, one process has none
-        assert on(world, made.model, feed, 4).tobytes() == one.tobytes()
+        assert on(world, made.model, loader, 4).tobytes() == one.tobytes()
 
 
 def test_damaged_weights_are_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from samples import store_of
 
-from finetune.data.loader import Feed, Stream, crosses_epoch
+from finetune.data.loader import Loader, Sampler, crosses_epoch
 from finetune.data.source import open_source
 from finetune.errors import RecipeError
 from finetune.transforms.pipeline import Pipeline
@@ -18,7 +18,7 @@ from finetune.transforms.pipeline import Pipeline
 DIGITS = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "interpolation": "bilinear"}
 
 
-def indices_of(stream: Stream, steps: range, **where: int) -> list[int]:
+def indices_of(stream: Sampler, steps: range, **where: int) -> list[int]:
     return [
         index
         for step in steps
@@ -38,7 +38,7 @@ def test_every_epoch_has_each_sample_once_at_any_number_of_processes(
     for world in (1, 2):
         if batch_size // unit < world:
             continue
-        stream = Stream(num_samples, batch_size=batch_size, seed=3, unit=unit)
+        stream = Sampler(num_samples, batch_size=batch_size, seed=3, unit=unit)
         seen = [
             index
             for step in steps
@@ -55,7 +55,7 @@ def test_every_epoch_has_each_sample_once_at_any_number_of_processes(
 def test_ranks_and_micro_batches_only_cut_the_same_global_batch(
     batch_size: int, micro_batch: int | None, unit: int
 ) -> None:
-    stream = Stream(50, batch_size=batch_size, seed=0, unit=unit)
+    stream = Sampler(50, batch_size=batch_size, seed=0, unit=unit)
     whole = stream.micro_batches(5)
     assert len(whole) == 1
     for world in (1, 2):
@@ -74,23 +74,23 @@ def test_ranks_and_micro_batches_only_cut_the_same_global_batch(
 
 
 def test_pairs_for_mixing_stay_together() -> None:
-    stream = Stream(50, batch_size=10, seed=0, unit=2)
+    stream = Sampler(50, batch_size=10, seed=0, unit=2)
     for rank in range(2):
         for keys, _ in stream.micro_batches(0, rank=rank, world=2, micro_batch=2):
             assert len(keys) % 2 == 0
 
 
 def test_orders_differ_by_seed_and_epoch_and_repeat_exactly() -> None:
-    stream = Stream(100, batch_size=10, seed=0)
+    stream = Sampler(100, batch_size=10, seed=0)
     first = stream.order(0).copy()
     assert not np.array_equal(first, stream.order(1))
-    assert not np.array_equal(first, Stream(100, batch_size=10, seed=1).order(0))
+    assert not np.array_equal(first, Sampler(100, batch_size=10, seed=1).order(0))
     stream.order(9)
     assert np.array_equal(first, stream.order(0)), "also after it was forgotten"
 
 
 def test_a_stop_on_one_process_resumes_on_two_without_a_gap() -> None:
-    stream = Stream(30, batch_size=6, seed=0)
+    stream = Sampler(30, batch_size=6, seed=0)
     before = indices_of(stream, range(2))
     after = [
         index
@@ -102,7 +102,7 @@ def test_a_stop_on_one_process_resumes_on_two_without_a_gap() -> None:
 
 def test_too_many_processes_for_the_batch() -> None:
     with pytest.raises(RecipeError, match="too small for 4 processes; set at least 8"):
-        Stream(50, batch_size=6, seed=0, unit=2).micro_batches(0, world=4)
+        Sampler(50, batch_size=6, seed=0, unit=2).micro_batches(0, world=4)
 
 
 def test_epoch_ends_are_found_whether_or_not_the_batch_divides_them() -> None:
@@ -118,7 +118,7 @@ def digits():
 @pytest.mark.parametrize("total", range(1, 26))
 def test_evaluation_has_each_image_once_and_equal_numbers_of_batches(digits, total: int) -> None:
     pipeline = Pipeline("resize", image_size=(8, 8), train=False, **DIGITS)
-    feed = Feed(
+    loader = Loader(
         store_of(digits.subset(np.arange(total))),
         pipeline,
         num_classes=10,
@@ -127,25 +127,25 @@ def test_evaluation_has_each_image_once_and_equal_numbers_of_batches(digits, tot
     for batch_size in range(1, 5):
         for world in (1, 2, 3):
             per_rank = [
-                list(feed.once(rank=rank, world=world, batch_size=batch_size))
+                list(loader.once(rank=rank, world=world, batch_size=batch_size))
                 for rank in range(world)
             ]
             assert len({len(batches) for batches in per_rank}) == 1
             labels = torch.cat([b.labels_B for batches in per_rank for b in batches])
-            assert torch.equal(labels, feed.labels)
+            assert torch.equal(labels, loader.labels)
             assert all(len(b.images_BCHW) >= 1 for batches in per_rank for b in batches)
 
 
 def test_workers_bring_the_same_pixels_as_memory(digits) -> None:
     subset = digits.subset(np.arange(20))
     pipeline = Pipeline("resize | random_crop(padding=2) | flip", image_size=(16, 16), **DIGITS)
-    stream = Stream(20, batch_size=8, seed=0)
+    stream = Sampler(20, batch_size=8, seed=0)
     batches = {}
     for keep, workers in (("memory", 1), ("none", 0), ("none", 2)):
         store = store_of(subset, keep, workers=workers)
-        feed = Feed(store, pipeline, num_classes=10, device=torch.device("cpu"))
+        loader = Loader(store, pipeline, num_classes=10, device=torch.device("cpu"))
         before = torch.get_rng_state()
-        found = [list(step) for _, step in feed.train(stream, range(1, 4), micro_batch=4)]
+        found = [list(step) for _, step in loader.train(stream, range(1, 4), micro_batch=4)]
         assert torch.equal(before, torch.get_rng_state()), "the global random state was touched"
         assert [len(step) for step in found] == [2, 2, 2]
         batches[keep, workers] = found
@@ -159,9 +159,9 @@ def test_workers_bring_the_same_pixels_as_memory(digits) -> None:
 
 def test_mixed_batches_carry_soft_targets(digits) -> None:
     pipeline = Pipeline("resize | mixup(0.8)", image_size=(8, 8), **DIGITS)
-    feed = Feed(store_of(digits), pipeline, num_classes=10, device=torch.device("cpu"))
-    stream = Stream(len(digits), batch_size=7, seed=0, unit=2)
-    _, (batch,) = next(feed.train(stream, range(1)))
+    loader = Loader(store_of(digits), pipeline, num_classes=10, device=torch.device("cpu"))
+    stream = Sampler(len(digits), batch_size=7, seed=0, unit=2)
+    _, (batch,) = next(loader.train(stream, range(1)))
     assert batch.targets_BK is not None
     assert batch.targets_BK.shape == (7, 10)
     assert torch.allclose(batch.targets_BK.sum(1), torch.ones(7))

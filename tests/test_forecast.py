@@ -17,7 +17,7 @@ from samples import make_parquet, png, store_of
 from test_bench_subjects import Told
 
 from finetune.commands.plan import Trial, forecast
-from finetune.data.feature_loader import RowFeed
+from finetune.data.feature_loader import FeatureLoader
 from finetune.data.source import open_source
 from finetune.errors import FinetuneError, RecipeError, SetupError
 from finetune.models.profile import count_parameters
@@ -39,7 +39,7 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> Trial:
 
 def test_memory_is_the_sum_of_its_parts(trial: Trial) -> None:
     predicted: dict[str, Any] = trial.predicted  # type: ignore[attr-defined]
-    memory, one = predicted["memory"], 4 * count_parameters(trial.job.built.model.parameters())
+    memory, one = predicted["memory"], 4 * count_parameters(trial.setup.built.model.parameters())
     parts = memory["parts"]
     assert parts["weights"] == parts["gradients"] == parts["average"] == one
     assert parts["moments"] == pytest.approx(2 * one, rel=0.01)
@@ -70,9 +70,9 @@ def test_time_follows_from_the_rates(trial: Trial) -> None:
     time = measured["time"]
     rate = time["images_per_second"]
     assert rate == pytest.approx(sum(time["turns"]) / len(time["turns"]))
-    assert time["epoch_seconds"] == pytest.approx(trial.job.num_samples / rate)
+    assert time["epoch_seconds"] == pytest.approx(trial.setup.num_samples / rate)
     assert (time["run_steps"], time["evaluations"]) == (12, 3)
-    val = 120 - trial.job.num_samples
+    val = 120 - trial.setup.num_samples
     evaluated = 4 * val / time["evaluated_per_second"]
     assert time["run_seconds"] == pytest.approx(12 * 24 / rate + evaluated)
     assert 0 <= time["input_share"] < 1
@@ -106,9 +106,9 @@ def test_a_frozen_backbone_computes_its_features_once(tmp_path: Path) -> None:
     time, steps = made.measure()["time"], 2000
     whole = made.rates["real"]
     assert time["features_seconds"] > 0
-    assert isinstance(made.trained, RowFeed)  # what the steps were timed with
+    assert isinstance(made.trained, FeatureLoader)  # what the steps were timed with
     assert time["images_per_second"] == whole
-    val = 120 - made.job.num_samples
+    val = 120 - made.setup.num_samples
     evaluated = (time["evaluations"] + 1) * val / time["evaluated_per_second"]
     training = steps * 24 / whole
     assert time["run_seconds"] == pytest.approx(time["features_seconds"] + training + evaluated)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune.training import host_memory
-from finetune.training.host_memory import free_bytes, total_bytes
+from finetune import processes as host_memory
+from finetune.processes import free_bytes, total_bytes
 
 
 def test_a_machine_has_more_than_is_free() -> None:
@@ -43,7 +43,7 @@ def test_a_containers_limit_counts(
 STEPS = """
 import resource, sys
 import numpy as np
-from finetune.training.host_memory import keep_freed
+from finetune.processes import keep_freed
 if sys.argv[1] == "keep":
     keep_freed()
 def step():

@@ -70,7 +70,7 @@ class Pushed:
     """
 
     hub: HubServer
-    job: Path
+    setup: Path
     labels: list[str]
     logits: dict[str, torch.Tensor]
     confidences: dict[str, list[float]]
@@ -115,12 +115,12 @@ def pushed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pushed]:
         push(runs[0], "alice/secret", private=True)
         push(runs[1], "alice/digits")
         where = [("alice/digits", None), ("alice/digits", first["commit"]), ("alice/secret", None)]
-        job = {"models": where, "images": str(top / "images.pt"), "picture": str(image)}
-        (top / "job.json").write_text(json.dumps(job))
+        setup = {"models": where, "images": str(top / "images.pt"), "picture": str(image)}
+        (top / "job.json").write_text(json.dumps(setup))
         of = dict(zip(MODELS, (models[1], models[0], models[0]), strict=True))
         yield Pushed(
             hub=hub,
-            job=top / "job.json",
+            setup=top / "job.json",
             labels=models[0].class_names,
             logits={name: model.logits(images_BCHW) for name, model in of.items()},
             confidences={name: confidences(model, image) for name, model in of.items()},
@@ -140,7 +140,7 @@ def answers(
     home = tmp_path_factory.mktemp(request.param)
     script = Path(__file__).with_name("hub_loaders.py")
     told = subprocess.run(
-        [sys.executable, str(script), request.param, str(pushed.job), str(home / "out.json")],
+        [sys.executable, str(script), request.param, str(pushed.setup), str(home / "out.json")],
         env={**pushed.hub.environment(home / "cache", TOKEN), "PYTHONPATH": str(REPOSITORY)},
         cwd=home,
         capture_output=True,

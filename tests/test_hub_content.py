@@ -1,4 +1,4 @@
-"""finetune/publish/contents.py: the allow-list, the search for secrets, and the check of the card."""
+"""The contents of a push: the allow-list, the search for secrets, and the check of the card."""
 
 from __future__ import annotations
 

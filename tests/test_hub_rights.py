@@ -1,4 +1,4 @@
-"""finetune/publish/permissions.py: each reason for which the hub would refuse, with a message of its own."""
+"""Permissions: each reason for which the hub would refuse, with a message of its own."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from networks import TINY, built, images
 
 from finetune.errors import WeightsError
 from finetune.models.architectures.position_embeddings import position_table
-from finetune.models.inside import (
+from finetune.models.attention import (
     attention_distances,
     even_distance,
     patch_filters,

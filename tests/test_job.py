@@ -7,7 +7,7 @@ import torch
 
 from finetune.errors import RecipeError
 from finetune.recipe.load import parse_recipe
-from finetune.training.setup import Job, open_job
+from finetune.training.setup import TrainingSetup, open_setup
 
 RECIPE = """
 model: {name: test_vit, pretrained: false, image_size: 32}
@@ -16,8 +16,8 @@ optim: {lr: 1e-3, epochs: 2}
 """
 
 
-def job_of(*overrides: str, notices: list[str] | None = None) -> Job:
-    return open_job(
+def setup_of(*overrides: str, notices: list[str] | None = None) -> TrainingSetup:
+    return open_setup(
         parse_recipe(RECIPE, overrides=overrides),
         device=torch.device("cpu"),
         notice=pytest.fail if notices is None else notices.append,
@@ -26,95 +26,95 @@ def job_of(*overrides: str, notices: list[str] | None = None) -> Job:
 
 
 def test_epochs_become_steps_once_rounded_up() -> None:
-    job = job_of("optim.warmup_epochs=0.5")
-    images = len(job.source.splits["train"])
-    assert job.steps == -(-2 * images // 100)
-    assert job.warmup_steps == round(0.5 * images / 100)
-    assert job.steps_per_epoch == images / 100
+    setup = setup_of("optim.warmup_epochs=0.5")
+    images = len(setup.source.splits["train"])
+    assert setup.steps == -(-2 * images // 100)
+    assert setup.warmup_steps == round(0.5 * images / 100)
+    assert setup.steps_per_epoch == images / 100
 
 
 def test_evaluation_and_checkpoints_are_due_at_epochs_and_at_the_end() -> None:
-    job = job_of()
-    due = [step for step in range(1, job.steps + 1) if job.evaluates_after(step)]
-    assert due == [-(-job.num_samples // 100), job.steps]
-    assert [step for step in range(1, job.steps + 1) if job.saves_after(step)] == due
-    job = job_of("run.eval_every=10", "run.save_every=7")
-    steps = range(1, job.steps + 1)
-    assert [step for step in steps if job.evaluates_after(step)] == [10, 20, job.steps]
-    assert [step for step in steps if job.saves_after(step)] == [7, 14, 21, job.steps]
+    setup = setup_of()
+    due = [step for step in range(1, setup.steps + 1) if setup.evaluates_after(step)]
+    assert due == [-(-setup.num_samples // 100), setup.steps]
+    assert [step for step in range(1, setup.steps + 1) if setup.saves_after(step)] == due
+    setup = setup_of("run.eval_every=10", "run.save_every=7")
+    steps = range(1, setup.steps + 1)
+    assert [step for step in steps if setup.evaluates_after(step)] == [10, 20, setup.steps]
+    assert [step for step in steps if setup.saves_after(step)] == [7, 14, 21, setup.steps]
 
 
 def test_overriding_the_weights_preprocessing_is_said_once() -> None:
     notices: list[str] = []
-    job = job_of("model.pretrained=true", "model.name=embedded:vit_nano", notices=notices)
+    setup = setup_of("model.pretrained=true", "model.name=embedded:vit_nano", notices=notices)
     assert notices == []
-    own = job.preprocessing.mean
-    job = job_of(
+    own = setup.preprocessing.mean
+    setup = setup_of(
         "model.pretrained=true",
         "model.name=embedded:vit_nano",
         "data.mean=[0.1, 0.2, 0.3]",
         notices=notices,
     )
-    assert job.preprocessing.mean == (0.1, 0.2, 0.3) != own
+    assert setup.preprocessing.mean == (0.1, 0.2, 0.3) != own
     assert len(notices) == 1
     assert "data.mean=(0.1, 0.2, 0.3) instead of" in notices[0]
 
 
 def test_an_evaluation_that_timm_cannot_say_is_said() -> None:
     notices: list[str] = []
-    job_of("data.eval=center_crop(6) | resize", notices=notices)
+    setup_of("data.eval=center_crop(6) | resize", notices=notices)
     assert len(notices) == 1
     assert "cannot say" in notices[0]
 
 
 def test_jpegs_decoded_smaller_are_said_and_never_too_small() -> None:
     notices: list[str] = []
-    job = job_of("data.decode_size=32", "data.eval=resize", notices=notices)
-    assert {split.decode_size for split in job.source.splits.values()} == {32}
+    setup = setup_of("data.decode_size=32", "data.eval=resize", notices=notices)
+    assert {split.decode_size for split in setup.source.splits.values()} == {32}
     assert len(notices) == 1
     assert "decodes JPEGs at their own size" in notices[0]
     for crop, needed in ((1.0, 32), (0.5, 64)):
         with pytest.raises(RecipeError, match=f"{needed - 1} is less than the {needed} pixels"):
-            job_of(f"data.decode_size={needed - 1}", f"data.crop_pct={crop}", notices=notices)
+            setup_of(f"data.decode_size={needed - 1}", f"data.crop_pct={crop}", notices=notices)
 
 
 def test_one_more_image_is_another_fingerprint(image_folder) -> None:
-    before = job_of(f"data.source=folder:{image_folder}", "data.batch_size=6").fingerprints()
+    before = setup_of(f"data.source=folder:{image_folder}", "data.batch_size=6").fingerprints()
     assert (
-        job_of(f"data.source=folder:{image_folder}", "data.batch_size=6").fingerprints() == before
+        setup_of(f"data.source=folder:{image_folder}", "data.batch_size=6").fingerprints() == before
     )
     next((image_folder / "test" / "red").iterdir()).unlink()
-    after = job_of(f"data.source=folder:{image_folder}", "data.batch_size=6").fingerprints()
+    after = setup_of(f"data.source=folder:{image_folder}", "data.batch_size=6").fingerprints()
     assert {name for name in before if before[name] != after[name]} == {"test"}
 
 
 def test_a_batch_larger_than_the_data_is_said() -> None:
     notices: list[str] = []
-    job_of("data.batch_size=5000", notices=notices)
+    setup_of("data.batch_size=5000", notices=notices)
     assert len(notices) == 1
     assert "5000 is more than the" in notices[0]
 
 
 def test_quarantine_shortens_the_stream(image_folder) -> None:
     next((image_folder / "train" / "red").iterdir()).write_bytes(b"no image")
-    job = job_of(
+    setup = setup_of(
         f"data.source=folder:{image_folder}", "data.batch_size=6", "data.unreadable=quarantine"
     )
-    before = job.num_samples
-    job.feed(job.source.splits["train"], train=True)
-    left = job.num_samples + len(job.source.splits["val"])
-    assert job.num_samples in (before, before - 1)
+    before = setup.num_samples
+    setup.loader(setup.source.splits["train"], train=True)
+    left = setup.num_samples + len(setup.source.splits["val"])
+    assert setup.num_samples in (before, before - 1)
     assert left in (23, 24)
 
 
 def test_patience_needs_something_to_wait_on() -> None:
     with pytest.raises(RecipeError, match="no validation split"):
-        job_of("run.patience=3", "data.val_fraction=0")
-    job_of("run.patience=3")
+        setup_of("run.patience=3", "data.val_fraction=0")
+    setup_of("run.patience=3")
 
 
 def test_the_plan_says_what_would_happen() -> None:
-    plan = job_of().plan()
+    plan = setup_of().plan()
     assert plan["classes"] == 10
     assert plan["parameters"] == plan["trainable_parameters"] > 0
     assert plan["train_pipeline"].endswith("| flip")

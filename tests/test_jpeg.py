@@ -11,8 +11,7 @@ import simplejpeg
 from PIL import Image
 
 from finetune.data import decode as decoding
-from finetune.data.decode import decode
-from finetune.data.jpeg import read_jpeg
+from finetune.data.decode import decode, read_jpeg
 from finetune.data.shared_memory import Slots
 from finetune.errors import DataError
 

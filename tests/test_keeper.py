@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from finetune.errors import DivergedError, SetupError
-from finetune.run import keeper
-from finetune.run.checkpoint import Snapshot
+from finetune.run import checkpoint as checkpoint_writer
+from finetune.run.checkpoint import CheckpointWriter, Snapshot
 from finetune.run.directory import RunDir
-from finetune.run.keeper import Keeper
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -42,26 +41,26 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def test_the_trainer_goes_on_while_it_is_written(run: RunDir) -> None:
-    keeper, first, second = Keeper(run, newest=2), Slow(), Slow()
-    with keeper.at_work():
-        keeper.write(1, first)
-        keeper.look()
+    checkpoint_writer, first, second = CheckpointWriter(run, newest=2), Slow(), Slow()
+    with checkpoint_writer.at_work():
+        checkpoint_writer.write(1, first)
+        checkpoint_writer.look()
         assert run.steps() == []
         threading.Timer(0.3, first.may.set).start()
-        keeper.write(2, second)  # waits for the first
+        checkpoint_writer.write(2, second)  # waits for the first
         assert run.steps() == [1]
         second.may.set()
-        keeper.wait()
+        checkpoint_writer.wait()
         assert run.steps() == [1, 2]
     assert run.verify(2) is None
 
 
 def test_leaving_waits_for_the_last_one(run: RunDir) -> None:
-    keeper, snapshot = Keeper(run, newest=2), Slow()
+    checkpoint_writer, snapshot = CheckpointWriter(run, newest=2), Slow()
 
     def train() -> None:
-        with keeper.at_work():
-            keeper.write(1, snapshot)
+        with checkpoint_writer.at_work():
+            checkpoint_writer.write(1, snapshot)
             threading.Timer(0.3, snapshot.may.set).start()
             raise DivergedError("the run has ended meanwhile")
 
@@ -71,14 +70,14 @@ def test_leaving_waits_for_the_last_one(run: RunDir) -> None:
 
 
 def test_a_full_disk_ends_the_run_at_the_next_step(run: RunDir) -> None:
-    keeper, good, full = Keeper(run, newest=2), Slow(), Slow(full=True)
+    checkpoint_writer, good, full = CheckpointWriter(run, newest=2), Slow(), Slow(full=True)
     good.may.set()
-    keeper.write(1, good)
-    keeper.write(2, full)
-    keeper.look()  # still under way
+    checkpoint_writer.write(1, good)
+    checkpoint_writer.write(2, full)
+    checkpoint_writer.look()  # still under way
     full.may.set()
     with pytest.raises(SetupError, match="disk is full"):
-        keeper.wait()
+        checkpoint_writer.wait()
     assert run.steps() == [1]
     assert not list(run.checkpoints.glob(".*"))
 
@@ -86,12 +85,12 @@ def test_a_full_disk_ends_the_run_at_the_next_step(run: RunDir) -> None:
 @pytest.mark.parametrize("error", [None, DivergedError("first")])
 def test_a_full_disk_at_the_end_is_told(error: DivergedError | None, run: RunDir) -> None:
     """Unless something else has ended the run."""
-    keeper, full = Keeper(run, newest=2), Slow(full=True)
+    checkpoint_writer, full = CheckpointWriter(run, newest=2), Slow(full=True)
     full.may.set()
 
     def train() -> None:
-        with keeper.at_work():
-            keeper.write(1, full)
+        with checkpoint_writer.at_work():
+            checkpoint_writer.write(1, full)
             if error is not None:
                 raise error
 
@@ -104,7 +103,7 @@ def test_a_strange_state_names_no_best(run: RunDir, text: str) -> None:
     folder = run.folder(3)
     folder.mkdir(parents=True)
     (folder / "state.json").write_text(text)
-    assert keeper._best_step(run, 3) is None
+    assert checkpoint_writer._best_step(run, 3) is None
 
 
 @pytest.mark.timeout(20)
@@ -112,4 +111,4 @@ def test_a_pipe_names_no_best_and_is_not_waited_for(run: RunDir) -> None:
     folder = run.folder(3)
     folder.mkdir(parents=True)
     os.mkfifo(folder / "state.json")
-    assert keeper._best_step(run, 3) is None
+    assert checkpoint_writer._best_step(run, 3) is None

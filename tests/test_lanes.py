@@ -10,7 +10,7 @@ import pytest
 from samples import make_parquet
 from streamed import GROUP, split_of
 
-from finetune.data.loader import Stream
+from finetune.data.loader import Sampler
 from finetune.data.source import open_source
 from finetune.data.streaming import shuffle as data_lanes
 from finetune.data.streaming.shuffle import Lanes, lanes_of
@@ -19,12 +19,12 @@ ROWS, GROUPS = 30, 60
 GROUPS_N = np.repeat(np.arange(GROUPS), ROWS)
 
 
-def stream(batch_size: int = 64, *, lanes: int = 16, window: int = 3, unit: int = 1) -> Stream:
+def stream(batch_size: int = 64, *, lanes: int = 16, window: int = 3, unit: int = 1) -> Sampler:
     mixed = Lanes(GROUPS_N, lanes, window)
-    return Stream(len(GROUPS_N), batch_size=batch_size, seed=5, unit=unit, lanes=mixed)
+    return Sampler(len(GROUPS_N), batch_size=batch_size, seed=5, unit=unit, lanes=mixed)
 
 
-def taken(made: Stream, step: int, rank: int = 0, world: int = 1, at_once: int | None = None):
+def taken(made: Sampler, step: int, rank: int = 0, world: int = 1, at_once: int | None = None):
     parts = made.micro_batches(step, rank=rank, world=world, micro_batch=at_once)
     keys, indices = (np.concatenate(each) for each in zip(*parts, strict=True))
     return keys.tolist(), indices.tolist()

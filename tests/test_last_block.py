@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from finetune.models.attention import attention_maps
+from finetune.models.fast_blocks import compute_class_token
 from finetune.models.features import accept_features, pre_logits
-from finetune.models.last_block import compute_class_token
 from finetune.models.profile import count_macs
 
 NUM_CLASSES, DEPTH = 7, 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from finetune.publish.licences import licence_keys
+from finetune.publish.model_card import licence_keys
 
 
 @pytest.mark.parametrize(

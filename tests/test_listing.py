@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from finetune.commands import listing
-from finetune.commands.listing import find_files, list_files
+from finetune.commands import predict_io as listing
+from finetune.commands.predict_io import find_files, list_files
 from finetune.errors import DataError, RecipeError
 
 

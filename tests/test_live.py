@@ -10,15 +10,14 @@ import pytest
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
-from finetune.console import Meter
 from finetune.data.loader import Batch
 from finetune.errors import DivergedError
 from finetune.recipe.load import parse_recipe
 from finetune.run.directory import RunDir
-from finetune.training.echo import Echo
-from finetune.training.setup import open_job
+from finetune.training.meter import Meter
+from finetune.training.setup import open_setup
 from finetune.training.train import launch
-from finetune.training.trainer_state import Live
+from finetune.training.trainer_state import DelayedScalars, TrainerState
 
 RECIPE = """
 model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 16,
@@ -29,13 +28,13 @@ run: {precision: fp32}
 """
 
 
-def live_of(tmp_path: Path, *overrides: str) -> tuple[Live, Meter]:
+def trainer_of(tmp_path: Path, *overrides: str) -> tuple[TrainerState, Meter]:
     recipe = parse_recipe(RECIPE, overrides=overrides)
     accelerator = launch(recipe.run)
-    job = open_job(recipe, device=accelerator.device, notice=pytest.fail, progress=False)
+    setup = open_setup(recipe, device=accelerator.device, notice=pytest.fail, progress=False)
     run = RunDir(tmp_path / "run")
     run.open()
-    return Live(job, accelerator, run), Meter(accelerator.device, 0.0)
+    return TrainerState(setup, accelerator, run), Meter(accelerator.device, 0.0)
 
 
 def batch(count: int, seed: int = 0) -> Batch:
@@ -45,40 +44,44 @@ def batch(count: int, seed: int = 0) -> Batch:
 
 
 def test_the_gradient_is_the_mean_over_the_global_batch(tmp_path: Path) -> None:
-    live, meter = live_of(tmp_path)
-    head = live.model.head.bias.detach().clone()
+    trainer, meter = trainer_of(tmp_path)
+    head = trainer.model.head.bias.detach().clone()
     whole = batch(8)
     expected = torch.full((10,), 0.1)  # a zero head: softmax is 1/10 everywhere
     expected -= torch.bincount(whole.labels_B, minlength=10) / 8
     parts = [Batch(whole.images_BCHW[i : i + 4], whole.labels_B[i : i + 4]) for i in (0, 4)]
-    live.step(2, iter(parts), meter)
-    assert torch.allclose(live.model.head.bias, head - 0.1 * expected, atol=1e-7)
+    trainer.step(2, iter(parts), meter)
+    assert torch.allclose(trainer.model.head.bias, head - 0.1 * expected, atol=1e-7)
     assert meter.sums()[3] == 8
 
 
 def test_without_a_limit_no_gradient_is_written_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    live, meter = live_of(tmp_path)
-    monkeypatch.setattr(live.accelerator, "clip_grad_norm_", pytest.fail)
-    live.step(1, iter([batch(8)]), meter)
-    head = live.model.head.weight.detach().clone()
-    live.step(1, iter([batch(8, seed=1)]), meter)
-    assert not torch.equal(live.model.head.weight, head)
+    trainer, meter = trainer_of(tmp_path)
+    monkeypatch.setattr(trainer.accelerator, "clip_grad_norm_", pytest.fail)
+    trainer.step(1, iter([batch(8)]), meter)
+    head = trainer.model.head.weight.detach().clone()
+    trainer.step(1, iter([batch(8, seed=1)]), meter)
+    assert not torch.equal(trainer.model.head.weight, head)
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing_but_the_count(tmp_path: Path) -> None:
-    live, meter = live_of(tmp_path, "optim.ema_decay=0.5")
-    before = {name: value.clone() for name, value in live.model.state_dict().items()}
+    trainer, meter = trainer_of(tmp_path, "optim.ema_decay=0.5")
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     bad = batch(8)
     bad.images_BCHW[3] = float("inf")
-    live.step(1, iter([bad]), meter)
-    for name, value in live.model.state_dict().items():
+    trainer.step(1, iter([bad]), meter)
+    for name, value in trainer.model.state_dict().items():
         assert torch.equal(value, before[name]), name
-    assert (live.counters.step, live.counters.skipped, live.counters.skipped_in_row) == (1, 1, 1)
+    assert (trainer.counters.step, trainer.counters.skipped, trainer.counters.skipped_in_row) == (
+        1,
+        1,
+        1,
+    )
     assert meter.sums().tolist() == [0, 0, 0, 0]
-    live.step(1, iter([batch(8)]), meter)
-    assert (live.counters.skipped, live.counters.skipped_in_row) == (1, 0)
+    trainer.step(1, iter([batch(8)]), meter)
+    assert (trainer.counters.skipped, trainer.counters.skipped_in_row) == (1, 0)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lion"])
@@ -86,104 +89,104 @@ def test_what_a_wrong_step_leaves_behind(name: str, tmp_path: Path) -> None:
     """Left out on the device or by the host, at first or later: the right steps alone decide."""
     ends = []
     for steps in ("gbgg", "ggg"):
-        live, meter = live_of(tmp_path / steps, f"optim.name={name}", "optim.momentum=0.9")
-        assert live._masks == (name != "lion")
+        trainer, meter = trainer_of(tmp_path / steps, f"optim.name={name}", "optim.momentum=0.9")
+        assert trainer._masks == (name != "lion")
         right = (batch(8, seed=seed) for seed in range(3))
         for step in steps:
             wrong = Batch(torch.full((8, 3, 16, 16), float("nan")), torch.arange(8))
-            live.step(1, iter([next(right) if step == "g" else wrong]), meter)
-        assert live.counters.skipped == steps.count("b")
+            trainer.step(1, iter([next(right) if step == "g" else wrong]), meter)
+        assert trainer.counters.skipped == steps.count("b")
         assert meter.sums()[3] == 24
-        ends.append(live.model.state_dict())
+        ends.append(trainer.model.state_dict())
     for key, value in ends[0].items():
         assert torch.equal(value, ends[1][key]), key
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_a_wrong_first_step_leaves_no_moments(name: str, tmp_path: Path) -> None:
-    live, meter = live_of(tmp_path, f"optim.name={name}", "optim.momentum=0.9")
+    trainer, meter = trainer_of(tmp_path, f"optim.name={name}", "optim.momentum=0.9")
     bad = batch(8)
     bad.images_BCHW[0] = float("nan")
-    live.step(1, iter([bad]), meter)
-    assert not live.optimizer.optimizer.state
-    live.step(1, iter([batch(8)]), meter)
-    assert all(value.isfinite().all() for value in live.model.state_dict().values())
+    trainer.step(1, iter([bad]), meter)
+    assert not trainer.optimizer.optimizer.state
+    trainer.step(1, iter([batch(8)]), meter)
+    assert all(value.isfinite().all() for value in trainer.model.state_dict().values())
 
 
 def test_a_wrong_first_step_under_a_loss_scale_leaves_no_moments(tmp_path: Path) -> None:
     """torch's fused SGD would make its momentum of memory as it is, and not write to it."""
-    live, meter = live_of(tmp_path, "optim.momentum=0.9", "optim.args={fused: true}")
+    trainer, meter = trainer_of(tmp_path, "optim.momentum=0.9", "optim.args={fused: true}")
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     # what Accelerate does for fp16, which it refuses to do on a CPU
-    live.accelerator.scaler, live.accelerator.native_amp, live._masks = scaler, True, False
-    plain = live.optimizer.optimizer
-    live.optimizer = AcceleratedOptimizer(plain, device_placement=False, scaler=scaler)
-    live.accelerator._optimizers = [live.optimizer]
-    live.accelerator.state._shared_state["_mixed_precision"] = "fp16"
+    trainer.accelerator.scaler, trainer.accelerator.native_amp, trainer._masks = scaler, True, False
+    plain = trainer.optimizer.optimizer
+    trainer.optimizer = AcceleratedOptimizer(plain, device_placement=False, scaler=scaler)
+    trainer.accelerator._optimizers = [trainer.optimizer]
+    trainer.accelerator.state._shared_state["_mixed_precision"] = "fp16"
     try:
         bad = batch(8)
         bad.images_BCHW[0] = float("nan")
-        live.step(1, iter([bad]), meter)
-        assert not live.optimizer.optimizer.state
+        trainer.step(1, iter([bad]), meter)
+        assert not trainer.optimizer.optimizer.state
         assert scaler.get_scale() == 2.0
-        before = {name: value.clone() for name, value in live.model.state_dict().items()}
-        live.step(1, iter([batch(8)]), meter)
+        before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        trainer.step(1, iter([batch(8)]), meter)
     finally:
-        live.accelerator.state._shared_state["_mixed_precision"] = "no"
-    after = live.model.state_dict()
+        trainer.accelerator.state._shared_state["_mixed_precision"] = "no"
+    after = trainer.model.state_dict()
     assert all(value.isfinite().all() for value in after.values())
     assert not torch.equal(after["head.weight"], before["head.weight"])
-    assert live.counters.skipped == 1
+    assert trainer.counters.skipped == 1
 
 
 def test_steps_that_are_heard_of_late_are_counted_before_a_checkpoint(tmp_path: Path) -> None:
-    live, meter = live_of(tmp_path, "run.max_skipped=2")
-    live._finite = Echo(torch.device("cpu"), late=True)
+    trainer, meter = trainer_of(tmp_path, "run.max_skipped=2")
+    trainer._finite = DelayedScalars(torch.device("cpu"), late=True)
     bad = batch(8)
     bad.images_BCHW[0] = float("nan")
-    live.step(1, iter([bad]), meter)
-    assert live.counters.skipped == 0
-    live.save(meter)
-    assert live.counters.skipped == 1
-    live.step(1, iter([bad]), meter)
+    trainer.step(1, iter([bad]), meter)
+    assert trainer.counters.skipped == 0
+    trainer.save(meter)
+    assert trainer.counters.skipped == 1
+    trainer.step(1, iter([bad]), meter)
     with pytest.raises(DivergedError, match="2 steps in a row"):
-        live.step(1, iter([batch(8)]), meter)
+        trainer.step(1, iter([batch(8)]), meter)
 
 
 def test_dropout_depends_on_the_step_and_not_on_what_was_drawn_before(tmp_path: Path) -> None:
     ends = []
     for draws_before in (0, 5):
-        live, meter = live_of(tmp_path / str(draws_before), "model.dropout=0.5")
-        live.model.head.weight.data.normal_(generator=torch.Generator().manual_seed(0))
-        live.go_on(meter)
+        trainer, meter = trainer_of(tmp_path / str(draws_before), "model.dropout=0.5")
+        trainer.model.head.weight.data.normal_(generator=torch.Generator().manual_seed(0))
+        trainer.go_on(meter)
         torch.rand(draws_before)
-        live.step(1, iter([batch(8)]), meter)
-        ends.append(live.model.blocks[0].mlp.fc1.weight.detach().clone())
+        trainer.step(1, iter([batch(8)]), meter)
+        ends.append(trainer.model.blocks[0].mlp.fc1.weight.detach().clone())
     assert torch.equal(*ends)
 
 
 def test_log_lines_name_the_rate_that_was_used(tmp_path: Path) -> None:
-    live, meter = live_of(tmp_path, "optim.schedule=linear", "optim.warmup_steps=4")
-    live.step(1, iter([batch(8)]), meter)
-    live.step(1, iter([batch(8)]), meter)
-    line = live.log(meter)
+    trainer, meter = trainer_of(tmp_path, "optim.schedule=linear", "optim.warmup_steps=4")
+    trainer.step(1, iter([batch(8)]), meter)
+    trainer.step(1, iter([batch(8)]), meter)
+    line = trainer.log(meter)
     assert line["lr"] == pytest.approx(0.1 * 1 / 4)
     assert line["samples_seen"] == 16
-    assert json.loads((live.run.path / "metrics.jsonl").read_text()) == line
+    assert json.loads((trainer.run.path / "metrics.jsonl").read_text()) == line
 
 
 def test_old_checkpoints_go_and_the_best_stays(tmp_path: Path) -> None:
-    live, meter = live_of(tmp_path, "run.keep_checkpoints=2")
+    trainer, meter = trainer_of(tmp_path, "run.keep_checkpoints=2")
     for step in range(1, 6):
-        live.step(1, iter([batch(8, seed=step)]), meter)
+        trainer.step(1, iter([batch(8, seed=step)]), meter)
         if step == 2:
-            live.counters.note("val.top1", 0.5)
-        live.save(meter)
-    live.saved()
-    assert live.run.steps() == [2, 4, 5]
-    fresh, _ = live_of(tmp_path / "other")
-    fresh.run = live.run
+            trainer.counters.note("val.top1", 0.5)
+        trainer.save(meter)
+    trainer.saved()
+    assert trainer.run.steps() == [2, 4, 5]
+    fresh, _ = trainer_of(tmp_path / "other")
+    fresh.run = trainer.run
     fresh.restore(5)
-    restored, saved = (dataclasses.asdict(each.counters) for each in (fresh, live))
+    restored, saved = (dataclasses.asdict(each.counters) for each in (fresh, trainer))
     assert restored == saved
     assert fresh.load_best()[0] == 2

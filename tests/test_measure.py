@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from finetune.data.image_store import Store
-from finetune.data.loader import Feed
+from finetune.data.loader import Loader
 from finetune.data.source import open_source
 from finetune.errors import DivergedError
 from finetune.evaluation.evaluate import evaluate, examine
@@ -27,7 +27,7 @@ class Brightness(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def feed() -> Feed:
+def loader() -> Loader:
     split = open_source("embedded:digits").splits["test"]
     pixels = np.stack([split.read(i) for i in range(len(split))])
     store = Store(split, torch.from_numpy(pixels))
@@ -39,7 +39,7 @@ def feed() -> Feed:
         interpolation="bilinear",
         train=False,
     )
-    return Feed(store, pipeline, num_classes=10, device=torch.device("cpu"))
+    return Loader(store, pipeline, num_classes=10, device=torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -47,21 +47,21 @@ def accelerator() -> Accelerator:
     return Accelerator(cpu=True)
 
 
-def looked_at(feed: Feed, accelerator: Accelerator, **asked: Any) -> dict[str, Any]:
-    return examine(Brightness(), feed, accelerator, batch_size=100, **asked)
+def looked_at(loader: Loader, accelerator: Accelerator, **asked: Any) -> dict[str, Any]:
+    return examine(Brightness(), loader, accelerator, batch_size=100, **asked)
 
 
-def test_without_questions_it_is_the_evaluation(feed, accelerator) -> None:
-    plain = evaluate(Brightness(), feed, accelerator, batch_size=100)
-    closer = looked_at(feed, accelerator)
+def test_without_questions_it_is_the_evaluation(loader, accelerator) -> None:
+    plain = evaluate(Brightness(), loader, accelerator, batch_size=100)
+    closer = looked_at(loader, accelerator)
     assert {**plain, "images_per_second": 0} == {**closer, "images_per_second": 0}
 
 
-def test_the_diagram_adds_up_to_the_figures(feed, accelerator) -> None:
-    found = looked_at(feed, accelerator)
+def test_the_diagram_adds_up_to_the_figures(loader, accelerator) -> None:
+    found = looked_at(loader, accelerator)
     bins = [one for one in found["calibration"] if one["count"]]
     assert len(found["calibration"]) == 15
-    assert sum(one["count"] for one in bins) == found["examples"] == len(feed.labels)
+    assert sum(one["count"] for one in bins) == found["examples"] == len(loader.labels)
     right = sum(one["accuracy"] * one["count"] for one in bins)
     assert right == pytest.approx(found["top1"] * found["examples"])
     gaps = sum(abs(one["accuracy"] - one["confidence"]) * one["count"] for one in bins)
@@ -69,39 +69,41 @@ def test_the_diagram_adds_up_to_the_figures(feed, accelerator) -> None:
     assert all(one["low"] < one["confidence"] <= one["high"] for one in bins)
 
 
-def test_the_fitted_temperature_lowers_the_loss_and_moves_no_prediction(feed, accelerator) -> None:
-    fitted = looked_at(feed, accelerator, fit=True)
+def test_the_fitted_temperature_lowers_the_loss_and_moves_no_prediction(
+    loader, accelerator
+) -> None:
+    fitted = looked_at(loader, accelerator, fit=True)
     assert fitted["temperature"] > 1
-    scaled = looked_at(feed, accelerator, temperature=fitted["temperature"])
+    scaled = looked_at(loader, accelerator, temperature=fitted["temperature"])
     assert scaled["calibrated"]["loss"] < scaled["loss"]
     assert scaled["calibrated"]["ece"] < scaled["ece"]
     assert scaled["top1"] == fitted["top1"]
-    unchanged = looked_at(feed, accelerator, temperature=1.0)
+    unchanged = looked_at(loader, accelerator, temperature=1.0)
     assert unchanged["calibrated"]["loss"] == unchanged["loss"]
     assert unchanged["calibrated"]["calibration"] == unchanged["calibration"]
 
 
-def test_mistakes_name_images_of_the_split(feed, accelerator) -> None:
-    found = looked_at(feed, accelerator, num_mistakes=5)["mistakes"]
+def test_mistakes_name_images_of_the_split(loader, accelerator) -> None:
+    found = looked_at(loader, accelerator, num_mistakes=5)["mistakes"]
     assert len(found) == 5
     assert [one["loss"] for one in found] == sorted((one["loss"] for one in found), reverse=True)
-    split = feed.store.split
+    split = loader.store.split
     for one in found:
         assert one["label"] == split.labels[one["index"]] != one["predicted"]
         assert one["name"] == split.name_of(one["index"])
-        logits = Brightness()(next(_one(feed, one["index"])))[0].double()
+        logits = Brightness()(next(_one(loader, one["index"])))[0].double()
         assert one["confidence"] == pytest.approx(float(logits.softmax(0).max()), abs=1e-6)
 
 
-def _one(feed: Feed, index: int):
-    for pixels in feed.store.read_all([np.array([index])]):
-        yield feed.pipeline(pixels, keys=None, device=feed.device)
+def _one(loader: Loader, index: int):
+    for pixels in loader.store.read_all([np.array([index])]):
+        yield loader.pipeline(pixels, keys=None, device=loader.device)
 
 
-def test_logits_that_are_not_finite_are_no_figures(feed, accelerator) -> None:
+def test_logits_that_are_not_finite_are_no_figures(loader, accelerator) -> None:
     class Broken(nn.Module):
         def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
             return torch.full((len(images_BCHW), 10), float("nan"))
 
     with pytest.raises(DivergedError, match="not finite"):
-        examine(Broken(), feed, accelerator, batch_size=50, fit=True, num_mistakes=3)
+        examine(Broken(), loader, accelerator, batch_size=50, fit=True, num_mistakes=3)

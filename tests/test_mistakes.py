@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from finetune.evaluation.mistakes import Mistakes, worst
+from finetune.evaluation.metrics import Mistakes, worst
 
 
 def collected(logits: torch.Tensor, labels: torch.Tensor, *, limit: int, batch: int) -> list[dict]:

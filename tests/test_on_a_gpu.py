@@ -16,14 +16,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune.console import Meter
 from finetune.data.image_store import Store
-from finetune.data.loader import Feed, Stream, _side_stream
+from finetune.data.loader import Loader, Sampler, _side_stream
 from finetune.data.source import open_source
 from finetune.evaluation.metrics import Counts
-from finetune.models.last_block import compute_class_token
-from finetune.training.echo import Echo
+from finetune.models.fast_blocks import compute_class_token
+from finetune.training.meter import Meter
 from finetune.training.optim import build_optimizer, can_mask
+from finetune.training.trainer_state import DelayedScalars
 from finetune.transforms.pipeline import Pipeline
 from finetune.transforms.random import sample_keys
 from tests import networks
@@ -117,10 +117,10 @@ class TestOnAGpu:
     def test_batches_and_what_is_counted(self, gpu: None, on: torch.device | str) -> None:
         split = open_source("embedded:digits").splits["test"]
         store = Store(split, torch.zeros(len(split), 8, 8, 3, dtype=torch.uint8, device=on))
-        feed = Feed(store, pipeline("resize | mixup(0.8)"), num_classes=10, device=GPU)
-        stream = Stream(len(split), batch_size=8, seed=0, unit=2)
-        ((_, batches),) = feed.train(stream, range(1))
-        meter, echo, counts = Meter(GPU, 0.0), Echo(GPU), Counts(10, device=GPU)
+        loader = Loader(store, pipeline("resize | mixup(0.8)"), num_classes=10, device=GPU)
+        stream = Sampler(len(split), batch_size=8, seed=0, unit=2)
+        ((_, batches),) = loader.train(stream, range(1))
+        meter, echo, counts = Meter(GPU, 0.0), DelayedScalars(GPU), Counts(10, device=GPU)
         for batch in batches:
             assert batch.targets_BK is not None
             found = {batch.images_BCHW.device, batch.labels_B.device, batch.targets_BK.device}

@@ -8,30 +8,30 @@ import pytest
 import torch
 from faults_runs import tiny
 
-from finetune.commands.plan_options import Ground, rehearsed
+from finetune.commands.plan_options import Baseline, rehearsed
 from finetune.training.compile import choose_kernels
 from finetune.training.memory import num_bytes, state_bytes
 from finetune.training.micro_batch import optimizer_settings
-from finetune.training.setup import open_job
+from finetune.training.setup import open_setup
 
 PARTS = {"program": 0, "average": 0, "images": 10**6, "snapshot": 0}
 
 
-def ground(*overrides: str, **given: Any) -> Ground:
+def baseline(*overrides: str, **given: Any) -> Baseline:
     """A run of which 100 images a second are trained, 125 without their input."""
-    job = open_job(
+    setup = open_setup(
         tiny("model.args.depth=4", *overrides),
         device=torch.device("cpu"),
         notice=print,
         progress=False,
     )
-    network = job.built.model
-    choose_kernels(network, device=job.device, dtype=torch.float32)
+    network = setup.built.model
+    choose_kernels(network, device=setup.device, dtype=torch.float32)
     trained = num_bytes(p for p in network.parameters() if p.requires_grad)
     own = {
         "weights": num_bytes(network.state_dict().values()),
         "gradients": trained,
-        "moments": state_bytes(network, optimizer_settings(job.recipe.optim)),
+        "moments": state_bytes(network, optimizer_settings(setup.recipe.optim)),
     }
     settings: dict[str, Any] = {"dtype": torch.float32, "images": 16}
     facts: dict[str, Any] = {
@@ -40,8 +40,8 @@ def ground(*overrides: str, **given: Any) -> Ground:
         "evaluated": 0,
         "parts": {**PARTS, **own},
         "report": 0,
-        "need": rehearsed(job, network, **settings),
-        "evaluation": rehearsed(job, network, train=False, **settings),
+        "need": rehearsed(setup, network, **settings),
+        "evaluation": rehearsed(setup, network, train=False, **settings),
         "real": 100.0,
         "synthetic": 125.0,
         "in_memory": True,
@@ -49,24 +49,24 @@ def ground(*overrides: str, **given: Any) -> Ground:
         "tick": lambda: None,
         **given,
     }
-    return Ground(job=job, network=network, **facts)
+    return Baseline(setup=setup, network=network, **facts)
 
 
-def peak_of(found: Ground) -> int:
+def peak_of(found: Baseline) -> int:
     return max(found.phases(found.parts, found.need.at(found.part)).values())
 
 
 @pytest.fixture(scope="module")
-def plain() -> Ground:
-    return ground()
+def plain() -> Baseline:
+    return baseline()
 
 
 @pytest.fixture(scope="module")
-def options(plain: Ground) -> dict[str, dict[str, Any]]:
+def options(plain: Baseline) -> dict[str, dict[str, Any]]:
     return {option["change"]: option for option in plain.options()}
 
 
-def test_the_most_helpful_comes_first(plain: Ground, options: dict[str, dict[str, Any]]) -> None:
+def test_the_most_helpful_comes_first(plain: Baseline, options: dict[str, dict[str, Any]]) -> None:
     peak = peak_of(plain)
     gains = [
         min(option["peak"] / peak, 100 / (option["images_per_second"] or 100))
@@ -86,9 +86,9 @@ def test_the_most_helpful_comes_first(plain: Ground, options: dict[str, dict[str
     "change", ["model.grad_checkpointing=true", "model.freeze=2", "model.freeze=backbone"]
 )
 def test_a_line_is_what_a_run_of_that_setting_takes(
-    plain: Ground, options: dict[str, dict[str, Any]], change: str
+    plain: Baseline, options: dict[str, dict[str, Any]], change: str
 ) -> None:
-    other = ground(change)
+    other = baseline(change)
     assert options[change]["peak"] == pytest.approx(peak_of(other), rel=1e-3)
     assert other.need.operations is not None
     before = plain.need.operations
@@ -100,12 +100,12 @@ def test_a_line_is_what_a_run_of_that_setting_takes(
 
 
 def test_half_a_micro_batch_and_another_optimiser(
-    plain: Ground, options: dict[str, dict[str, Any]]
+    plain: Baseline, options: dict[str, dict[str, Any]]
 ) -> None:
     peak, each = peak_of(plain), plain.need.per_image
     assert options["data.micro_batch=8"]["peak"] == peak - 8 * each
     assert options["data.micro_batch=8"]["images_per_second"] is None
-    other = ground("optim.name=sgd")
+    other = baseline("optim.name=sgd")
     assert other.parts["moments"] < plain.parts["moments"]
     saved = plain.parts["moments"] - other.parts["moments"]
     assert plain._option("x", moments=other.parts["moments"])["peak"] == peak - saved
@@ -113,7 +113,7 @@ def test_half_a_micro_batch_and_another_optimiser(
 
 def test_a_smaller_image_has_fewer_operations(options: dict[str, dict[str, Any]]) -> None:
     smaller = options["model.image_size=8"]  # the next that patches of 4 divide, below 16 / 2**0.5
-    other = ground("model.image_size=8")
+    other = baseline("model.image_size=8")
     assert smaller["peak"] == pytest.approx(peak_of(other), rel=1e-3)
     assert smaller["images_per_second"] > 200
 
@@ -121,14 +121,14 @@ def test_a_smaller_image_has_fewer_operations(options: dict[str, dict[str, Any]]
 def test_the_input_is_a_line_where_it_costs_much(options: dict[str, dict[str, Any]]) -> None:
     line = options["an input that costs nothing (data.train)"]
     assert line["images_per_second"] == 125
-    cheap = {option["change"] for option in ground(synthetic=105.0).options()}
+    cheap = {option["change"] for option in baseline(synthetic=105.0).options()}
     assert not any("input" in change for change in cheap)
-    files = {option["change"] for option in ground(in_memory=False).options()}
+    files = {option["change"] for option in baseline(in_memory=False).options()}
     assert "data.keep=memory" in files
 
 
 def test_where_evaluation_takes_the_most_its_batch_is_named() -> None:
-    found = ground(evaluated=4000)
+    found = baseline(evaluated=4000)
     assert peak_of(found) == found.phases(found.parts, 0)["evaluation"]
     lines = {option["change"]: option for option in found.options()}
     assert lines["data.eval_batch_size=2000"]["peak"] < peak_of(found)
@@ -136,6 +136,6 @@ def test_where_evaluation_takes_the_most_its_batch_is_named() -> None:
 
 
 def test_the_report_counts_without_gradients() -> None:
-    found = ground(report=10**9)
+    found = baseline(report=10**9)
     kept = sum(found.parts.values()) - found.parts["gradients"]
     assert found.phases(found.parts, 0)["report"] == kept + 10**9

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.commands.outlook import describe
+from finetune.commands.plan import describe
 
 MIB = 2**20
 

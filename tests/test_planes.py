@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 from PIL import Image
 
-from finetune.data.decode import decode
-from finetune.data.planes import planes
+from finetune.data.decode import decode, planes
 
 
 def test_planes_are_the_pixels_themselves() -> None:

@@ -19,13 +19,13 @@ import torch
 from PIL import Image, ImageColor
 from safetensors.torch import load_file, save_file
 
-from finetune.commands import listing
 from finetune.commands import predict as predict_module
+from finetune.commands import predict_io as listing
 from finetune.commands.predict import Classifier, predict
 from finetune.commands.predict_io import describe
 from finetune.data.decode import decode
 from finetune.data.image_store import open_store
-from finetune.data.loader import Feed
+from finetune.data.loader import Loader
 from finetune.data.source import open_source
 from finetune.errors import DataError, RecipeError, SetupError, WeightsError
 from finetune.models.build import Built, Preprocessing, save_model
@@ -103,8 +103,8 @@ def test_predictions_are_those_of_evaluation(model: Path, image_folder: Path) ->
         progress=False,
         notice=print,
     )
-    feed = Feed(store, classifier.pipeline, num_classes=3, device=torch.device("cpu"))
-    (batch,) = feed.once(batch_size=100)
+    loader = Loader(store, classifier.pipeline, num_classes=3, device=torch.device("cpu"))
+    (batch,) = loader.once(batch_size=100)
     with torch.inference_mode():
         expected_BK = classifier.network(batch.images_BCHW).double().softmax(1)
     files = {Path(split.name_of(i)).name: row for i, row in enumerate(expected_BK.tolist())}

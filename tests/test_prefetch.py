@@ -16,7 +16,7 @@ import torch
 from streamed import GROUP, split_of
 
 from finetune.data.image_store import Store, open_store
-from finetune.data.loader import Stream
+from finetune.data.loader import Sampler
 from finetune.data.source import Split
 from finetune.data.streaming import prefetch
 from finetune.data.streaming.prefetch import Prefetch, prefetch_of
@@ -99,7 +99,7 @@ class TestReading:
         mixed = lanes_of(split)
         assert mixed is not None
         assert mixed.lanes == 8
-        stream = Stream(len(split), batch_size=24, seed=0, lanes=mixed)
+        stream = Sampler(len(split), batch_size=24, seed=0, lanes=mixed)
         for world in (1, 2):
             loaded.clear()
             for rank in range(world):
@@ -117,7 +117,7 @@ class TestReading:
     ) -> None:
         split = split_of(tmp_path, rows=60 * GROUP)
         groups = split.items.group_of(np.arange(len(split)))  # type: ignore[attr-defined]
-        stream = Stream(len(split), batch_size=24, seed=0, lanes=lanes_of(split))
+        stream = Sampler(len(split), batch_size=24, seed=0, lanes=lanes_of(split))
         wanted = [stream.micro_batches(step)[0][1] for step in (13, 14)]
         assert check(split, reader(split), wanted) == 2
         needed = set(groups[np.concatenate(wanted)].tolist())

@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 from timm.data.transforms_factory import create_transform
 
-from finetune.models.saved import Preprocessing
 from finetune.transforms.evaluation import as_published, default_eval
 from finetune.transforms.pipeline import Pipeline
+from finetune.transforms.preprocessing import Preprocessing
 
 SQUARE = Preprocessing(
     image_size=(32, 32),

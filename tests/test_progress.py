@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from finetune.console import Meter, StopSignals
 from finetune.errors import DataError, FinetuneError, Interrupted
+from finetune.training.meter import Meter, StopSignals
 
 Captured = pytest.CaptureFixture[str]
 

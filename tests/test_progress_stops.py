@@ -16,10 +16,10 @@ import pytest
 from PIL import Image
 
 from finetune.cli.main import main
-from finetune.console import StopSignals
 from finetune.data import decode_all as scan
 from finetune.errors import Interrupted
 from finetune.training import train as engine
+from finetune.training.meter import StopSignals
 
 RECIPE = """
 model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 16,

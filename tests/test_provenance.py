@@ -75,9 +75,9 @@ def test_the_commit_is_the_checkouts(tmp_path: Path, monkeypatch) -> None:
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
-    package = tmp_path / "finetune"
-    package.mkdir()
-    module = package / "provenance.py"
+    package = tmp_path / "finetune" / "run"
+    package.mkdir(parents=True)
+    module = package / "environment.py"
     module.write_text("")
     monkeypatch.setattr(provenance, "__file__", str(module))
     assert provenance._commit() is None

@@ -11,8 +11,9 @@ import torch
 from finetune.errors import CheckpointError, DataError, Interrupted, RecipeError, SetupError
 from finetune.recipe.load import parse_recipe
 from finetune.run.directory import RunDir
-from finetune.training.resume import begin, note_plan, status_kept
-from finetune.training.setup import Job, open_job
+from finetune.run.status import status_kept
+from finetune.training.resume import begin, note_plan
+from finetune.training.setup import TrainingSetup, open_setup
 
 RECIPE = """
 model: {name: test_vit, pretrained: false, image_size: 32}
@@ -21,8 +22,8 @@ optim: {lr: 1e-3, steps: 4}
 """
 
 
-def job_of(*overrides: str) -> Job:
-    return open_job(
+def setup_of(*overrides: str) -> TrainingSetup:
+    return open_setup(
         parse_recipe(RECIPE, overrides=overrides),
         device=torch.device("cpu"),
         notice=pytest.fail,
@@ -30,9 +31,9 @@ def job_of(*overrides: str) -> Job:
     )
 
 
-def start(run: RunDir, job: Job, **changes: Any) -> int | None:
+def start(run: RunDir, setup: TrainingSetup, **changes: Any) -> int | None:
     facts: dict[str, Any] = {"precision": "fp32", "num_processes": 1, "resume": False}
-    return begin(run, job, **{**facts, "notice": lambda text: None, **changes})
+    return begin(run, setup, **{**facts, "notice": lambda text: None, **changes})
 
 
 def save(run: RunDir, step: int) -> None:
@@ -40,78 +41,78 @@ def save(run: RunDir, step: int) -> None:
 
 
 def test_a_run_without_a_checkpoint_is_begun_anew_and_one_with_is_kept(run: RunDir) -> None:
-    assert start(run, job_of()) == 0
-    assert start(run, job_of("optim.lr=2e-3")) == 0
+    assert start(run, setup_of()) == 0
+    assert start(run, setup_of("optim.lr=2e-3")) == 0
     save(run, 2)
     with pytest.raises(SetupError, match=r"holds a run already \(running\)"):
-        start(run, job_of("optim.lr=2e-3"))
-    assert start(run, job_of("optim.lr=2e-3"), resume=True) == 2
+        start(run, setup_of("optim.lr=2e-3"))
+    assert start(run, setup_of("optim.lr=2e-3"), resume=True) == 2
 
 
 def test_only_what_changes_nothing_learned_may_differ(run: RunDir) -> None:
-    start(run, job_of())
+    start(run, setup_of())
     save(run, 2)
     free = ["data.micro_batch=8", "data.workers=1", "run.log_every=3", "run.threads=1"]
-    assert start(run, job_of(*free), resume=True) == 2
+    assert start(run, setup_of(*free), resume=True) == 2
     for override, named in (
         ("model.dropout=0.1", r"model\.dropout: the run has 0\.0, now 0\.1"),
         ("data.batch_size=32", r"data\.batch_size"),
         ("run.seed=1", r"run\.seed"),
     ):
         with pytest.raises(RecipeError, match=named):
-            start(run, job_of(override), resume=True)
+            start(run, setup_of(override), resume=True)
     with pytest.raises(RecipeError, match="began in fp32"):
-        start(run, job_of(), resume=True, precision="bf16")
+        start(run, setup_of(), resume=True, precision="bf16")
 
 
 def test_what_lies_beyond_an_intact_checkpoint_is_removed(run: RunDir) -> None:
-    start(run, job_of())
+    start(run, setup_of())
     save(run, 1)
     save(run, 2)
     (run.folder(2) / "manifest.json").unlink()
-    assert start(run, job_of(), resume=True) == 1
+    assert start(run, setup_of(), resume=True) == 1
     assert run.steps() == [1]
     (run.folder(1) / "manifest.json").unlink()
     with pytest.raises(CheckpointError):
-        start(run, job_of(), resume=True)
+        start(run, setup_of(), resume=True)
 
 
 def test_a_finished_run_is_done_only_with_its_results(run: RunDir) -> None:
-    start(run, job_of())
+    start(run, setup_of())
     save(run, 4)
     record = run.read_json("run.json") or {}
     run.write_json("run.json", {**record, "status": "done"})
-    assert start(run, job_of(), resume=True) == 4, "killed before its results were written"
+    assert start(run, setup_of(), resume=True) == 4, "killed before its results were written"
     run.write_json("run.json", {**record, "status": "done"})
     run.write_json("results.json", {})
-    assert start(run, job_of(), resume=True) == 4, "its model/ was removed"
+    assert start(run, setup_of(), resume=True) == 4, "its model/ was removed"
     run.write_json("run.json", {**record, "status": "done"})
     for name in ("config.json", "model.safetensors"):
         run.model.mkdir(exist_ok=True)
         (run.model / name).touch()
-    assert start(run, job_of(), resume=True) is None
+    assert start(run, setup_of(), resume=True) is None
 
 
 def test_without_its_record_a_run_is_not_continued(run: RunDir) -> None:
-    start(run, job_of())
+    start(run, setup_of())
     save(run, 4)
     (run.path / "run.json").unlink()
     with pytest.raises(CheckpointError, match=r"run\.json: is missing"):
-        start(run, job_of(), resume=True)
+        start(run, setup_of(), resume=True)
 
 
 def test_the_number_of_readable_images_is_part_of_the_run(run: RunDir) -> None:
-    job = job_of()
-    start(run, job)
-    note_plan(run, job, start=0)
-    assert (run.read_json("run.json") or {})["plan"]["images_read"] == job.num_samples
-    job.num_samples -= 1
+    setup = setup_of()
+    start(run, setup)
+    note_plan(run, setup, start=0)
+    assert (run.read_json("run.json") or {})["plan"]["images_read"] == setup.num_samples
+    setup.num_samples -= 1
     with pytest.raises(DataError, match="could be read when the run began"):
-        note_plan(run, job, start=2)
+        note_plan(run, setup, start=2)
 
 
 def test_the_status_is_true_whatever_ends_the_run(run: RunDir) -> None:
-    start(run, job_of())
+    start(run, setup_of())
     ends: list[tuple[BaseException | None, str]] = [
         (None, "done"),
         (Interrupted("stopped", 15), "stopped (143)"),

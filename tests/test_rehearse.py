@@ -35,28 +35,28 @@ def network(name: str = "test_vit", **args: object) -> nn.Module:
 
 def real_peak(model: nn.Module, images: int, dtype: torch.dtype = torch.float32) -> int:
     """Bytes of a pass of real tensors through a copy."""
-    live, twin = LiveBytes(), twin_of(model)
-    with live:
+    trainer, twin = LiveBytes(), twin_of(model)
+    with trainer:
         pass_once(twin, images, SIZE, dtype, train=True)
-    assert live.live == 0  # it is all given back
-    return live.peak
+    assert trainer.trainer == 0  # it is all given back
+    return trainer.peak
 
 
 class TestLiveBytes:
     def test_what_is_made_is_counted_while_it_is_there(self) -> None:
         given = torch.ones(256)
-        with LiveBytes() as live:
-            assert live.live == 0
+        with LiveBytes() as trainer:
+            assert trainer.trainer == 0
             double = given * 2
-            assert live.live == 1024
+            assert trainer.trainer == 1024
             view = double[:10]
             double += 1
-            assert live.live == 1024
+            assert trainer.trainer == 1024
             del double
-            assert live.live == 1024  # a view holds it
+            assert trainer.trainer == 1024  # a view holds it
             del view
-            assert live.live == 0
-        assert live.peak == 1024
+            assert trainer.trainer == 0
+        assert trainer.peak == 1024
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

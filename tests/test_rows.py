@@ -9,8 +9,8 @@ import pytest
 import torch
 from samples import store_of
 
-from finetune.data.feature_loader import RowFeed
-from finetune.data.loader import Feed, Stream
+from finetune.data.feature_loader import FeatureLoader
+from finetune.data.loader import Loader, Sampler
 from finetune.data.source import Split, open_source
 from finetune.errors import RecipeError
 from finetune.transforms.pipeline import Pipeline
@@ -23,9 +23,9 @@ def digits(count: int) -> Split:
     return open_source("embedded:digits").splits["test"].subset(np.arange(count))
 
 
-def table(split: Split) -> tuple[RowFeed, np.ndarray]:
+def table(split: Split) -> tuple[FeatureLoader, np.ndarray]:
     values = np.random.default_rng(0).normal(size=(len(split), 6)).astype(np.float32)
-    return RowFeed(split, values, num_classes=10, device=CPU), values
+    return FeatureLoader(split, values, num_classes=10, device=CPU), values
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -34,12 +34,12 @@ def test_steps_have_the_samples_of_a_feed_of_images(world: int, micro_batch: int
     split = digits(23)
     rows, values = table(split)
     pipeline = Pipeline("resize", image_size=(8, 8), **DIGITS)
-    images = Feed(store_of(split), pipeline, num_classes=10, device=CPU)
-    stream = Stream(len(split), batch_size=8, seed=5)
+    images = Loader(store_of(split), pipeline, num_classes=10, device=CPU)
+    stream = Sampler(len(split), batch_size=8, seed=5)
     seen = 0
     for rank in range(world):
         where: dict[str, Any] = {"rank": rank, "world": world, "micro_batch": micro_batch}
-        one, other = (feed.train(stream, range(2, 9), **where) for feed in (rows, images))
+        one, other = (loader.train(stream, range(2, 9), **where) for loader in (rows, images))
         for step, (mine, theirs) in enumerate(zip(one, other, strict=True), 2):
             assert mine[0] == theirs[0]
             plan = stream.micro_batches(step, **where)
@@ -73,7 +73,7 @@ def test_a_table_that_is_mapped_stays_in_its_file(tmp_path) -> None:
     _, values = table(split)
     np.save(tmp_path / "table.npy", values)
     mapped = np.load(tmp_path / "table.npy", mmap_mode="r")
-    rows = RowFeed(split, mapped, num_classes=10, device=CPU)
+    rows = FeatureLoader(split, mapped, num_classes=10, device=CPU)
     (batch,) = rows.once(batch_size=9)
     batch.images_BCHW.zero_()
     np.testing.assert_array_equal(np.load(tmp_path / "table.npy"), values)
@@ -81,6 +81,6 @@ def test_a_table_that_is_mapped_stays_in_its_file(tmp_path) -> None:
 
 def test_too_many_processes_are_refused() -> None:
     rows, _ = table(digits(5))
-    steps = rows.train(Stream(5, batch_size=2, seed=0), range(1), world=3)
+    steps = rows.train(Sampler(5, batch_size=2, seed=0), range(1), world=3)
     with pytest.raises(RecipeError, match=r"data\.batch_size"):
         next(steps)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 
 from finetune.data.image_store import Store
-from finetune.data.loader import Feed
+from finetune.data.loader import Loader
 from finetune.data.source import open_source
 from finetune.evaluation.evaluate import evaluate
 from finetune.run import checkpoint as state
@@ -28,10 +28,10 @@ def network() -> torch.nn.Module:
     return timm.create_model("test_vit", num_classes=10, img_size=32)
 
 
-def digits() -> Feed:
+def digits() -> Loader:
     split = open_source("embedded:digits").splits["test"].subset(range(12))
     keep = Pipeline("resize", image_size=(32, 32), mean=(0.5,) * 3, std=(0.5,) * 3)
-    return Feed(Store(split, None), keep, num_classes=10, device=torch.device("cpu"))
+    return Loader(Store(split, None), keep, num_classes=10, device=torch.device("cpu"))
 
 
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

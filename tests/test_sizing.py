@@ -12,7 +12,7 @@ import torch
 from faults_runs import losses, tiny
 from torch import nn
 
-from finetune.data.loader import Stream
+from finetune.data.loader import Sampler
 from finetune.errors import Interrupted, RecipeError, SetupError
 from finetune.recipe.load import Recipe
 from finetune.run.directory import RunDir
@@ -24,32 +24,32 @@ from finetune.training.micro_batch import (
     passes,
     still_to_come,
 )
-from finetune.training.setup import open_job
+from finetune.training.setup import open_setup
 from finetune.training.train import launch, train
-from finetune.training.trainer_state import Live
+from finetune.training.trainer_state import TrainerState
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 AUTO = ("data.micro_batch=auto", "optim.steps=4", "run.test=false", "data.num_train=300")
 
 
-def live_of(recipe: Recipe, tmp_path: Path) -> Live:
-    """A run before its first step; what it notices stands in `live.told`."""
+def trainer_of(recipe: Recipe, tmp_path: Path) -> TrainerState:
+    """A run before its first step; what it notices stands in `trainer.told`."""
     told: list[str] = []
     accelerator = launch(recipe.run)
     device = accelerator.device
-    job = open_job(recipe, device=device, notice=told.append, progress=False)
-    live = Live(job, accelerator, RunDir(tmp_path / "run"))
-    live.told = told  # type: ignore[attr-defined]
-    return live
+    setup = open_setup(recipe, device=device, notice=told.append, progress=False)
+    trainer = TrainerState(setup, accelerator, RunDir(tmp_path / "run"))
+    trainer.told = told  # type: ignore[attr-defined]
+    return trainer
 
 
-def allow(monkeypatch: pytest.MonkeyPatch, live: Live, images: int) -> None:
+def allow(monkeypatch: pytest.MonkeyPatch, trainer: TrainerState, images: int) -> None:
     """Leave exactly as much memory as so many images need at once."""
-    network = live.accelerator.unwrap_model(live.model)
-    size = live.job.preprocessing.image_size
+    network = trainer.accelerator.unwrap_model(trainer.model)
+    size = trainer.setup.preprocessing.image_size
     need = sizing.need_of(network, image_size=size, dtype=torch.float32, images=32)
-    free = (need.at(images) + still_to_come(live)) / sizing.SHARE + 1
+    free = (need.at(images) + still_to_come(trainer)) / sizing.SHARE + 1
     monkeypatch.setattr(sizing, "available_bytes", lambda *_: int(free) + 1)
 
 
@@ -84,7 +84,7 @@ class TestLargest:
     @pytest.mark.parametrize("unit", [1, 2])
     @pytest.mark.parametrize("batch_size, world", [(64, 1), (64, 3), (37, 2), (10, 5)])
     def test_the_parts_are_those_of_the_feed(self, batch_size: int, world: int, unit: int) -> None:
-        stream = Stream(100, batch_size=batch_size, seed=0, unit=unit)
+        stream = Sampler(100, batch_size=batch_size, seed=0, unit=unit)
         for rank in range(world):
             parts = sizing._parts(stream, rank=rank, world=world)
             assert min(parts) == unit
@@ -97,68 +97,68 @@ class TestLargest:
 
 class TestFinding:
     def test_where_all_fits_it_is_the_share_and_nothing_is_said(self, tmp_path: Path) -> None:
-        live = live_of(tiny(*AUTO), tmp_path)
-        assert find_micro_batch(live) == 64
-        assert live.told == []  # type: ignore[attr-defined]
+        trainer = trainer_of(tiny(*AUTO), tmp_path)
+        assert find_micro_batch(trainer) == 64
+        assert trainer.told == []  # type: ignore[attr-defined]
 
     @pytest.mark.parametrize("limit, expected", [(40, 32), (31, 22), (1, 1)])
     def test_less_memory_means_smaller_parts(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, expected: int
     ) -> None:
-        live = live_of(tiny(*AUTO), tmp_path)
-        allow(monkeypatch, live, limit)
-        assert find_micro_batch(live) == expected
-        (told,) = live.told  # type: ignore[attr-defined]
+        trainer = trainer_of(tiny(*AUTO), tmp_path)
+        allow(monkeypatch, trainer, limit)
+        assert find_micro_batch(trainer) == expected
+        (told,) = trainer.told  # type: ignore[attr-defined]
         assert told == f"data.micro_batch: auto: {expected} of a process's 64 images fit at once"
 
     def test_too_little_for_one_is_said_with_what_to_do(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        live = live_of(tiny(*AUTO), tmp_path)
-        allow(monkeypatch, live, 0)
+        trainer = trainer_of(tiny(*AUTO), tmp_path)
+        allow(monkeypatch, trainer, 0)
         with pytest.raises(SetupError, match=r"not even 1 at once fits.*grad_checkpointing"):
-            find_micro_batch(live)
+            find_micro_batch(trainer)
 
     def test_batch_norms_are_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         names = ("model.name=test_resnet", "model.args={}", "model.image_size=32")
-        live = live_of(tiny(*AUTO, *names), tmp_path)
-        allow(monkeypatch, live, 20)
-        assert find_micro_batch(live) == 16
-        (told,) = live.told  # type: ignore[attr-defined]
+        trainer = trainer_of(tiny(*AUTO, *names), tmp_path)
+        allow(monkeypatch, trainer, 20)
+        assert find_micro_batch(trainer) == 16
+        (told,) = trainer.told  # type: ignore[attr-defined]
         assert "batch norms" in told
 
     def test_a_gpu_tries_downwards_what_was_rehearsed(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        live, tried = live_of(tiny(*AUTO), tmp_path), []
-        allow(monkeypatch, live, 40)
+        trainer, tried = trainer_of(tiny(*AUTO), tmp_path), []
+        allow(monkeypatch, trainer, 40)
 
         def tries(images: int) -> bool:
             tried.append(images)
             return images <= 17
 
-        assert find_micro_batch(live, tries=tries) == 16
+        assert find_micro_batch(trainer, tries=tries) == 16
         assert tried == [32, 22, 16]
         with pytest.raises(SetupError, match="not even 1 at once"):
-            find_micro_batch(live, tries=lambda _: False)
+            find_micro_batch(trainer, tries=lambda _: False)
 
     def test_all_ranks_take_the_smallest(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        live = live_of(tiny(*AUTO), tmp_path)
+        trainer = trainer_of(tiny(*AUTO), tmp_path)
         gather: Callable[[Any], Any] = lambda found: torch.cat([found, found // 4])  # noqa: E731
-        monkeypatch.setattr(live.accelerator, "gather", gather)
-        assert find_micro_batch(live) == 16
-        assert live.told  # type: ignore[attr-defined]
-        monkeypatch.setattr(live.accelerator, "gather", lambda found: found * 0)
+        monkeypatch.setattr(trainer.accelerator, "gather", gather)
+        assert find_micro_batch(trainer) == 16
+        assert trainer.told  # type: ignore[attr-defined]
+        monkeypatch.setattr(trainer.accelerator, "gather", lambda found: found * 0)
         with pytest.raises(SetupError):  # on every rank, not on one alone
-            find_micro_batch(live)
+            find_micro_batch(trainer)
 
     def test_a_sharded_network_is_refused(self, tmp_path: Path) -> None:
-        live = live_of(tiny(*AUTO), tmp_path)
-        live.sharded = True
+        trainer = trainer_of(tiny(*AUTO), tmp_path)
+        trainer.sharded = True
         with pytest.raises(RecipeError, match="FSDP"):
-            find_micro_batch(live)
+            find_micro_batch(trainer)
 
 
 class TestARealPass:
@@ -222,13 +222,13 @@ class TestMemory:
         assert of_four == pytest.approx(alone / 4, rel=0.2)
 
     def test_what_a_step_keeps(self, tmp_path: Path) -> None:
-        live = live_of(tiny(*AUTO, "optim.ema_decay=0.9"), tmp_path)
-        one = sum(4 * p.numel() for p in live.model.parameters())
+        trainer = trainer_of(tiny(*AUTO, "optim.ema_decay=0.9"), tmp_path)
+        one = sum(4 * p.numel() for p in trainer.model.parameters())
         # gradients, two moments, and a snapshot of the weights, their average and the moments
-        on_host = 1 + 1 + 2 if live.accelerator.device.type == "cpu" else 0
-        assert still_to_come(live) == pytest.approx((1 + 2 + on_host) * one, rel=0.01)
-        live.optimizer.optimizer.state[next(live.model.parameters())] = {"restored": True}
-        assert still_to_come(live) == pytest.approx((1 + on_host) * one, rel=0.01)
+        on_host = 1 + 1 + 2 if trainer.accelerator.device.type == "cpu" else 0
+        assert still_to_come(trainer) == pytest.approx((1 + 2 + on_host) * one, rel=0.01)
+        trainer.optimizer.optimizer.state[next(trainer.model.parameters())] = {"restored": True}
+        assert still_to_come(trainer) == pytest.approx((1 + on_host) * one, rel=0.01)
 
 
 def test_a_run_keeps_the_global_batch_and_a_resumed_one_does_not_look_again(
@@ -237,34 +237,34 @@ def test_a_run_keeps_the_global_batch_and_a_resumed_one_does_not_look_again(
     whole = tiny(*AUTO, "data.micro_batch=null")
     train(whole, tmp_path / "whole")
     out = tmp_path / "auto"
-    allow(monkeypatch, live_of(tiny(*AUTO), tmp_path), 20)
-    save = Live.save
+    allow(monkeypatch, trainer_of(tiny(*AUTO), tmp_path), 20)
+    save = TrainerState.save
 
-    def interrupted(live: Live, meter: Any) -> None:
-        save(live, meter)
+    def interrupted(trainer: TrainerState, meter: Any) -> None:
+        save(trainer, meter)
         raise Interrupted("stopped", 15)
 
-    monkeypatch.setattr(Live, "save", interrupted)
+    monkeypatch.setattr(TrainerState, "save", interrupted)
     recipe = tiny(*AUTO, "run.save_every=2")
     with pytest.raises(Interrupted):
         train(recipe, out)
-    monkeypatch.setattr(Live, "save", save)
+    monkeypatch.setattr(TrainerState, "save", save)
     record = json.loads((out / "run.json").read_text())
     assert record["micro_batch"]["images"] == 16
     assert record["micro_batch"]["on"]["device"] == record["device"]["name"]
     assert "micro_batch: auto" in (out / "recipe.yaml").read_text()  # elsewhere it is another
 
     asked: list[int] = []
-    monkeypatch.setattr(sizing, "find_micro_batch", lambda live: asked.append(1) or 64)
+    monkeypatch.setattr(sizing, "find_micro_batch", lambda trainer: asked.append(1) or 64)
     used: list[int | None] = []
-    step = Live.step
+    step = TrainerState.step
 
-    def spy(live: Live, number: int, *rest: Any) -> None:
-        used.append(live.micro_batch)
+    def spy(trainer: TrainerState, number: int, *rest: Any) -> None:
+        used.append(trainer.micro_batch)
         assert number == 4
-        step(live, number, *rest)
+        step(trainer, number, *rest)
 
-    monkeypatch.setattr(Live, "step", spy)
+    monkeypatch.setattr(TrainerState, "step", spy)
     train(recipe, out, resume=True)
     assert asked == []
     assert used == [16, 16]
@@ -290,7 +290,7 @@ def test_on_another_machine_it_is_looked_for_again(tmp_path: Path) -> None:
 
 def test_features_need_no_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(sizing, "find_micro_batch", lambda live: 1 / 0)
+    monkeypatch.setattr(sizing, "find_micro_batch", lambda trainer: 1 / 0)
     frozen = tiny(*AUTO, "model.freeze=backbone", "data.train=resize")
     train(frozen, tmp_path / "run")
     assert "micro_batch" not in json.loads((tmp_path / "run" / "run.json").read_text())

@@ -20,7 +20,7 @@ from finetune.errors import DataError, HubError, RecipeError
 from finetune.hub import client as hub_reads
 from finetune.recipe.load import Recipe, parse_recipe
 from finetune.training.train import train
-from finetune.training.trainer_state import Live
+from finetune.training.trainer_state import TrainerState
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -120,9 +120,9 @@ class TestFaults:
         self, hub: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
         train(recipe(), tmp_path / "whole")
-        step = Live.step
+        step = TrainerState.step
 
-        def disturbed(self: Live, *args: Any) -> None:
+        def disturbed(self: TrainerState, *args: Any) -> None:
             if self.counters.step in (2, 5):
                 hub.fail("GET /cdn/", kind="truncate")
                 hub.fail("GET /cdn/", status=503)
@@ -130,7 +130,7 @@ class TestFaults:
             step(self, *args)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Live, "step", disturbed)
+            patch.setattr(TrainerState, "step", disturbed)
             patch.setattr("finetune.data.streaming.prefetch._BATCHES_AHEAD", 1)
             patch.setattr("finetune.data.streaming.prefetch.LIMIT_BYTES", 2 * 10**4)
             train(recipe(), tmp_path / "disturbed")
@@ -151,12 +151,12 @@ class TestFaults:
         kind: type,
         code: int,
     ) -> None:
-        step = Live.step
+        step = TrainerState.step
         commit = hub.store.any_of(NAME).find("main")
         assert commit is not None
         before = dict(commit.files)
 
-        def hurt(self: Live, *args: Any) -> None:
+        def hurt(self: TrainerState, *args: Any) -> None:
             if self.counters.step == 4:
                 ranges._places.begin()
                 if what == "lost":
@@ -171,7 +171,7 @@ class TestFaults:
             step(self, *args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Live, "step", hurt)
+            patch.setattr(TrainerState, "step", hurt)
             patch.setattr("finetune.data.streaming.prefetch._BATCHES_AHEAD", 1)
             patch.setattr("finetune.data.streaming.prefetch.LIMIT_BYTES", 2 * 10**4)
             with pytest.raises(kind) as caught:

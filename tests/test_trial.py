@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from finetune.models.trial import computes_alike
+from finetune.models.fast_blocks import computes_alike
 
 WIDTH = 8
 

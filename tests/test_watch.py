@@ -13,10 +13,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from finetune.console import StopSignals
 from finetune.errors import DataError, DivergedError, FinetuneError, Interrupted, SetupError
+from finetune.processes import end_with_parent, local_processes
 from finetune.training import distributed as watch
-from finetune.training.distributed import Launcher, Ranks, end_with_parent, local_processes
+from finetune.training.distributed import Launcher, RankErrors
+from finetune.training.meter import StopSignals
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer [127.0.0.1]:1")
 LATE = RuntimeError("[gloo/transport/tcp/buffer.cc:1] Timed out waiting 5000ms for recv")
@@ -151,7 +152,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> torch.distributed.TCPStore:
     return torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
 
 
-def ended(ranks: Ranks, error: BaseException) -> BaseException:
+def ended(ranks: RankErrors, error: BaseException) -> BaseException:
     """What a rank ends with when `error` comes up in it."""
     try:
         with ranks.in_order():
@@ -160,8 +161,8 @@ def ended(ranks: Ranks, error: BaseException) -> BaseException:
         return found
 
 
-def two(timeout_seconds: float = 7) -> list[Ranks]:
-    return [Ranks(rank, 2, number=0, timeout_seconds=timeout_seconds) for rank in range(2)]
+def two(timeout_seconds: float = 7) -> list[RankErrors]:
+    return [RankErrors(rank, 2, number=0, timeout_seconds=timeout_seconds) for rank in range(2)]
 
 
 @pytest.mark.usefixtures("store")
@@ -194,7 +195,7 @@ class TestRanks:
         assert (heard.exit_code, heard.said) == (SetupError.exit_code, False)
 
     def test_one_of_those_that_are_left_says_it(self) -> None:
-        some = [Ranks(rank, 4, number=0, timeout_seconds=7) for rank in range(3)]
+        some = [RankErrors(rank, 4, number=0, timeout_seconds=7) for rank in range(3)]
         heard: list[BaseException] = []
         threads = [
             threading.Thread(target=lambda one=one: heard.append(ended(one, LOST))) for one in some
@@ -213,7 +214,7 @@ class TestRanks:
         assert ended(second, one) is one
         other = ended(first, DataError("dog.png: bad"))
         assert (one.said, getattr(other, "said", None)) == (False, True)
-        different = ended(Ranks(0, 2, number=1, timeout_seconds=7), DataError("cow.png: bad"))
+        different = ended(RankErrors(0, 2, number=1, timeout_seconds=7), DataError("cow.png: bad"))
         assert getattr(different, "said", None) is False
 
     def test_a_stop_is_said_by_rank_0_which_ends_first(
@@ -222,7 +223,7 @@ class TestRanks:
         first, second = two()
         order: list[int] = []
 
-        def end(ranks: Ranks) -> None:
+        def end(ranks: RankErrors) -> None:
             ended(ranks, Interrupted("run: stopped at step 3", signal.SIGTERM))
             order.append(ranks.rank)
 
@@ -233,7 +234,7 @@ class TestRanks:
         end(first)
         waits.join()
         assert order == [0, 1]
-        lost = ended(Ranks(0, 2, number=0, timeout_seconds=7), LOST)
+        lost = ended(RankErrors(0, 2, number=0, timeout_seconds=7), LOST)
         assert isinstance(lost, Interrupted)
         assert (lost.exit_code, lost.said) == (143, False)
 
@@ -243,8 +244,8 @@ class TestRanks:
             raise DivergedError("run: the gradient was not finite")
 
     def test_launches_do_not_hear_one_another(self) -> None:
-        ended(Ranks(1, 2, number=0, timeout_seconds=7), DataError("of the first run"))
-        heard = ended(Ranks(0, 2, number=1, timeout_seconds=7), LOST)
+        ended(RankErrors(1, 2, number=0, timeout_seconds=7), DataError("of the first run"))
+        heard = ended(RankErrors(0, 2, number=1, timeout_seconds=7), LOST)
         assert "of the first run" not in str(heard)
 
 
@@ -268,4 +269,4 @@ class Silent:
 
 def test_one_process_has_nobody_to_tell() -> None:
     error = RuntimeError("gloo")
-    assert ended(Ranks(0, 1, number=0, timeout_seconds=7), error) is error
+    assert ended(RankErrors(0, 1, number=0, timeout_seconds=7), error) is error

@@ -18,19 +18,19 @@ from finetune.bench.flops import (
 )
 from finetune.bench.input_rate import input_rates
 from finetune.bench.timer import BATCHES_AHEAD, Clock, give_back, peak_memory
-from finetune.console import Meter
-from finetune.data.feature_loader import AnyFeed
+from finetune.data.feature_loader import AnyLoader
 from finetune.data.image_store import Store
-from finetune.data.loader import Feed
+from finetune.data.loader import Loader
 from finetune.evaluation.evaluate import evaluate
 from finetune.models.head import set_train_mode
 from finetune.recipe.load import Recipe
 from finetune.run.directory import RunDir
 from finetune.run.environment import DTYPES, describe_machine, precision_of
+from finetune.training.meter import Meter
 from finetune.training.micro_batch import settle_micro_batch
-from finetune.training.setup import Job, open_job
+from finetune.training.setup import TrainingSetup, open_setup
 from finetune.training.train import launch
-from finetune.training.trainer_state import Live
+from finetune.training.trainer_state import TrainerState
 
 __all__ = ["Ours"]
 
@@ -62,25 +62,25 @@ class Ours:
             "seconds_to_first_step", "operations" of a step, "machine".
         """
         self._open()
-        self.val_feed = _evaluated(self.job)
+        self.val_loader = _evaluated(self.setup)
         clock = Clock(self.device, warmup=1, steps=0, tick=self.line.tick)
         self._real(clock)
         # The network itself: DDP and compilation have nothing to say about its layers.
-        network = self.accelerator.unwrap_model(self.live.model)
+        network = self.accelerator.unwrap_model(self.trainer.model)
         world = self.accelerator.num_processes
         self.operations = world * count_operations(self._one_step)  # each has its share
         self.products: Counter[Product] = products(network, self._one_step)
         return {
             "device": self.device.type,
             "precision": self.precision,
-            "compiled": self.live.compiled,
+            "compiled": self.trainer.compiled,
             "batch_size": self.recipe.data.batch_size,
-            "micro_batch": self.live.micro_batch,
-            "image_size": list(self.job.preprocessing.image_size),
-            "num_images": self.job.num_samples,
-            "of_features": self.live.feeds.of_features,
-            "architecture": self.job.built.architecture,
-            "augmentation": self.job.train_pipeline.sentence,
+            "micro_batch": self.trainer.micro_batch,
+            "image_size": list(self.setup.preprocessing.image_size),
+            "num_images": self.setup.num_samples,
+            "of_features": self.trainer.loaders.of_features,
+            "architecture": self.setup.built.architecture,
+            "augmentation": self.setup.train_pipeline.sentence,
             "seconds_to_first_step": clock.alive,
             "operations": self.operations,
             "machine": describe_machine(self.device, world) | {"distributed": self._distributed()},
@@ -92,24 +92,24 @@ class Ours:
         self.accelerator = launch(self.recipe.run, out=run.path)
         self.device = self.accelerator.device
         notice = self.line.notice
-        self.job = open_job(self.recipe, device=self.device, notice=notice, progress=False)
-        self.live = Live(self.job, self.accelerator, run)
-        if self.live.main:
+        self.setup = open_setup(self.recipe, device=self.device, notice=notice, progress=False)
+        self.trainer = TrainerState(self.setup, self.accelerator, run)
+        if self.trainer.main:
             run.open()
         self.precision = precision_of(self.accelerator)
-        self.feed = self.job.feed(
-            self.job.source.splits["train"], train=True, dtype=DTYPES[self.precision]
+        self.loader = self.setup.loader(
+            self.setup.source.splits["train"], train=True, dtype=DTYPES[self.precision]
         )
-        self.trained: AnyFeed = self.feed
-        settle_micro_batch(self.live, self.feed, lambda work: work())
+        self.trained: AnyLoader = self.loader
+        settle_micro_batch(self.trainer, self.loader, lambda work: work())
         self.meter = Meter(self.device, 0.0)
-        self.live.go_on(self.meter)
+        self.trainer.go_on(self.meter)
 
     def _distributed(self) -> str | None:
         """How the network is spread over processes."""
         if self.accelerator.num_processes == 1:
             return None
-        return "FSDP" if self.live.sharded else "DDP"
+        return "FSDP" if self.trainer.sharded else "DDP"
 
     def train(self, *, warmup: int, steps: int, synthetic: bool = False) -> float:
         """Train on.
@@ -124,18 +124,18 @@ class Ours:
         if store.images is None and not synthetic:
             warmup += store.workers * BATCHES_AHEAD
         clock = Clock(self.device, warmup=warmup, steps=steps, tick=self.line.tick)
-        set_train_mode(self.live.model)
+        set_train_mode(self.trainer.model)
         (self._synthetic if synthetic else self._real)(clock)
         return self.recipe.data.batch_size * steps / clock.seconds
 
     def _real(self, clock: Clock) -> None:
-        done = self.live.counters.step
+        done = self.trainer.counters.step
         with contextlib.closing(self._batches(clock.warmup + clock.steps)) as steps:
             for number, batches in steps:
-                self.live.step(number, batches, self.meter)
+                self.trainer.step(number, batches, self.meter)
                 done += 1
                 if done % self.recipe.run.log_every == 0:
-                    self.live.log(self.meter)
+                    self.trainer.log(self.meter)
                 clock.step()
 
     def _synthetic(self, clock: Clock) -> None:
@@ -143,17 +143,17 @@ class Ours:
             _, batches = next(steps)
             kept = list(batches)
         for _ in range(clock.warmup + clock.steps):
-            self.live.step(len(kept), iter(kept), self.meter)
+            self.trainer.step(len(kept), iter(kept), self.meter)
             clock.step()
 
     def _batches(self, steps: int) -> Any:
-        first = self.live.counters.step
+        first = self.trainer.counters.step
         return self.trained.train(
-            self.job.stream,
+            self.setup.stream,
             range(first, first + steps),
             rank=self.accelerator.process_index,
             world=self.accelerator.num_processes,
-            micro_batch=self.live.micro_batch,
+            micro_batch=self.trainer.micro_batch,
         )
 
     def _one_step(self) -> None:
@@ -164,9 +164,9 @@ class Ours:
         batch_size = self.recipe.data.eval_batch_size
 
         def evaluated(number: int) -> dict[str, Any]:
-            feed = _first(self.val_feed, number)
-            network = self.live.evaluated()
-            return evaluate(network, feed, self.accelerator, batch_size=batch_size)
+            loader = _first(self.val_loader, number)
+            network = self.trainer.evaluated()
+            return evaluate(network, loader, self.accelerator, batch_size=batch_size)
 
         if not self._evaluated:  # the first one takes the memory that the others use again
             evaluated(batch_size)
@@ -187,7 +187,7 @@ class Ours:
 
     def inputs(self, *, images: int, repeats: int) -> dict[str, Any]:
         """Read images as this training does, and only decode them: see `input_rates`."""
-        data, split = self.recipe.data, self.feed.store.split
+        data, split = self.recipe.data, self.loader.store.split
         counts = {"workers": data.workers, "images": images, "repeats": repeats}
         return input_rates(split, batch_size=data.batch_size, **counts)
 
@@ -232,32 +232,32 @@ class Ours:
         return {"trace": str(trace), "steps": _PROFILED_STEPS, "operations": rows}
 
 
-def _evaluated(job: Job) -> Feed:
+def _evaluated(setup: TrainingSetup) -> Loader:
     """Images to evaluate: validation's, as in training, or else some of another split."""
-    splits = job.source.splits
+    splits = setup.source.splits
     split = next(splits[name] for name in ("val", "test", "train") if len(splits.get(name, ())))
     if split.name != "val":
         split = split.subset(np.arange(min(len(split), _MOST_EVALUATED)))
-    return job.feed(split, train=False)
+    return setup.loader(split, train=False)
 
 
-def _first(feed: Feed, images: int) -> Feed:
+def _first(loader: Loader, images: int) -> Loader:
     """The first images of a split."""
-    store = feed.store
+    store = loader.store
     number = min(images, len(store.split))
     split = store.split.subset(np.arange(number))
     kept = None if store.images is None else store.images[:number]
-    return Feed(
+    return Loader(
         Store(
             split,
             kept,
             workers=store.workers,
             timeout_seconds=store.timeout_seconds,
             image_bytes=store.image_bytes,
-            device=feed.device,
+            device=loader.device,
         ),
-        feed.pipeline,
-        num_classes=feed.num_classes,
-        device=feed.device,
-        dtype=feed.dtype,
+        loader.pipeline,
+        num_classes=loader.num_classes,
+        device=loader.device,
+        dtype=loader.dtype,
     )

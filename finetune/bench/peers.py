@@ -19,7 +19,7 @@ from finetune.console import say_nothing
 from finetune.errors import RecipeError
 from finetune.models.head import set_train_mode
 from finetune.recipe.load import Recipe
-from finetune.training.setup import Job, open_job
+from finetune.training.setup import TrainingSetup, open_setup
 
 __all__ = ["Peer"]
 
@@ -58,15 +58,15 @@ class Peer:
         recipe = self.recipe
         if recipe.run.threads is not None:
             torch.set_num_threads(recipe.run.threads)
-        job = open_job(recipe, device=self.device, notice=say_nothing, progress=False)
-        parts, given = _equal_parts(job), job.preprocessing
-        network = job.built.model.to(self.device)
+        setup = open_setup(recipe, device=self.device, notice=say_nothing, progress=False)
+        parts, given = _equal_parts(setup), setup.preprocessing
+        network = setup.built.model.to(self.device)
         set_train_mode(network)
         self.setting = Setting(
             network=network,
-            images=_images(job),
+            images=_images(setup),
             augment=translate(
-                job.train_pipeline.sentence,
+                setup.train_pipeline.sentence,
                 image_size=given.image_size,
                 interpolation=given.interpolation,
             ),
@@ -112,17 +112,17 @@ class Peer:
         give_back(self.device)
 
 
-def _images(job: Job) -> Images:
+def _images(setup: TrainingSetup) -> Images:
     """Decode the images that our own training begins with."""
-    number = min(job.num_samples, max(job.recipe.data.batch_size, _IMAGES))
-    return Images(job.source.splits["train"], job.stream.order(0)[:number].tolist())
+    number = min(setup.num_samples, max(setup.recipe.data.batch_size, _IMAGES))
+    return Images(setup.source.splits["train"], setup.stream.order(0)[:number].tolist())
 
 
-def _equal_parts(job: Job) -> int:
+def _equal_parts(setup: TrainingSetup) -> int:
     """Micro-batches of a step. Raises: RecipeError if they are not of equal size."""
-    data = job.recipe.data
+    data = setup.recipe.data
     assert data.micro_batch != "auto", "our own training has found it"
-    parts = len(job.stream.micro_batches(0, micro_batch=data.micro_batch))
+    parts = len(setup.stream.micro_batches(0, micro_batch=data.micro_batch))
     if data.batch_size % parts:
         raise RecipeError(
             f"data.micro_batch: {data.micro_batch} cuts {data.batch_size} images into {parts} "

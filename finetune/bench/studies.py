@@ -1,19 +1,140 @@
 """What else a bench can show of a recipe: its losses beside float32's, and sets of other sizes."""
 
+# N images, H W pixels, C channels
+
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 import tempfile
+import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import torch
+
 from finetune.bench.flops import spread
+from finetune.bench.ours import Ours
 from finetune.bench.subprocess import Host
 from finetune.console import bar, say
+from finetune.data.image_store import Store
+from finetune.data.loader import Loader
+from finetune.errors import RecipeError
+from finetune.files import disk_errors
 from finetune.recipe.load import Recipe
 
-__all__ = ["LOSSES_EVERY", "PLAINLY", "study_losses", "study_sizes"]
+__all__ = [
+    "LOSSES_EVERY",
+    "PLAINLY",
+    "Curve",
+    "Grown",
+    "compared",
+    "per_image",
+    "study_losses",
+    "study_sizes",
+]
+
+
+class Curve(Ours):
+    """A recipe's training on this process, from its first step."""
+
+    def losses(self, *, steps: int, every: int) -> dict[str, Any]:
+        """Train.
+
+        Args:
+            steps: to take.
+            every: over how many steps each mean goes.
+        Returns: "losses", the means; "precision"; "compiled".
+        """
+        self._open()
+        trainer, found = self.trainer, []
+        with contextlib.closing(trainer.run), contextlib.closing(self._batches(steps)) as planned:
+            for number, micro_batches in planned:
+                trainer.step(number, micro_batches, self.meter)
+                self.line.tick()
+                if trainer.counters.step % every == 0:
+                    found.append(trainer.log(self.meter)["loss"])
+        return {"losses": found, "precision": self.precision, "compiled": trainer.compiled}
+
+
+def compared(own: dict[str, Any], plain: dict[str, Any], *, every: int) -> dict[str, Any]:
+    """Put two curves side by side.
+
+    Returns: "rows", each {"step", "loss", "plain", "difference"}, a mean over the `every` steps
+        that end there; "largest", the largest difference; "precision" and "compiled" of the first.
+    """
+    pairs = zip(own["losses"], plain["losses"], strict=True)
+    rows = [
+        {"step": number * every, "loss": loss, "plain": other, "difference": loss - other}
+        for number, (loss, other) in enumerate(pairs, start=1)
+    ]
+    largest = max(abs(row["difference"]) for row in rows)
+    told = {key: own[key] for key in ("precision", "compiled")}
+    return {"rows": rows, "largest": largest, **told}
+
+
+class Grown(Ours):
+    """A recipe's training on more images than its set has."""
+
+    def grow(self, *, images: int, warmup: int, steps: int) -> dict[str, Any]:
+        """Train on a set of another size.
+
+        Args:
+            images: in the set.
+            warmup: steps that are left out; one more comes first, which draws the epoch's order.
+            steps: that are timed.
+        Returns: "images"; "rate", images a second; "own_bytes", memory for the labels, the
+            rows and the order of an epoch.
+        Raises: RecipeError for images of several sizes; SetupError where the file does not fit.
+        """
+        loader, setup = self.loader, self.setup
+        if not isinstance(loader.store.images, torch.Tensor):
+            raise RecipeError(
+                "--images: the images have several sizes; name a set where they have one"
+            )
+        mapped = self._mapped(loader.store.images, images)
+        before, setup.num_samples = setup.num_samples, images
+        tracemalloc.start()  # after the mapping, which is no memory of this process
+        split = loader.store.split.subset(np.resize(np.arange(len(loader.store.split)), images))
+        self.trained = Loader(
+            Store(split, mapped),
+            loader.pipeline,
+            num_classes=loader.num_classes,
+            device=loader.device,
+            dtype=loader.dtype,
+        )
+        order = setup.stream.order(0)
+        own_bytes, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        del order
+        try:
+            rate = self.train(warmup=warmup + 1, steps=steps)
+        finally:
+            self.trained, setup.num_samples = loader, before
+        return {"images": images, "rate": rate, "own_bytes": own_bytes}
+
+    def _mapped(self, images_NHWC: torch.Tensor, number: int) -> torch.Tensor:
+        """A file of that many images, as a tensor."""
+        shape = (number, *images_NHWC.shape[1:])
+        path = self.folder / f"{number}.uint8"
+        own = images_NHWC.cpu().numpy()
+        if not path.exists():
+            with disk_errors(path, needed=int(np.prod(shape))), path.open("wb") as file:
+                for start in range(0, number, len(own)):
+                    file.write(own[: number - start].data)
+                file.flush()
+                os.fsync(file.fileno())  # else the system writes it while the clock runs
+        return torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="r+", shape=shape))
+
+
+def per_image(rows: list[dict[str, Any]]) -> float | None:
+    """Bytes of memory for each image more, from the smallest set to the largest."""
+    smallest, largest = (pick(rows, key=lambda row: row["images"]) for pick in (min, max))
+    more = largest["images"] - smallest["images"]
+    return (largest["own_bytes"] - smallest["own_bytes"]) / more if more else None
+
 
 LOSSES_EVERY = 20  # steps that make one point of a curve
 PLAINLY = ("run.precision=fp32", "model.compile=false")  # what the losses are compared with
@@ -28,7 +149,7 @@ def study_losses(recipe: Recipe, plain: Recipe, *, steps: int) -> dict[str, Any]
         steps: a multiple of LOSSES_EVERY.
     Returns: of `losses.compared`.
     """
-    from finetune.bench.losses import Curve, compared
+    from finetune.bench.studies import Curve, compared
 
     found = []
     with bar(total=2 * steps, start=0, shown=True) as shown:
@@ -53,7 +174,7 @@ def study_sizes(
     Returns: "rows", each {"images", "train" of `spread`, "own_bytes"}; "per_image",
         of `scaling.per_image`.
     """
-    from finetune.bench.scaling import Grown, per_image
+    from finetune.bench.studies import Grown, per_image
 
     numbers = sorted(set(sizes))
     turns: dict[int, list[dict[str, Any]]] = {size: [] for size in numbers}

@@ -18,9 +18,9 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Final
 
-from finetune import collector
+from finetune import processes as collector
 from finetune.errors import FinetuneError, SetupError, is_of_memory
-from finetune.training.distributed import end_with_parent
+from finetune.processes import end_with_parent
 
 __all__ = ["Host", "Line"]
 

@@ -54,8 +54,7 @@ def _plan(recipe: str, overrides: tuple[str, ...], image_size: int | None) -> An
         )
     refuse_undone(overrides)
     own = Path(recipe) / "recipe.yaml"
-    from finetune.commands.outlook import describe
-    from finetune.commands.plan import forecast
+    from finetune.commands.plan import describe, forecast
 
     found = forecast(str(own) if own.is_file() else recipe, overrides)
     return Answer(found, describe(found))

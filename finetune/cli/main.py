@@ -12,20 +12,11 @@ from typing import Any
 
 import click
 
-from finetune import collector
+from finetune import processes as collector
 from finetune.cli.commands import VERBS
-from finetune.cli.runner import (
-    Answer,
-    Verbs,
-    answers,
-    debug_option,
-    figures,
-    flat,
-    is_first_rank,
-    run,
-    to_json,
-)
+from finetune.cli.runner import Answer, Verbs, answers, debug_option, figures, flat, run, to_json
 from finetune.errors import DataError, RecipeError
+from finetune.processes import is_first_rank
 
 __all__ = ["cli", "main"]
 

@@ -33,6 +33,7 @@ from finetune.errors import (
     nearest,
     visible,
 )
+from finetune.processes import is_first_rank
 
 __all__ = [
     "Answer",
@@ -41,7 +42,6 @@ __all__ = [
     "debug_option",
     "figures",
     "flat",
-    "is_first_rank",
     "run",
     "to_json",
     "visible",
@@ -263,11 +263,6 @@ def _say(message: str) -> None:
     """Tell the user once, however many processes there are."""
     if is_first_rank():
         click.echo(message, err=True)
-
-
-def is_first_rank() -> bool:
-    """Tell whether this process is the one of a launch that speaks and writes files."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def to_json(data: Any) -> str:

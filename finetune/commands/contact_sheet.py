@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from finetune.commands.predict_io import Row, one_line, refusals, replacing
-from finetune.data.decode import counted
+from finetune.text import counted
 
 __all__ = ["ContactSheet"]
 

@@ -15,10 +15,10 @@ import torch
 
 from finetune.commands.predict_io import marked, one_line
 from finetune.console import say
-from finetune.data.feature_loader import AnyFeed
+from finetune.data.feature_loader import AnyLoader
 from finetune.data.from_recipe import data_of, section_of, whole_data_of
 from finetune.data.image_store import open_store
-from finetune.data.loader import Feed
+from finetune.data.loader import Loader
 from finetune.data.source import Source, Split
 from finetune.errors import DataError, RecipeError, WeightsError, nearest
 from finetune.evaluation.evaluate import examine
@@ -28,12 +28,12 @@ from finetune.models.build import build
 from finetune.models.features import accept_features
 from finetune.models.saved import Built
 from finetune.models.weights.resolve import locate
+from finetune.processes import local_processes
+from finetune.recipe.identity import recipe_of
 from finetune.recipe.load import DataSection, RunSection
 from finetune.run.environment import dtype_of
 from finetune.training.compile import choose_kernels
-from finetune.training.distributed import local_processes
-from finetune.training.frozen_backbone import feature_feed
-from finetune.training.resume import recipe_of
+from finetune.training.frozen_backbone import feature_loader
 from finetune.training.train import launch
 from finetune.transforms.evaluation import make_pipeline
 
@@ -116,7 +116,7 @@ def write_results(result: Mapping[str, Any], folder: str | Path) -> list[str]:
     Returns: the files: results.json, per_class.csv, confusion.png, reliability.png.
     Raises: SetupError if the folder cannot be written.
     """
-    from finetune import figures  # matplotlib takes a second to load
+    from finetune.report import figures  # matplotlib takes a second to load
 
     folder = Path(folder)
     make_folder(folder, option="--out")
@@ -198,12 +198,12 @@ def _feed_of(
     *,
     num_classes: int,
     frozen: bool,
-) -> AnyFeed:
+) -> AnyLoader:
     """Batches of a split: with a backbone that was frozen, of the features that its run kept."""
     device, preprocessing = accelerator.device, built.preprocessing
     pipeline = make_pipeline(preprocessing, section.eval, train=False)
     if frozen and accept_features(built.model, preprocessing.image_size, training=False) is None:
-        feed, _ = feature_feed(
+        loader, _ = feature_loader(
             split,
             network=built.model,
             pipeline=pipeline,
@@ -212,7 +212,7 @@ def _feed_of(
             accelerator=accelerator,
             num_classes=num_classes,
         )
-        return feed
+        return loader
     store = open_store(
         split,
         keep=section.keep,
@@ -223,7 +223,7 @@ def _feed_of(
         progress=accelerator.is_main_process,
         notice=say,
     )
-    return Feed(store, pipeline, num_classes=num_classes, device=device)
+    return Loader(store, pipeline, num_classes=num_classes, device=device)
 
 
 def _by_the_models_classes(

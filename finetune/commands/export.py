@@ -31,17 +31,17 @@ from finetune.commands.export_formats import (
     require_packages,
     write,
 )
-from finetune.commands.listing import list_files
 from finetune.commands.predict import evaluation
+from finetune.commands.predict_io import list_files
 from finetune.console import say
-from finetune.data.decode import counted, decode
+from finetune.data.decode import decode, planes
 from finetune.data.from_recipe import whole_data_of
-from finetune.data.planes import planes
 from finetune.data.source import Source, open_source
 from finetune.errors import DataError, FinetuneError, RecipeError, SetupError, WeightsError, nearest
 from finetune.files import sha256_of
 from finetune.models.build import Built, build
-from finetune.training.resume import recipe_of
+from finetune.recipe.identity import recipe_of
+from finetune.text import counted
 from finetune.transforms.evaluation import as_published
 from finetune.transforms.pipeline import Pipeline
 

@@ -13,14 +13,14 @@ from huggingface_hub import try_to_load_from_cache
 from timm.models import split_model_name_tag
 from torch import hub
 
-from finetune.data.decode import counted
 from finetune.errors import FinetuneError
 from finetune.files import sha256_of
 from finetune.models.build import Built, build
 from finetune.models.head import classifier_names
 from finetune.models.profile import count_parameters, depth, survey
 from finetune.models.weights.resolve import WEIGHT_FILES, locate
-from finetune.training.resume import recipe_of
+from finetune.recipe.identity import recipe_of
+from finetune.text import counted
 from finetune.transforms.evaluation import default_eval
 
 __all__ = ["describe", "model_info"]

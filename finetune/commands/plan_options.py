@@ -22,9 +22,9 @@ from finetune.models.profile import depth
 from finetune.training.compile import choose_kernels
 from finetune.training.memory import Need, need_of, num_bytes, pass_once, state_bytes, twin_of
 from finetune.training.micro_batch import optimizer_settings
-from finetune.training.setup import Job
+from finetune.training.setup import TrainingSetup
 
-__all__ = ["Ground", "rehearsed"]
+__all__ = ["Baseline", "rehearsed"]
 
 _WORTH = 0.98  # of memory or time: what leaves more is no line
 _INPUT_SHARE = 0.1  # of a step, from which on the input is worth a line
@@ -32,16 +32,16 @@ _TIMED_IMAGES = 8  # of the passes that compare two dtypes
 
 
 def rehearsed(
-    job: Job, network: nn.Module, *, dtype: torch.dtype, images: int, **given: Any
+    setup: TrainingSetup, network: nn.Module, *, dtype: torch.dtype, images: int, **given: Any
 ) -> Need:
     """`need_of` a pass at the job's size, with its operations where it goes back, too."""
     count = count_operations if given.get("train", True) else None
-    settings = {"image_size": job.preprocessing.image_size, **given}
+    settings = {"image_size": setup.preprocessing.image_size, **given}
     return need_of(network, dtype=dtype, images=images, count=count, **settings)
 
 
 @dataclass(frozen=True)
-class Ground:
+class Baseline:
     """A run as its recipe has it, from which other settings differ.
 
     Attributes:
@@ -60,7 +60,7 @@ class Ground:
         tick: told of each rehearsal.
     """
 
-    job: Job
+    setup: TrainingSetup
     network: nn.Module
     dtype: torch.dtype
     part: int
@@ -156,7 +156,7 @@ class Ground:
 
     def _of_the_network(self) -> list[dict[str, Any]]:
         """Checkpointing, freezing, another dtype, another size: each is rehearsed."""
-        found, recipe, network = [], self.job.recipe, self.network
+        found, recipe, network = [], self.setup.recipe, self.network
         if not recipe.model.grad_checkpointing and hasattr(network, "set_grad_checkpointing"):
             frugal = self._need(network, change=_checkpointed)
             found.append(self._option("model.grad_checkpointing=true", frugal))
@@ -183,46 +183,48 @@ class Ground:
         return {
             "weights": num_bytes(network.state_dict().values()),
             "gradients": num_bytes(p for p in network.parameters() if p.requires_grad),
-            "moments": state_bytes(network, optimizer_settings(self.job.recipe.optim)),
+            "moments": state_bytes(network, optimizer_settings(self.setup.recipe.optim)),
         }
 
     def _faster(self, network: nn.Module, dtype: torch.dtype) -> float:
         """How many times as fast a pass is in another dtype, measured on a few images."""
         twin, seconds = twin_of(network), {}
-        images, size = min(self.part, _TIMED_IMAGES), self.job.preprocessing.image_size
+        images, size = min(self.part, _TIMED_IMAGES), self.setup.preprocessing.image_size
         for kind in (self.dtype, dtype) * 2:  # the first of each warms up
             started = time.perf_counter()
             pass_once(twin, max(images, 2), size, kind, train=True)
-            synchronise(self.job.device)
+            synchronise(self.setup.device)
             seconds[kind] = time.perf_counter() - started
         return seconds[self.dtype] / seconds[dtype]
 
     def _smaller(self, network: nn.Module) -> list[dict[str, Any]]:
         """The image size with about half as many pixels, where the network has such a size."""
-        height, width = self.job.preprocessing.image_size
+        height, width = self.setup.preprocessing.image_size
         patch = getattr(getattr(network, "patch_embed", None), "patch_size", 32)
         step = max(patch) if isinstance(patch, tuple | list) else int(patch)
         size = tuple(max(int(side / 2**0.5 / step), 1) * step for side in (height, width))
         if size == (height, width):
             return []
-        settings = self.job.recipe.model.model_dump(exclude={"name", "compile"})
+        settings = self.setup.recipe.model.model_dump(exclude={"name", "compile"})
         settings |= {"pretrained": False, "image_size": size}
         try:
-            built = build(self.job.recipe.model.name, num_classes=self.job.num_classes, **settings)
+            built = build(
+                self.setup.recipe.model.name, num_classes=self.setup.num_classes, **settings
+            )
         except FinetuneError:
             return []
-        other = built.model.to(self.job.device)
-        choose_kernels(other, device=self.job.device, dtype=self.dtype)
+        other = built.model.to(self.setup.device)
+        choose_kernels(other, device=self.setup.device, dtype=self.dtype)
         need = self._need(other, image_size=size)
         shown = size[0] if size[0] == size[1] else list(size)
         said = f"model.image_size={shown}"
-        if str(height) in (self.job.recipe.data.train or ""):
+        if str(height) in (self.setup.recipe.data.train or ""):
             said += " and in data.train"
         return [self._option(said, need, **self._trained(other))]
 
     def _of_the_rest(self) -> list[dict[str, Any]]:
         """The micro-batch, the optimiser, the images and the input."""
-        found, recipe = [], self.job.recipe
+        found, recipe = [], self.setup.recipe
         without = Need(self.need.fixed, self.need.per_image)  # the rate is not known
         half = -(-self.part // 2)
         if half < self.part:
@@ -247,7 +249,7 @@ class Ground:
     def _need(self, network: nn.Module, **given: Any) -> Need:
         self.tick()
         settings = {"dtype": self.dtype, "images": self.part, **given}
-        return rehearsed(self.job, network, **settings)
+        return rehearsed(self.setup, network, **settings)
 
 
 def _checkpointed(network: nn.Module) -> None:

@@ -18,14 +18,22 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from finetune.commands.contact_sheet import ContactSheet
-from finetune.commands.listing import Found, find_files, list_files
-from finetune.commands.predict_io import Row, Rows, check_target, refuse_inputs, writing
-from finetune.data.decode import decode, printable
-from finetune.data.planes import planes
+from finetune.commands.predict_io import (
+    Found,
+    Row,
+    Rows,
+    check_target,
+    find_files,
+    list_files,
+    refuse_inputs,
+    writing,
+)
+from finetune.data.decode import decode, planes
 from finetune.errors import DataError, FinetuneError, RecipeError, SetupError, WeightsError
 from finetune.models.build import Built, build
 from finetune.run.environment import pick_precision
-from finetune.training.resume import pipeline_of
+from finetune.run.pipeline import pipeline_of
+from finetune.text import printable
 from finetune.transforms.evaluation import make_pipeline
 from finetune.transforms.pipeline import Pipeline
 

@@ -28,10 +28,10 @@ from finetune.evaluation.linear_probe import (
 )
 from finetune.files import disk_errors, write_atomically
 from finetune.models.build import build
+from finetune.recipe.identity import recipe_of
 from finetune.recipe.load import DataSection, RunSection
 from finetune.run.environment import describe_machine, dtype_of
 from finetune.training.compile import choose_kernels
-from finetune.training.resume import recipe_of
 from finetune.training.train import launch
 from finetune.transforms.evaluation import make_pipeline
 

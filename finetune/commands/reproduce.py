@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from finetune.cli.runner import is_first_rank
 from finetune.commands.probe import probe_model
 from finetune.commands.reproduce_measured import Measured
 from finetune.commands.reproduce_page import page_of
@@ -35,9 +34,11 @@ from finetune.console import say
 from finetune.errors import Interrupted, RecipeError, nearest
 from finetune.evaluation.metrics import mean_std
 from finetune.files import write_atomically
+from finetune.processes import is_first_rank
+from finetune.recipe.identity import recipe_of
 from finetune.recipe.load import Recipe
+from finetune.run.status import finished
 from finetune.run.validation import load_json
-from finetune.training.resume import finished, recipe_of
 from finetune.training.train import leave, train
 
 __all__ = ["reproduce"]

@@ -24,9 +24,9 @@ from finetune.commands.reproduce_measured import (
 )
 from finetune.commands.reproduce_plan import PLAN, Direction, Entry, load_plan
 from finetune.evaluation.claims import answer, wording
+from finetune.recipe.identity import but_the_seed
 from finetune.recipe.load import Claim, Recipe, load_recipe
 from finetune.report.run_data import Run
-from finetune.training.resume import but_the_seed
 
 __all__ = ["claims_table", "directions_table", "recipe_files"]
 

@@ -16,20 +16,19 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from finetune.commands.listing import find_files
-from finetune.data.decode import decode
-from finetune.data.planes import planes
+from finetune.commands.predict_io import find_files
+from finetune.data.decode import decode, planes
 from finetune.errors import DataError, RecipeError, SetupError, WeightsError
-from finetune.models.attention import attention_rollout
-from finetune.models.build import build
-from finetune.models.inside import (
+from finetune.models.attention import (
     attention_distances,
+    attention_rollout,
     even_distance,
     patch_filters,
     position_similarity,
 )
+from finetune.models.build import build
 from finetune.report.style import COLORS, blank, legible, save_png, style
-from finetune.training.resume import pipeline_of
+from finetune.run.pipeline import pipeline_of
 from finetune.transforms.pipeline import Pipeline
 
 __all__ = [

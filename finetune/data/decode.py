@@ -9,6 +9,7 @@ Canonical form: uint8, (H, W, 3), RGB, turned upright. What is done to get there
 """
 
 # H W pixels
+# H W pixels, C channels
 
 from __future__ import annotations
 
@@ -23,21 +24,56 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
+import simplejpeg
+import torch
+from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
+from torch import Tensor
 
-from finetune.data.jpeg import read_jpeg
 from finetune.errors import DataError, visible
 from finetune.files import open_regular
+from finetune.text import printable
 
-__all__ = [
-    "LIMIT_PIXELS",
-    "counted",
-    "decode",
-    "notice",
-    "open_data",
-    "printable",
-    "relay_notices",
-]
+__all__ = ["LIMIT_PIXELS", "decode", "notice", "open_data", "planes", "read_jpeg", "relay_notices"]
+
+_LEAST_SIDE = 4  # below, five eighths of a size can be as many pixels as half of it
+
+
+def read_jpeg(
+    body: bytes, size: tuple[int, int], room: NDArray[np.uint8] | None
+) -> NDArray[np.uint8] | None:
+    """Decode a JPEG to the pixels that PIL would give.
+
+    Args:
+        body: the file, grey or in three colours; of several pictures in it the first is taken.
+        size: (W, H): its own, or an eighth, a quarter or half of that, rounded up.
+        room: (n,), to decode into where the pixels fit; contiguous.
+    Returns: (H, W, 3), not turned upright, not to be written to; None for anything damaged, even if
+        much of it could be decoded, and for a file of another size: PIL has the word on these.
+    """
+    if max(size) < _LEAST_SIDE:
+        return None
+    width, height = size
+    num_bytes = height * width * 3
+    buffer = room[:num_bytes] if room is not None and room.size >= num_bytes else None
+    try:
+        pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(
+            body, min_height=height, min_width=width, buffer=buffer
+        )
+    except ValueError:
+        return None
+    pixels.flags.writeable = False
+    return pixels if pixels.shape == (height, width, 3) else None
+
+
+# what is decoded may be Python's bytes, or a mapped file; nobody writes to it
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+
+
+def planes(image: NDArray[np.uint8]) -> Tensor:
+    """An image, (H, W, C), as (C, H, W) of the same memory: whoever batches it has to copy it."""
+    return torch.from_numpy(image).permute(2, 0, 1)
+
 
 LIMIT_PIXELS = 64_000_000
 # An allow-list: PIL would also start Ghostscript for an EPS, guess at unsigned files, and decode
@@ -120,16 +156,6 @@ def decode(
     if name is None:
         name = printable(data) if isinstance(data, str | Path) else "image"
     raise DataError(f"{name() if callable(name) else name}: {cause}")
-
-
-def printable(path: str | Path) -> str:
-    """A path as text that can be printed and written, also when its bytes are not UTF-8."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
-
-
-def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """`1 file`, `2 files`; the plural is given where it is not the noun and an s."""
-    return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
 def open_data(path: Path) -> IO[bytes]:

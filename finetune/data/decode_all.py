@@ -13,11 +13,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from finetune.data.decode import counted, notice, relay_notices
+from finetune.data.decode import notice, relay_notices
 from finetune.data.pixel_file import Canvas, Ragged, arranged
 from finetune.data.source import Source, Split
-from finetune.data.worker_pool import Desk, spread
+from finetune.data.worker_pool import WorkerStatus, spread
 from finetune.errors import DataError
+from finetune.text import counted
 
 __all__ = [
     "SMALL_BYTES",
@@ -117,15 +118,15 @@ def _visit(
     """
     mean = decoded_bytes(split) / max(len(split), 1)
     chunk = int(min(max(_CHUNK_BYTES // max(mean, 1), 1), _CHUNK))
-    desk = Desk(workers)
+    status = WorkerStatus(workers)
 
     def decode_some(task: int) -> _Done:
-        relay = relay_notices if desk.taken else list[tuple[str, str | None]]
+        relay = relay_notices if status.taken else list[tuple[str, str | None]]
         relay()
         failed = []
         for index in range(task * chunk, min((task + 1) * chunk, len(split))):
             try:
-                with desk.at_work(index):
+                with status.at_work(index):
                     image = split.read(index)
             except DataError as error:
                 failed.append((index, str(error)))
@@ -141,7 +142,9 @@ def _visit(
     if workers and mean * len(split) >= SMALL_BYTES:
         limits: dict[str, Any] = {"name_of": split.name_of, "timeout_seconds": timeout_seconds}
         order: dict[str, Any] = {"in_order": False, "ahead": _AHEAD}
-        done = spread(decode_some, range(num_tasks), desk=desk, workers=workers, **limits, **order)
+        done = spread(
+            decode_some, range(num_tasks), status=status, workers=workers, **limits, **order
+        )
     else:
         done = (decode_some(task) for task in range(num_tasks))
     # disable=None: no bar where standard error is not a terminal

@@ -1,4 +1,4 @@
-"""Batches of vectors that stand for images: what `Feed` gives, when a table holds the features.
+"""Batches of vectors that stand for images: what `Loader` gives, when a table holds the features.
 
 The same samples form the same steps. Nothing is decoded, and nothing is random.
 """
@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from finetune.data.image_store import Store
-from finetune.data.loader import Batch, Feed, Stream
+from finetune.data.loader import Batch, Loader, Sampler
 from finetune.data.source import Split
 from finetune.transforms.random import on_device
 
-__all__ = ["AnyFeed", "RowFeed"]
+__all__ = ["AnyLoader", "FeatureLoader"]
 
 _DEVICE_SHARE = 0.25  # of what is free on the device
 
 
-class RowFeed:
+class FeatureLoader:
     """Batches of a split whose images are rows of a table.
 
     Args:
@@ -59,20 +59,20 @@ class RowFeed:
 
     def train(
         self,
-        stream: Stream,
+        stream: Sampler,
         steps: range,
         *,
         rank: int = 0,
         world: int = 1,
         micro_batch: int | None = None,
     ) -> Generator[tuple[int, Iterator[Batch]], None, None]:
-        """Yield each step's number of micro-batches, and the micro-batches; see `Feed.train`."""
+        """Yield each step's number of micro-batches, and the micro-batches; see `Loader.train`."""
         for step in steps:
             plan = stream.micro_batches(step, rank=rank, world=world, micro_batch=micro_batch)
             yield len(plan), (self._batch(indices) for _, indices in plan)
 
     def once(self, *, rank: int = 0, world: int = 1, batch_size: int = 256) -> Iterator[Batch]:
-        """Yield this rank's share, each image exactly once over all ranks; see `Feed.once`."""
+        """Yield this rank's share, each image exactly once over all ranks; see `Loader.once`."""
         total = len(self.labels)
         first, last = total * rank // world, total * (rank + 1) // world
         for start in range(first, last, batch_size):
@@ -87,4 +87,4 @@ class RowFeed:
         return Batch(rows_BD, self.labels[places], indices=indices)
 
 
-AnyFeed: TypeAlias = Feed | RowFeed
+AnyLoader: TypeAlias = Loader | FeatureLoader

@@ -45,8 +45,8 @@ from finetune.data.decode import LIMIT_PIXELS
 from finetune.data.decode_all import paint, without_unreadable
 from finetune.data.pixel_file import ROW, Ragged, Rows, arranged, mapped
 from finetune.data.source import Split
-from finetune.disk_cache import cache_folder, leftovers, make_room, published
 from finetune.errors import SetupError
+from finetune.files import cache_folder, leftovers, make_room, published
 
 __all__ = ["Kept", "kept_pixels", "room_for"]
 

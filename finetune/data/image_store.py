@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from finetune.data.decode import planes
 from finetune.data.decode_all import (
     SMALL_BYTES,
     TIMEOUT_SECONDS,
@@ -30,13 +31,12 @@ from finetune.data.decode_all import (
 from finetune.data.device_copy import uploaded
 from finetune.data.image_cache import Kept, kept_pixels
 from finetune.data.pixel_file import Ragged
-from finetune.data.planes import planes
 from finetune.data.shared_memory import Put, Slots
 from finetune.data.source import Split
 from finetune.data.streaming.prefetch import is_streamed, prefetch_of
-from finetune.data.worker_pool import Desk, spread
+from finetune.data.worker_pool import WorkerStatus, spread
 from finetune.errors import DataError
-from finetune.training.host_memory import total_bytes
+from finetune.processes import total_bytes
 from finetune.transforms.random import on_device
 
 __all__ = ["Store", "open_store"]
@@ -137,13 +137,13 @@ class Store:
         first = next(coming, None)
         if first is None:
             return
-        desk = Desk(self.workers)
+        status = WorkerStatus(self.workers)
         # One more than are under way: the one that is looked at. A batch may be one image larger.
         largest = (len(first) + 1) * self.image_bytes * _SPREAD_OF_SIZES
         slots = Slots(self.workers * _AHEAD + 1, largest)
 
         def decode(index: int, room: NDArray[np.uint8]) -> NDArray[np.uint8]:
-            with desk.at_work(index):
+            with status.at_work(index):
                 return self.split.read(index, room)
 
         def decode_all(task: tuple[int, NDArray[np.int64]]) -> tuple[int, Put | str]:
@@ -158,7 +158,7 @@ class Store:
         read = spread(
             decode_all,
             tasks,
-            desk=desk,
+            status=status,
             workers=self.workers,
             name_of=self.split.name_of,
             timeout_seconds=self.timeout_seconds,

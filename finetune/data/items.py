@@ -18,8 +18,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from finetune.data.columns import integers
-from finetune.data.decode import decode, open_data, printable
+from finetune.data.decode import decode, open_data
 from finetune.errors import DataError
+from finetune.text import printable
 
 __all__ = [
     "ArrayItems",

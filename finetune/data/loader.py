@@ -27,7 +27,7 @@ from finetune.errors import RecipeError
 from finetune.transforms.pipeline import Pipeline
 from finetune.transforms.random import on_device, sample_keys
 
-__all__ = ["Batch", "Feed", "Stream", "crosses_epoch"]
+__all__ = ["Batch", "Loader", "Sampler", "crosses_epoch"]
 
 
 def crosses_epoch(step: int, *, batch_size: int, num_samples: int) -> bool:
@@ -35,7 +35,7 @@ def crosses_epoch(step: int, *, batch_size: int, num_samples: int) -> bool:
     return step * batch_size // num_samples > (step - 1) * batch_size // num_samples
 
 
-class Stream:
+class Sampler:
     """The order of the samples, as arithmetic on (seed, step, rank).
 
     Args:
@@ -141,7 +141,7 @@ class Batch:
     indices: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
-class Feed:
+class Loader:
     """Batches of a split: for training by step, for evaluation each image once."""
 
     def __init__(
@@ -166,7 +166,7 @@ class Feed:
 
     def train(
         self,
-        stream: Stream,
+        stream: Sampler,
         steps: range,
         *,
         rank: int = 0,
@@ -175,7 +175,7 @@ class Feed:
     ) -> Generator[tuple[int, Iterator[Batch]], None, None]:
         """Yield each step's number of micro-batches, and the micro-batches, made as they are read.
 
-        Args: as for `Stream.micro_batches`; `steps` are those still to be done.
+        Args: as for `Sampler.micro_batches`; `steps` are those still to be done.
         Closing the generator ends the workers, once no micro-batch is held.
         """
         plans = (

@@ -22,7 +22,7 @@ from finetune.data.columns import (
     in_order,
     number_labels,
 )
-from finetune.data.decode import counted, notice, open_data
+from finetune.data.decode import notice, open_data
 from finetune.data.hub import load_hub
 from finetune.data.items import Chunk, RowItems
 from finetune.data.streaming.hub_index import find_shards
@@ -30,6 +30,7 @@ from finetune.data.streaming.parquet_shards import chunk_of, label_column, open_
 from finetune.data.streaming.remote_file import HubFile, LocalFile
 from finetune.data.streaming.row_groups import ShardItems
 from finetune.errors import DataError, nearest
+from finetune.text import counted
 
 __all__ = ["Tables", "read_hub", "read_parquet"]
 

@@ -24,11 +24,12 @@ from pathlib import Path
 import numpy as np
 
 from finetune.data.columns import SPLITS, in_order, refuse_alike
-from finetune.data.decode import counted, notice, printable
+from finetune.data.decode import notice
 from finetune.data.items import ArrayItems, FileItems, Items, Links, walk_images
 from finetune.data.parquet import read_hub, read_parquet
 from finetune.data.streaming.row_groups import ShardItems
 from finetune.errors import DataError, nearest
+from finetune.text import counted, printable
 
 __all__ = ["Source", "Split", "open_source"]
 

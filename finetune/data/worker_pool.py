@@ -19,9 +19,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from finetune.errors import DataError, FinetuneError, SetupError
-from finetune.training.distributed import end_with_parent
+from finetune.processes import end_with_parent
 
-__all__ = ["POLL_SECONDS", "Desk", "spread"]
+__all__ = ["POLL_SECONDS", "WorkerStatus", "spread"]
 
 POLL_SECONDS = 1.0
 
@@ -31,7 +31,7 @@ _Processes = list[multiprocessing.process.BaseProcess]
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 
 
-class Desk:
+class WorkerStatus:
     """Where the workers of a loader note the image they are at, so that a dead one need not tell.
 
     Args:
@@ -186,7 +186,7 @@ def spread(
     work: Callable[[_Task], _Item],
     tasks: Iterable[_Task],
     *,
-    desk: Desk,
+    status: WorkerStatus,
     workers: int,
     name_of: Callable[[int], str],
     timeout_seconds: float,
@@ -199,10 +199,10 @@ def spread(
         work: a task → what is yielded for it; it notes its images on the desk.
         tasks: small, as they are sent; read as they are needed.
         desk, workers: for as many processes; at least 1.
-        name_of, timeout_seconds: as for `Desk.watched`.
+        name_of, timeout_seconds: as for `WorkerStatus.watched`.
         in_order: yield in the tasks' order; else as they are done.
         ahead: tasks that are given to each worker before their results are asked for.
-    Raises: as `Desk.watched`.
+    Raises: as `WorkerStatus.watched`.
     """
     with _as_many_as_asked():
         loader: DataLoader[_Item] = DataLoader(
@@ -211,7 +211,7 @@ def spread(
             sampler=tasks,
             collate_fn=_as_it_is,
             num_workers=workers,
-            worker_init_fn=desk.sit_down,
+            worker_init_fn=status.sit_down,
             prefetch_factor=ahead,
             timeout=POLL_SECONDS,
             multiprocessing_context="fork",  # open files and shared memory come along
@@ -219,7 +219,7 @@ def spread(
             # An iterator draws a seed when it is made: never from the global generator.
             generator=torch.Generator(),
         )
-    return desk.watched(loader, name_of=name_of, timeout_seconds=timeout_seconds)
+    return status.watched(loader, name_of=name_of, timeout_seconds=timeout_seconds)
 
 
 def _wait_for_one(workers: _Processes) -> None:

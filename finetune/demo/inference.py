@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from finetune.commands.predict import Classifier
-from finetune.data.decode import decode
-from finetune.data.planes import planes
+from finetune.data.decode import decode, planes
 from finetune.errors import DataError, WeightsError
 from finetune.models.attention import attention_rollout
 from finetune.transforms.pipeline import Pipeline

@@ -18,7 +18,7 @@ from finetune.data.from_recipe import whole_data_of
 from finetune.errors import FinetuneError, WeightsError
 from finetune.hub.download import hub_file
 from finetune.models.weights.resolve import locate
-from finetune.training.resume import recipe_of
+from finetune.recipe.identity import recipe_of
 
 __all__ = ["example_files", "facts", "is_hub_name", "model_folder", "title_of"]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from finetune import collector
+from finetune import processes as collector
 from finetune.commands.predict import Classifier
 from finetune.console import say
 from finetune.demo.app import About, accepted, build_app, gradio, look

@@ -27,7 +27,7 @@ from finetune.demo.server import show, workplace
 from finetune.errors import RecipeError, SetupError
 from finetune.hub.download import hub_file
 from finetune.models.build import build
-from finetune.publish.licences import licence_keys
+from finetune.publish.model_card import licence_keys
 from finetune.transforms.evaluation import make_pipeline
 
 __all__ = ["export_space", "run_space"]

@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from finetune.data.feature_loader import AnyFeed
+from finetune.data.feature_loader import AnyLoader
 from finetune.evaluation.calibration import HeldLogits
-from finetune.evaluation.metrics import Counts
-from finetune.evaluation.mistakes import Mistakes, worst
+from finetune.evaluation.metrics import Counts, Mistakes, worst
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -38,7 +37,7 @@ class Watcher(Protocol):
 
 def evaluate(
     model: nn.Module,
-    feed: AnyFeed,
+    loader: AnyLoader,
     accelerator: Accelerator,
     *,
     batch_size: int,
@@ -56,9 +55,9 @@ def evaluate(
     Raises: DivergedError if a logit is not finite.
     """
     started = time.perf_counter()
-    counts = Counts(feed.num_classes, device=accelerator.device)
+    counts = Counts(loader.num_classes, device=accelerator.device)
     model.eval()
-    batches = feed.once(
+    batches = loader.once(
         rank=accelerator.process_index, world=accelerator.num_processes, batch_size=batch_size
     )
     with _uncompiled(model), torch.no_grad(), accelerator.autocast():
@@ -85,7 +84,7 @@ def _uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
 
 def examine(
     model: nn.Module,
-    feed: AnyFeed,
+    loader: AnyLoader,
     accelerator: Accelerator,
     *,
     batch_size: int,
@@ -104,13 +103,13 @@ def examine(
         "loss", "ece", "calibration"} if one was given; and "mistakes", worst first, each {"index",
         "name", "label", "predicted", "confidence", "loss"}, if they were asked for.
     """
-    num_classes, device = feed.num_classes, accelerator.device
+    num_classes, device = loader.num_classes, accelerator.device
     scaled = _Scaled(Counts(num_classes, device=device), temperature or 1.0)
-    held = HeldLogits(len(feed.labels), num_classes)
+    held = HeldLogits(len(loader.labels), num_classes)
     mistakes = Mistakes(num_mistakes)
     asked = ((scaled, temperature is not None), (held, fit), (mistakes, num_mistakes > 0))
     watchers = [watcher for watcher, is_asked in asked if is_asked]
-    result = evaluate(model, feed, accelerator, batch_size=batch_size, watchers=watchers)
+    result = evaluate(model, loader, accelerator, batch_size=batch_size, watchers=watchers)
     if fit:
         result["temperature"] = held.fit(
             lambda sums: torch.as_tensor(accelerator.reduce(sums.to(device), "sum")).cpu()
@@ -121,7 +120,7 @@ def examine(
         result["calibrated"] = {"temperature": temperature, **kept}
     if num_mistakes:
         everybodys = _gathered(mistakes.found, num_mistakes, accelerator)
-        split = feed.store.split
+        split = loader.store.split
         result["mistakes"] = [
             {"index": one["index"], "name": split.name_of(one["index"]), **one}
             for one in worst(everybodys, num_mistakes)

@@ -8,38 +8,45 @@ The fingerprint of more than 1 GiB of images is over names and sizes: clear the 
 change without changing size.
 """
 
+# N images, D width
 # B batch, N images, D width, C channels, H W pixels
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
+import re
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import timm
 import torch
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from finetune import __version__
+from finetune import files as disk_cache
 from finetune.console import say, say_nothing
 from finetune.data.decode_all import TIMEOUT_SECONDS
 from finetune.data.image_store import open_store
-from finetune.data.loader import Feed
+from finetune.data.loader import Loader
 from finetune.data.source import Split
 from finetune.errors import DataError, WeightsError
-from finetune.evaluation.feature_cache import cache_folder, read_cached, write_cached
+from finetune.files import make_room, published, sha256_of
 from finetune.models.features import last_layers, pre_logits
 from finetune.models.saved import TRAINING_ONLY, Built
+from finetune.processes import local_processes
 from finetune.recipe.load import DataSection
 from finetune.run.environment import precision_of
-from finetune.training.distributed import local_processes
 from finetune.transforms.evaluation import default_eval
 from finetune.transforms.pipeline import Pipeline
 
@@ -49,12 +56,97 @@ if TYPE_CHECKING:
 __all__ = [
     "Features",
     "at_once",
+    "cache_folder",
     "compute",
     "identity_of",
     "places_of",
     "pre_logits",
+    "read_cached",
     "split_features",
+    "write_cached",
 ]
+
+MAX_BYTES = 20 * 2**30
+_NAME = re.compile(r"[0-9a-f]{64}-[0-9a-f]{64}\.npy")
+
+
+def cache_folder() -> Path:
+    """Where features are kept: see the head of `disk_cache`."""
+    return disk_cache.cache_folder("features")
+
+
+def read_cached(folder: Path, key: str, *, num_images: int) -> NDArray[np.float32] | None:
+    """Map the features of a key, after checking every byte of the file.
+
+    Args:
+        folder: of the cache.
+        key: hexadecimal sha256.
+        num_images: N, which the file must have.
+    Returns: (N, D), read-only; None if there is no intact file. Damaged ones are removed.
+    """
+    for path in sorted(folder.glob(f"{key}-*.npy")):
+        try:
+            if sha256_of(path) == path.stem.partition("-")[2]:
+                # unlike np.load this reads nothing but arrays, whatever the file begins with
+                values: NDArray[np.float32] = npy.open_memmap(path, mode="r")
+                if values.dtype == np.float32 and values.shape[0] == num_images:
+                    os.utime(path)  # the least recently used go first
+                    return values
+            path.unlink()
+            say(f"{path}: is damaged; it is removed and the features are computed again")
+        except FileNotFoundError:
+            continue  # another process made room, or removed it as damaged
+        except (OSError, ValueError) as error:
+            say(f"{path}: cannot be used ({error}); the features are computed again")
+    return None
+
+
+class _Hashed:
+    """A file that knows the sha256 of what was written to it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+        self.digest = hashlib.sha256()
+
+    def write(self, piece: bytes) -> int:
+        self.digest.update(piece)
+        return self.file.write(piece)
+
+
+def write_cached(
+    folder: Path, key: str, values_ND: NDArray[np.float32], *, max_bytes: int = MAX_BYTES
+) -> NDArray[np.float32]:
+    """Keep features in one step, and make room for them.
+
+    A disk that is full or cannot be written costs only the cache: it is said, and the features
+    stay in memory.
+
+    Args:
+        folder: made if it is not there.
+        key: hexadecimal sha256 of what they depend on.
+        values_ND: float32.
+        max_bytes: of all files together; the new one always stays.
+    Returns: the same values, mapped from the file if it could be written.
+    """
+    try:
+        with published(folder, key) as (temporary, name):
+            with temporary.open("wb") as file:
+                hashed = _Hashed(file)
+                npy.write_array(hashed, np.ascontiguousarray(values_ND), allow_pickle=False)
+                file.flush()
+                os.fsync(file.fileno())  # else a power cut could leave the name without the bytes
+            name.append(f"{key}-{hashed.digest.hexdigest()}.npy")
+        make_room(folder, max_bytes, keep=name[0], names=_NAME)
+        mapped: NDArray[np.float32] = npy.open_memmap(folder / name[0], mode="r")
+        return mapped
+    except OSError as error:
+        needed = math.ceil(values_ND.nbytes / 2**20)
+        say(
+            f"{folder}: the features ({needed} MiB) are not kept ({error.strerror or error}); the "
+            "next call computes them again. Free space, or set FINETUNE_CACHE to another folder"
+        )
+        return values_ND
+
 
 _SHARE_BATCHES = 8  # batches between two exchanges
 _SENT_VALUES = 2**24  # 64 MiB at once
@@ -197,8 +289,8 @@ def _computed(
         notice=say if main else say_nothing,
         timeout_seconds=timeout_seconds,
     )
-    feed = Feed(store, pipeline, num_classes=1, device=device)
-    found = compute(network, feed, accelerator, batch_size=at_once(device, section))
+    loader = Loader(store, pipeline, num_classes=1, device=device)
+    found = compute(network, loader, accelerator, batch_size=at_once(device, section))
     if found is None:
         return None
     # rows of unreadable images stay NaN: a computed one never is
@@ -214,7 +306,7 @@ def at_once(device: torch.device, section: DataSection) -> int:
 
 
 def compute(
-    network: nn.Module, feed: Feed, accelerator: Accelerator, *, batch_size: int
+    network: nn.Module, loader: Loader, accelerator: Accelerator, *, batch_size: int
 ) -> NDArray[np.float32] | None:
     """Compute the features of every image once, over all processes.
 
@@ -229,7 +321,7 @@ def compute(
     Returns: (N, D) in the split's order on rank 0, None on the others.
     Raises: WeightsError if a feature is not finite.
     """
-    rank, world, total = accelerator.process_index, accelerator.num_processes, len(feed.labels)
+    rank, world, total = accelerator.process_index, accelerator.num_processes, len(loader.labels)
     num_shares = -(-total // (batch_size * _SHARE_BATCHES))
     bounds = [total * share // num_shares for share in range(num_shares + 1)]
     largest = -(-total // num_shares)
@@ -242,7 +334,7 @@ def compute(
             share = min(first + rank, num_shares - 1)
             rows_BD = []
             with torch.inference_mode(), accelerator.autocast():
-                for batch in feed.once(rank=share, world=num_shares, batch_size=batch_size):
+                for batch in loader.once(rank=share, world=num_shares, batch_size=batch_size):
                     rows_BD.append(pre_logits(network, batch.images_BCHW)[: len(batch.labels_B)])
                     shown.update(min(world, num_shares - first) * len(batch.labels_B))
                 own = torch.cat(rows_BD)

@@ -18,11 +18,12 @@ from torch import nn
 
 from finetune.errors import FinetuneError, RecipeError, WeightsError, nearest
 from finetune.models.head import as_names, freeze_parameters, set_train_mode, zero_head
-from finetune.models.saved import Built, Preprocessing, save_model
+from finetune.models.saved import Built, save_model
 from finetune.models.weights.load import load, stride, timm_config
 from finetune.models.weights.resize_posemb import METHODS
 from finetune.models.weights.resolve import Weights, resolve
 from finetune.models.weights.timm_config import CONTROL_ARGS, LARGEST_SIDE, enormous, is_size
+from finetune.transforms.preprocessing import Preprocessing
 
 __all__ = ["Built", "Preprocessing", "build", "save_model", "set_train_mode"]
 

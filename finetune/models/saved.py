@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from finetune.errors import FinetuneError
+from finetune.transforms.preprocessing import Preprocessing
 
-__all__ = ["TRAINING_ONLY", "Built", "Preprocessing", "save_model"]
+__all__ = ["TRAINING_ONLY", "Built", "save_model"]
 
 # Whoever loads the model did not ask for the dropout of the run that made it.
 TRAINING_ONLY = {
@@ -25,27 +26,6 @@ TRAINING_ONLY = {
     "attn_drop_rate",
     "drop_path_rate",
 }
-
-
-@dataclass(frozen=True)
-class Preprocessing:
-    """What turns an image into the network's input.
-
-    Attributes:
-        image_size: (height, width) in pixels.
-        mean: per channel, of pixel values in [0, 1].
-        std: per channel.
-        interpolation: nearest, bilinear, bicubic or lanczos.
-        crop_pct: share of the resized image's side that the centre crop keeps.
-        crop_mode: timm's: center, squash or border.
-    """
-
-    image_size: tuple[int, int]
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-    interpolation: str
-    crop_pct: float
-    crop_mode: str
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from typing import Any
 from finetune.errors import CheckpointError, FinetuneError
 from finetune.files import sha256_of
 from finetune.publish.model_card import Facts, write_card
+from finetune.recipe.identity import but_the_seed
 from finetune.recipe.load import Recipe, load_recipe
 from finetune.run.directory import RunDir
 from finetune.run.validation import SPLIT_FIGURES
-from finetune.training.resume import but_the_seed
 
 __all__ = ["PUBLISHED", "publishable", "refresh", "write_evidence"]
 
@@ -163,7 +163,7 @@ def _draw(
     folder: Path, run: RunDir, results: Mapping[str, Any], config: Mapping[str, Any]
 ) -> list[str]:
     """Draw the pictures that there are figures for. Returns: their names."""
-    from finetune import figures  # matplotlib takes a second to load
+    from finetune.report import figures  # matplotlib takes a second to load
 
     measured = results.get("test") or results.get("val") or {}
     drawn = {"curves.png": figures.curves(run.history(), results)}

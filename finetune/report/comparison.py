@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.evaluation.metrics import mean_std
+from finetune.recipe.identity import but_the_seed
 from finetune.recipe.load import Recipe
 from finetune.report.run_data import MISSING, Run, duration, number, percent, plain
 from finetune.report.sections import claim_rows, training_rate
-from finetune.training.resume import but_the_seed
 
 __all__ = [
     "FIGURES",

@@ -8,7 +8,6 @@ import math
 import statistics
 from typing import Any
 
-from finetune.data.decode import counted
 from finetune.evaluation.claims import wording
 from finetune.report.run_data import (
     MISSING,
@@ -21,6 +20,7 @@ from finetune.report.run_data import (
     section,
     whole,
 )
+from finetune.text import counted
 
 __all__ = [
     "claim_rows",

@@ -7,7 +7,11 @@ one. There is no random state in it, because every random draw is keyed by the s
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,8 +28,53 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from finetune.errors import CheckpointError
+from finetune.run.directory import RunDir
+from finetune.run.validation import load_json
 
-__all__ = ["Snapshot", "capture", "read_weights", "restore", "set_weights"]
+__all__ = [
+    "CheckpointWriter",
+    "Counters",
+    "Snapshot",
+    "capture",
+    "read_weights",
+    "restore",
+    "set_weights",
+]
+
+
+@dataclasses.dataclass
+class Counters:
+    """The numbers of a run under way.
+
+    Attributes:
+        step: optimiser steps done, with skipped ones.
+        best: the best value of `run.best` so far, and the step it was found at.
+        stale: evaluations since then.
+        skipped, skipped_in_row: steps left out because a gradient was not finite.
+        seconds: time spent.
+        pending: what the meter has summed since the last log line.
+        scaler: fp16's loss scale.
+    """
+
+    step: int = 0
+    best: float | None = None
+    best_step: int | None = None
+    stale: int = 0
+    skipped: int = 0
+    skipped_in_row: int = 0
+    seconds: float = 0.0
+    pending: list[float] = dataclasses.field(default_factory=list)
+    scaler: dict[str, float] | None = None
+
+    def note(self, metric: str, value: float) -> bool:
+        """Take an evaluation into account. Returns: whether it is the best so far."""
+        lower_is_better = metric.endswith("loss")
+        if self.best is None or (value < self.best if lower_is_better else value > self.best):
+            self.best, self.best_step, self.stale = value, self.step, 0
+            return True
+        self.stale += 1
+        return False
+
 
 _WHOLE = StateDictOptions(full_state_dict=True)
 _HOW = {
@@ -198,3 +247,75 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     """Read what evaluation sees from a checkpoint: its EMA where there is one, else its weights."""
     ema = folder / "ema.safetensors"
     return _read(ema if ema.exists() else folder / "model.safetensors")
+
+
+class CheckpointWriter:
+    """Writes snapshots as checkpoints.
+
+    Args:
+        run: opened by this process.
+        newest: how many of the last checkpoints stay, each with the best one that it knows.
+    """
+
+    def __init__(self, run: RunDir, *, newest: int) -> None:
+        self._run = run
+        self._newest = newest
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Let the last checkpoint be finished, whatever ends the run; the run's error is the one.
+
+        Raises: SetupError if a checkpoint cannot be written.
+        """
+        try:
+            yield
+        except BaseException:
+            if self._writing is not None:
+                self._writing.exception()  # waits
+            raise
+        else:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+
+    def write(self, step: int, snapshot: Snapshot) -> None:
+        """Begin to write a checkpoint, once the one before it is there.
+
+        Args:
+            step: number of optimiser steps done.
+            snapshot: nobody else changes it.
+        Raises: SetupError if the one before could not be written.
+        """
+        self.wait()
+        self._writing = self._thread.submit(self._publish, step, snapshot)
+
+    def wait(self) -> None:
+        """Wait until everything is written. Raises: SetupError if it could not be."""
+        self._look(done=False)
+
+    def look(self) -> None:
+        """Raise what has gone wrong by now; wait for nothing."""
+        self._look(done=True)
+
+    def _look(self, *, done: bool) -> None:
+        writing = self._writing
+        if writing is not None and (writing.done() or not done):
+            self._writing = None
+            writing.result()
+
+    def _publish(self, step: int, snapshot: Snapshot) -> None:
+        run = self._run
+        run.save(step, snapshot.write, needed=snapshot.num_bytes())
+        newest = run.steps()[-self._newest :]
+        run.prune({*newest, *(best for step in newest if (best := _best_step(run, step)))})
+
+
+def _best_step(run: RunDir, step: int) -> int | None:
+    """The step whose checkpoint holds the best weights, as the one of `step` knows it."""
+    try:
+        best = load_json(run.folder(step) / "state.json")["best_step"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None  # an older checkpoint was damaged; a resume would pass it over, and its best
+    return best if isinstance(best, int) else None

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from finetune.models.fast_blocks import multiply_plainly
-from finetune.models.last_block import compute_class_token
+from finetune.models.fast_blocks import compute_class_token, multiply_plainly
 
 __all__ = ["choose_kernels", "compiles", "training_operations"]
 

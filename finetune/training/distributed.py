@@ -7,7 +7,6 @@ an error leaves word of it where the others look when their connection breaks.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import datetime
 import json
 import os
@@ -23,28 +22,16 @@ import torch
 
 from finetune.errors import DivergedError, FinetuneError, Interrupted, RecipeError, SetupError
 
-__all__ = ["Launcher", "Ranks", "end_with_parent", "local_processes"]
+__all__ = ["Launcher", "RankErrors"]
 
 POLL_SECONDS = 0.5
 JOIN_SECONDS = 5.0  # for a process that waits for others in C, where no handler runs
 ANSWER_SECONDS = 3.0  # a store on the same machine or the next answers in milliseconds
 LINGER_SECONDS = 5.0  # for rank 0 to finish the record before a launcher ends it
 
-_PR_SET_PDEATHSIG = 1  # Linux, prctl(2)
 _LAUNCHERS = ("accelerate", "accelerate-launch", "torchrun")
 _LAUNCHER_MODULES = ("accelerate.commands.launch", "torch.distributed.run")
 _LOST = re.compile(r"gloo|nccl|closed by peer|reset by peer|timed out waiting", re.IGNORECASE)
-
-
-def local_processes(world: int) -> int:
-    """How many of the processes of a launch share this host: all, unless the launcher tells."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world))
-
-
-def end_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends; Linux only."""
-    with contextlib.suppress(OSError, AttributeError):  # elsewhere there is no such call
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Launcher:
@@ -96,7 +83,7 @@ def _is_launcher(process: int) -> bool:
     return any(Path(word).name in _LAUNCHERS or word in _LAUNCHER_MODULES for word in words[:4])
 
 
-class Ranks:
+class RankErrors:
     """What the ranks of a launch tell one another when one of them ends.
 
     They write into the store of the launcher (or of rank 0), which outlives the connections.

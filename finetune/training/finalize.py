@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from finetune.console import say
-from finetune.data.feature_loader import AnyFeed
+from finetune.data.feature_loader import AnyLoader
 from finetune.data.source import Split
 from finetune.errors import FinetuneError
 from finetune.evaluation.claims import answer
@@ -24,14 +24,14 @@ from finetune.models.saved import save_model
 from finetune.publish.artifacts import refresh, write_evidence
 from finetune.recipe.load import Recipe
 from finetune.run.directory import RunDir
-from finetune.training.trainer_state import Live
+from finetune.training.trainer_state import TrainerState
 
 __all__ = ["answer_anew", "finish"]
 
 NUM_MISTAKES = 24  # of the test split, in results.json and the report
 
 
-def finish(live: Live, val_feed: AnyFeed | None) -> dict[str, Any]:
+def finish(trainer: TrainerState, val_loader: AnyLoader | None) -> dict[str, Any]:
     """Measure the best weights, read the test split once, and write results.json and model/.
 
     Args:
@@ -40,39 +40,41 @@ def finish(live: Live, val_feed: AnyFeed | None) -> dict[str, Any]:
     Returns: the content of results.json.
     Raises: DataError if a test image cannot be read; model/ is published by then.
     """
-    job, run, accelerator = live.job, live.run, live.accelerator
-    batch_size = live.recipe.data.eval_batch_size
-    best_step, weights = live.load_best()
+    setup, run, accelerator = trainer.setup, trainer.run, trainer.accelerator
+    batch_size = trainer.recipe.data.eval_batch_size
+    best_step, weights = trainer.load_best()
     results: dict[str, Any] = {}
     temperature = None
-    if val_feed is not None:
-        measured = examine(live.evaluated(), val_feed, accelerator, batch_size=batch_size, fit=True)
+    if val_loader is not None:
+        measured = examine(
+            trainer.evaluated(), val_loader, accelerator, batch_size=batch_size, fit=True
+        )
         temperature = measured.pop("temperature")
         results |= {"val": measured, "temperature": temperature}
-    results |= {"best_step": best_step, "steps": live.counters.step}
-    results |= {"skipped_steps": live.counters.skipped}
-    _publish(live, results, weights, final=False)
-    if (test := job.source.splits.get("test")) is not None:
+    results |= {"best_step": best_step, "steps": trainer.counters.step}
+    results |= {"skipped_steps": trainer.counters.skipped}
+    _publish(trainer, results, weights, final=False)
+    if (test := setup.source.splits.get("test")) is not None:
         # anew: its images may have been mended since its fingerprint was taken
-        test_feed = live.feeds.open(dataclasses.replace(test), train=False)
+        test_loader = trainer.loaders.open(dataclasses.replace(test), train=False)
         results["test"] = examine(
-            live.evaluated(),
-            test_feed,
+            trainer.evaluated(),
+            test_loader,
             accelerator,
             batch_size=batch_size,
             temperature=temperature,
             num_mistakes=NUM_MISTAKES,
         )
-        _number_by(test, test_feed.store.split, results["test"]["mistakes"])
-    if live.main:
+        _number_by(test, test_loader.store.split, results["test"]["mistakes"])
+    if trainer.main:
         history = run.history()
         lines = (line for line in reversed(history) if line["split"] == "train")
         results["train"] = next(lines, {})
-        claims = [claim.model_dump(mode="json") for claim in live.recipe.claims]
-        results["claims"] = answer(claims, history, results, job.steps_per_epoch)
+        claims = [claim.model_dump(mode="json") for claim in trainer.recipe.claims]
+        results["claims"] = answer(claims, history, results, setup.steps_per_epoch)
         run.write_json("results.json", results)
-        _publish(live, results, weights, final=True)
-        _report(run.path, test, job.notice)
+        _publish(trainer, results, weights, final=True)
+        _report(run.path, test, setup.notice)
     accelerator.wait_for_everyone()
     return results
 
@@ -100,23 +102,23 @@ def answer_anew(run: RunDir, recipe: Recipe) -> dict[str, Any]:
 
 
 def _publish(
-    live: Live, results: dict[str, Any], weights: dict[str, torch.Tensor], *, final: bool
+    trainer: TrainerState, results: dict[str, Any], weights: dict[str, torch.Tensor], *, final: bool
 ) -> None:
     """Write model/ on rank 0, with the evidence that is known so far."""
-    if not live.main:
+    if not trainer.main:
         return
-    job, run = live.job, live.run
+    setup, run = trainer.setup, trainer.run
 
     def write(folder: Path) -> None:
         save_model(
             folder,
-            job.built,
+            setup.built,
             weights,
-            class_names=job.source.class_names,
-            preprocessing=job.preprocessing,
+            class_names=setup.source.class_names,
+            preprocessing=setup.preprocessing,
             temperature=results.get("temperature"),
         )
-        repository = live.recipe.run.push_to
+        repository = trainer.recipe.run.push_to
         write_evidence(folder, run, results, repository=repository, pictures=final)
 
     run.publish_model(write, needed=sum(tensor.nbytes for tensor in weights.values()))

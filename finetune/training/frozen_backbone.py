@@ -16,21 +16,21 @@ import torch
 from torch import nn
 
 from finetune.data.decode_all import TIMEOUT_SECONDS
-from finetune.data.feature_loader import AnyFeed, RowFeed
+from finetune.data.feature_loader import AnyLoader, FeatureLoader
 from finetune.data.source import Split
 from finetune.evaluation.features import identity_of, split_features
 from finetune.models.features import accept_features
 from finetune.recipe.load import DataSection
-from finetune.training.setup import Job
+from finetune.training.setup import TrainingSetup
 from finetune.transforms.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["Feeds", "feature_feed"]
+__all__ = ["Loaders", "feature_loader"]
 
 
-class Feeds:
+class Loaders:
     """Opens the splits of a run: as features where each image has only one, else as images.
 
     It is made before the network is copied or wrapped, and stays on every rank in step.
@@ -44,50 +44,50 @@ class Feeds:
         of_features: whether they are features.
     """
 
-    def __init__(self, job: Job, accelerator: Accelerator) -> None:
-        self._job = job
+    def __init__(self, setup: TrainingSetup, accelerator: Accelerator) -> None:
+        self._job = setup
         self._accelerator = accelerator
         self._identity: dict[str, Any] | None = None
-        self._frozen = job.recipe.model.freeze == "backbone"
-        self._reason = _why_images(job, accelerator) if self._frozen else None
+        self._frozen = setup.recipe.model.freeze == "backbone"
+        self._reason = _why_images(setup, accelerator) if self._frozen else None
         self.of_features = self._frozen and self._reason is None
 
-    def open(self, split: Split, *, train: bool, dtype: torch.dtype = torch.float32) -> AnyFeed:
+    def open(self, split: Split, *, train: bool, dtype: torch.dtype = torch.float32) -> AnyLoader:
         """Make batches of a split ready; every rank must call it.
 
-        Args: as for `Job.feed`.
+        Args: as for `TrainingSetup.feed`.
         Raises: DataError naming every image that cannot be read.
         """
-        job = self._job
+        setup = self._job
         if not self.of_features:
             if self._frozen and train:
-                job.notice(f"model.freeze: every epoch computes all images anew: {self._reason}")
-            return job.feed(split, train=train, dtype=dtype)
-        pipeline = job.train_pipeline if train else job.eval_pipeline
+                setup.notice(f"model.freeze: every epoch computes all images anew: {self._reason}")
+            return setup.loader(split, train=train, dtype=dtype)
+        pipeline = setup.train_pipeline if train else setup.eval_pipeline
         # of what the classifier does not change, so at any moment the same
         if self._identity is None and self._accelerator.is_main_process:
-            read = dataclasses.replace(job.built, preprocessing=job.preprocessing)
-            self._identity = identity_of(read, job.eval_pipeline.sentence)
-        feed, found = feature_feed(
+            read = dataclasses.replace(setup.built, preprocessing=setup.preprocessing)
+            self._identity = identity_of(read, setup.eval_pipeline.sentence)
+        loader, found = feature_loader(
             split,
-            network=job.built.model,
+            network=setup.built.model,
             pipeline=pipeline,
             identity={**(self._identity or {}), "eval": pipeline.sentence},
-            section=job.recipe.data,
+            section=setup.recipe.data,
             accelerator=self._accelerator,
-            num_classes=job.num_classes,
-            timeout_seconds=job.recipe.run.timeout_seconds / 2,
+            num_classes=setup.num_classes,
+            timeout_seconds=setup.recipe.run.timeout_seconds / 2,
         )
         if train:  # without the images in quarantine
-            job.num_samples = len(feed.store.split)
-            job.notice(
+            setup.num_samples = len(loader.store.split)
+            setup.notice(
                 "model.freeze: nothing changes before the classifier, so it alone is computed at "
                 f"each step: the features were {found}, and images/s is the classifier's"
             )
-        return feed
+        return loader
 
 
-def feature_feed(
+def feature_loader(
     split: Split,
     *,
     network: nn.Module,
@@ -97,7 +97,7 @@ def feature_feed(
     accelerator: Accelerator,
     num_classes: int,
     timeout_seconds: float = TIMEOUT_SECONDS,
-) -> tuple[RowFeed, str]:
+) -> tuple[FeatureLoader, str]:
     """Make batches of a split's features, on every rank.
 
     Args:
@@ -118,18 +118,19 @@ def feature_feed(
     )
     assert found is not None, "every rank has them"
     kept = split if len(found.places_N) == len(split) else split.subset(found.places_N)
-    feed = RowFeed(kept, found.values_ND, num_classes=num_classes, device=accelerator.device)
+    loader = FeatureLoader(
+        kept, found.values_ND, num_classes=num_classes, device=accelerator.device
+    )
     how = "read from the cache" if found.cached else f"computed in {found.seconds:.1f} s"
-    return feed, how
+    return loader, how
 
 
-def _why_images(job: Job, accelerator: Accelerator) -> str | None:
+def _why_images(setup: TrainingSetup, accelerator: Accelerator) -> str | None:
     """Why a run with a frozen backbone needs its images at every step; None if it does not."""
     if "FSDP" in str(accelerator.distributed_type):
         return "FSDP spreads the network over processes; train with DDP"
-    size = job.preprocessing.image_size
-    if job.train_pipeline.random:
-        return (
-            f"data.train is random; with '{job.eval_pipeline.sentence}' each is computed only once"
-        )
-    return accept_features(job.built.model, size, training=True)
+    size = setup.preprocessing.image_size
+    if setup.train_pipeline.random:
+        sentence = setup.eval_pipeline.sentence
+        return f"data.train is random; with '{sentence}' each is computed only once"
+    return accept_features(setup.built.model, size, training=True)

@@ -50,7 +50,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = 0
+        self.trainer = 0
         self.peak = 0
         self._known: dict[int, int] = {}
 
@@ -65,13 +65,13 @@ class LiveBytes(TorchDispatchMode):
             key = storage._cdata
             if key not in given and key not in self._known:
                 self._known[key] = storage.nbytes()
-                self.live += self._known[key]
+                self.trainer += self._known[key]
                 weakref.finalize(storage, self._forget, key)
-        self.peak = max(self.peak, self.live)
+        self.peak = max(self.peak, self.trainer)
         return result
 
     def _forget(self, key: int) -> None:
-        self.live -= self._known.pop(key)
+        self.trainer -= self._known.pop(key)
 
 
 def _storages(values: Any) -> Iterator[Any]:
@@ -146,10 +146,10 @@ def _peak(
     real: bool = False,
 ) -> int:
     """The most bytes that one pass has at any moment."""
-    live = LiveBytes()
-    with _twin(network, change, real=real) as twin, live:
+    trainer = LiveBytes()
+    with _twin(network, change, real=real) as twin, trainer:
         pass_once(twin, images, image_size, dtype, train=train)
-    return live.peak
+    return trainer.peak
 
 
 def _operations(

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.data.feature_loader import AnyFeed
-from finetune.data.loader import Feed, Stream
+from finetune.data.feature_loader import AnyLoader
+from finetune.data.loader import Loader, Sampler
 from finetune.errors import RecipeError, SetupError, is_of_memory
+from finetune.processes import free_bytes
 from finetune.recipe.load import OptimSection
 from finetune.run.directory import RunDir
 from finetune.run.environment import dtype_of
-from finetune.training.host_memory import free_bytes
 from finetune.training.memory import need_of, num_bytes, pass_once, state_bytes, twin_of
-from finetune.training.trainer_state import Live
+from finetune.training.trainer_state import TrainerState
 
 __all__ = [
     "available_bytes",
@@ -37,7 +37,7 @@ SHARE = 0.8  # of the memory that is free: kernels take some for themselves, and
 
 
 def settle_micro_batch(
-    live: Live, feed: AnyFeed, on_main: Callable[[Callable[[], Any]], Any]
+    trainer: TrainerState, loader: AnyLoader, on_main: Callable[[Callable[[], Any]], Any]
 ) -> None:
     """Carry out `data.micro_batch: auto`: as the run began, or else by looking for it now.
 
@@ -47,16 +47,16 @@ def settle_micro_batch(
         on_main: does something on rank 0 and gives every rank the answer.
     Raises: as `find_micro_batch`.
     """
-    if live.recipe.data.micro_batch != "auto" or not isinstance(feed, Feed):
+    if trainer.recipe.data.micro_batch != "auto" or not isinstance(loader, Loader):
         return
-    known: int | None = on_main(lambda: _recorded(live.run))
+    known: int | None = on_main(lambda: _recorded(trainer.run))
     if known is None:
-        known = found = find_micro_batch(live)
-        on_main(lambda: _record(live.run, found))
-    live.micro_batch = known
+        known = found = find_micro_batch(trainer)
+        on_main(lambda: _record(trainer.run, found))
+    trainer.micro_batch = known
 
 
-def find_micro_batch(live: Live, *, tries: Callable[[int], bool] | None = None) -> int:
+def find_micro_batch(trainer: TrainerState, *, tries: Callable[[int], bool] | None = None) -> int:
     """Find the largest micro-batch that fits; every rank must call it, and all get the smallest.
 
     Nothing of the training state changes: a twin of the network is sent through.
@@ -68,16 +68,16 @@ def find_micro_batch(live: Live, *, tries: Callable[[int], bool] | None = None) 
     Returns: images at once; the share of a rank where all of it fits.
     Raises: SetupError if not even the smallest fits; RecipeError for a sharded network.
     """
-    if live.sharded:
+    if trainer.sharded:
         raise RecipeError("data.micro_batch: auto is not possible with FSDP; give a number")
-    job, accelerator = live.job, live.accelerator
-    network = accelerator.unwrap_model(live.model)
+    setup, accelerator = trainer.setup, trainer.accelerator
+    network = accelerator.unwrap_model(trainer.model)
     dtype = dtype_of(accelerator)
-    size, device = job.preprocessing.image_size, accelerator.device
-    parts = _parts(job.stream, rank=accelerator.process_index, world=accelerator.num_processes)
+    size, device = setup.preprocessing.image_size, accelerator.device
+    parts = _parts(setup.stream, rank=accelerator.process_index, world=accelerator.num_processes)
     share = max(parts)
     need = need_of(network, image_size=size, dtype=dtype, images=min(share, 32))
-    available, later = available_bytes(device, job.local_processes), still_to_come(live)
+    available, later = available_bytes(device, setup.local_processes), still_to_come(trainer)
     room = int(available * SHARE) - later
     found = largest(list(parts), lambda images: need.at(parts[images]) <= room)
     if tries is None and device.type == "cuda":
@@ -95,11 +95,11 @@ def find_micro_batch(live: Live, *, tries: Callable[[int], bool] | None = None) 
             "model.grad_checkpointing=true, or take a smaller network or image size"
         )
     if agreed < share:
-        job.notice(_said(agreed, share, network))
+        setup.notice(_said(agreed, share, network))
     return agreed
 
 
-def _parts(stream: Stream, *, rank: int, world: int) -> dict[int, int]:
+def _parts(stream: Sampler, *, rank: int, world: int) -> dict[int, int]:
     """The sizes that cut a rank's share into equal parts, and the largest part that comes of each.
 
     Returns: the whole share first, one unit last; an uneven share makes some parts larger.
@@ -171,14 +171,14 @@ def _gib(number: int) -> str:
     return f"{number / 2**30:.1f} GiB"
 
 
-def still_to_come(live: Live) -> int:
+def still_to_come(trainer: TrainerState) -> int:
     """Bytes that the steps to come will keep: gradients, moments and, on a CPU, the snapshot."""
-    network, optim = live.accelerator.unwrap_model(live.model), live.recipe.optim
+    network, optim = trainer.accelerator.unwrap_model(trainer.model), trainer.recipe.optim
     gradients, moments = _trained_bytes(network), state_bytes(network, optimizer_settings(optim))
-    there = bool(live.optimizer.optimizer.state)  # a checkpoint was restored
+    there = bool(trainer.optimizer.optimizer.state)  # a checkpoint was restored
     later = gradients + (0 if there else moments)
-    if live.accelerator.device.type == "cpu":  # a checkpoint is written while training goes on
-        averages = [] if live.ema is None else live.ema.module.state_dict().values()
+    if trainer.accelerator.device.type == "cpu":  # a checkpoint is written while training goes on
+        averages = [] if trainer.ema is None else trainer.ema.module.state_dict().values()
         later += num_bytes([*network.state_dict().values(), *averages]) + moments
     return later
 

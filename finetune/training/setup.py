@@ -16,25 +16,26 @@ from typing import Any
 import numpy as np
 import torch
 
+from finetune.data.decode import planes
 from finetune.data.from_recipe import data_of
 from finetune.data.image_store import open_store
-from finetune.data.loader import Feed, Stream, crosses_epoch
-from finetune.data.planes import planes
+from finetune.data.loader import Loader, Sampler, crosses_epoch
 from finetune.data.source import Source, Split
 from finetune.data.streaming.shuffle import lanes_of
 from finetune.errors import DataError, RecipeError
 from finetune.models.build import build
-from finetune.models.saved import Built, Preprocessing
+from finetune.models.saved import Built
 from finetune.recipe.load import Recipe
 from finetune.training.optim import lr_at
 from finetune.transforms.evaluation import as_published, default_eval, make_pipeline, resized
 from finetune.transforms.pipeline import Pipeline
+from finetune.transforms.preprocessing import Preprocessing
 
-__all__ = ["Job", "open_job"]
+__all__ = ["TrainingSetup", "open_setup"]
 
 
 @dataclasses.dataclass
-class Job:
+class TrainingSetup:
     """Everything that training needs, before it is spread over processes."""
 
     recipe: Recipe
@@ -75,9 +76,9 @@ class Job:
                 pipeline([image], keys=keys if pipeline.random else None)
 
     @property
-    def stream(self) -> Stream:
+    def stream(self) -> Sampler:
         """The order of the training images."""
-        return Stream(
+        return Sampler(
             self.num_samples,
             batch_size=self.recipe.data.batch_size,
             seed=self.recipe.run.seed,
@@ -138,7 +139,7 @@ class Job:
         due = self.evaluates_after(step) if every is None else step % every == 0
         return due or step == self.steps
 
-    def feed(self, split: Split, *, train: bool, dtype: torch.dtype = torch.float32) -> Feed:
+    def loader(self, split: Split, *, train: bool, dtype: torch.dtype = torch.float32) -> Loader:
         """Decode a split and connect it with its pipeline.
 
         Args:
@@ -162,7 +163,7 @@ class Job:
         )
         if train:  # without the images in quarantine
             self.num_samples = len(store.split)
-        return Feed(
+        return Loader(
             store,
             self.train_pipeline if train else self.eval_pipeline,
             num_classes=self.num_classes,
@@ -195,14 +196,14 @@ class Job:
         }
 
 
-def open_job(
+def open_setup(
     recipe: Recipe,
     *,
     device: torch.device,
     local_processes: int = 1,
     notice: Callable[[str], None],
     progress: bool,
-) -> Job:
+) -> TrainingSetup:
     """Make a recipe concrete.
 
     Args:
@@ -234,7 +235,7 @@ def open_job(
             f"model evaluates it with '{default_eval(preprocessing)}'"
         )
     _check_decode_size(data.decode_size, published or preprocessing, notice)
-    return Job(
+    return TrainingSetup(
         recipe=recipe,
         source=source,
         built=built,

@@ -29,21 +29,23 @@ from accelerate.utils import (
     parse_flag_from_env,
 )
 
-from finetune.console import Meter, StopSignals, bar, say, say_nothing
-from finetune.data.feature_loader import AnyFeed
+from finetune.console import bar, say, say_nothing
+from finetune.data.feature_loader import AnyLoader
 from finetune.errors import FinetuneError, Interrupted, RecipeError, SetupError, nearest
 from finetune.evaluation.evaluate import evaluate
 from finetune.models.build import set_train_mode
+from finetune.processes import keep_freed, local_processes
 from finetune.recipe.load import Recipe, RunSection
 from finetune.run.directory import RunDir
 from finetune.run.environment import DTYPES, pick_precision, precision_of, requested_processes
-from finetune.training.distributed import Launcher, Ranks, local_processes
+from finetune.run.status import status_kept
+from finetune.training.distributed import Launcher, RankErrors
 from finetune.training.finalize import answer_anew, finish
-from finetune.training.host_memory import keep_freed
+from finetune.training.meter import Meter, StopSignals
 from finetune.training.micro_batch import settle_micro_batch
-from finetune.training.resume import begin, note_plan, status_kept
-from finetune.training.setup import open_job
-from finetune.training.trainer_state import Live
+from finetune.training.resume import begin, note_plan
+from finetune.training.setup import open_setup
+from finetune.training.trainer_state import TrainerState
 
 __all__ = ["evaluate", "launch", "leave", "train"]
 
@@ -146,7 +148,7 @@ def train(
     run = RunDir(out)
     accelerator = launch(recipe.run, out=run.path)
     main, world = accelerator.is_main_process, accelerator.num_processes
-    ranks = Ranks(
+    ranks = RankErrors(
         accelerator.process_index,
         world,
         number=next(_runs),
@@ -155,20 +157,22 @@ def train(
     )
     with contextlib.closing(run), StopSignals(_launcher()) as stop, ranks.in_order():
         with stop.at_once(_stopped(run)):
-            live = _prepared(recipe, accelerator, run)
-            job, precision = live.job, precision_of(accelerator)
+            trainer = _prepared(recipe, accelerator, run)
+            setup, precision = trainer.setup, precision_of(accelerator)
             if recipe.run.precision == "auto":
-                job.notice(f"run.precision: auto is {precision} on this {accelerator.device.type}")
+                setup.notice(
+                    f"run.precision: auto is {precision} on this {accelerator.device.type}"
+                )
             _on_main(accelerator, lambda: _check_destination(recipe))
             if dry_run:
-                return {**job.plan(), "precision": precision, "num_processes": world}
+                return {**setup.plan(), "precision": precision, "num_processes": world}
             _on_main(accelerator, run.open)
             facts = {"precision": precision, "num_processes": world, "resume": resume}
-            start = _on_main(accelerator, lambda: begin(run, job, **facts, notice=say))
+            start = _on_main(accelerator, lambda: begin(run, setup, **facts, notice=say))
         if start is None:
             results = _on_main(accelerator, lambda: answer_anew(run, recipe))
         else:
-            results = _to_the_end(live, start, precision, stop, ranks)
+            results = _to_the_end(trainer, start, precision, stop, ranks)
         with stop.at_once(_stopped(run)):
             for tracker in accelerator.trackers:
                 tracker.finish()
@@ -181,20 +185,20 @@ def train(
             return results
 
 
-def _prepared(recipe: Recipe, accelerator: Accelerator, run: RunDir) -> Live:
+def _prepared(recipe: Recipe, accelerator: Accelerator, run: RunDir) -> TrainerState:
     """Open the job before its data is decoded: what of the recipe does not fit shows here."""
     main, world = accelerator.is_main_process, accelerator.num_processes
-    job = open_job(
+    setup = open_setup(
         recipe,
         device=accelerator.device,
         local_processes=local_processes(world),
         notice=say if main else say_nothing,
         progress=main,
     )
-    job.try_pipelines()
-    live = Live(job, accelerator, run)
-    job.stream.micro_batches(0, rank=accelerator.process_index, world=world)
-    return live
+    setup.try_pipelines()
+    trainer = TrainerState(setup, accelerator, run)
+    setup.stream.micro_batches(0, rank=accelerator.process_index, world=world)
+    return trainer
 
 
 def leave() -> None:
@@ -204,74 +208,84 @@ def leave() -> None:
 
 
 def _to_the_end(
-    live: Live, start: int, precision: str, stop: StopSignals, ranks: Ranks
+    trainer: TrainerState, start: int, precision: str, stop: StopSignals, ranks: RankErrors
 ) -> dict[str, Any]:
     """Decode the data, train from `start` on, and finish. Returns: the content of results.json."""
-    job, accelerator, run = live.job, live.accelerator, live.run
-    with status_kept(run, main=live.main), ranks.explained(), live.keeper.at_work():
+    setup, accelerator, run = trainer.setup, trainer.accelerator, trainer.run
+    with (
+        status_kept(run, main=trainer.main),
+        ranks.explained(),
+        trainer.checkpoint_writer.at_work(),
+    ):
         with stop.at_once(_stopped(run)):
             dtype = DTYPES[precision]
-            train_feed = live.feeds.open(job.source.splits["train"], train=True, dtype=dtype)
-            _on_main(accelerator, lambda: note_plan(run, job, start=start))
-            val = job.source.splits.get("val")
-            val_feed = None if val is None else live.feeds.open(val, train=False)
+            train_loader = trainer.loaders.open(
+                setup.source.splits["train"], train=True, dtype=dtype
+            )
+            _on_main(accelerator, lambda: note_plan(run, setup, start=start))
+            val = setup.source.splits.get("val")
+            val_loader = None if val is None else trainer.loaders.open(val, train=False)
             if start:
-                live.restore(start)
-            settle_micro_batch(live, train_feed, functools.partial(_on_main, accelerator))
-            if live.recipe.run.trackers:
+                trainer.restore(start)
+            settle_micro_batch(trainer, train_loader, functools.partial(_on_main, accelerator))
+            if trainer.recipe.run.trackers:
                 accelerator.init_trackers("finetune")
-        _fit(live, train_feed, val_feed, stop)
+        _fit(trainer, train_loader, val_loader, stop)
         with stop.at_once(_stopped(run)):  # all steps are saved
-            return finish(live, val_feed)
+            return finish(trainer, val_loader)
 
 
-def _fit(live: Live, train_feed: AnyFeed, val_feed: AnyFeed | None, stop: StopSignals) -> None:
+def _fit(
+    trainer: TrainerState, train_loader: AnyLoader, val_loader: AnyLoader | None, stop: StopSignals
+) -> None:
     """Take the steps that are left, with logs, evaluations and checkpoints when they are due."""
-    job, accelerator, counters = live.job, live.accelerator, live.counters
-    run_keys = live.recipe.run
-    batches = train_feed.train(
-        job.stream,
-        range(counters.step, job.steps),
+    setup, accelerator, counters = trainer.setup, trainer.accelerator, trainer.counters
+    run_keys = trainer.recipe.run
+    batches = train_loader.train(
+        setup.stream,
+        range(counters.step, setup.steps),
         rank=accelerator.process_index,
         world=accelerator.num_processes,
-        micro_batch=live.micro_batch,
+        micro_batch=trainer.micro_batch,
     )
     meter = Meter(accelerator.device, counters.seconds)
     first, began = counters.step + 1, meter.seconds
-    live.go_on(meter)
+    trainer.go_on(meter)
     with (
         contextlib.closing(batches) as steps,
-        bar(total=job.steps, start=counters.step, shown=live.main) as shown,
+        bar(total=setup.steps, start=counters.step, shown=trainer.main) as shown,
     ):
-        while counters.step < job.steps and not live.stops_early:
-            live.step(*next(steps), meter)
+        while counters.step < setup.steps and not trainer.stops_early:
+            trainer.step(*next(steps), meter)
             shown.update()
             step = counters.step
-            if live.compiled and step == first:
-                job.notice(
+            if trainer.compiled and step == first:
+                setup.notice(
                     f"compiled the network: the first step took {meter.seconds - began:.0f} s"
                 )
-            if step % run_keys.log_every == 0 or step == job.steps:
-                shown.set_postfix(_postfix(live.log(meter)))
+            if step % run_keys.log_every == 0 or step == setup.steps:
+                shown.set_postfix(_postfix(trainer.log(meter)))
             paused = meter.pause()
             best = False
-            if val_feed is not None and job.evaluates_after(step):
-                batch_size = live.recipe.data.eval_batch_size
-                live.share_statistics()
-                result = evaluate(live.evaluated(), val_feed, accelerator, batch_size=batch_size)
-                best = live.log_validation(result, meter)
+            if val_loader is not None and setup.evaluates_after(step):
+                batch_size = trainer.recipe.data.eval_batch_size
+                trainer.share_statistics()
+                result = evaluate(
+                    trainer.evaluated(), val_loader, accelerator, batch_size=batch_size
+                )
+                best = trainer.log_validation(result, meter)
                 shown.clear()
-                job.notice(_validation(result, step, best=best))
-                set_train_mode(live.model)
-            signal_number = live.agree_to_stop(stop.received)
-            if best or signal_number or job.saves_after(step):
-                live.save(meter)
-            live.keeper.look()
+                setup.notice(_validation(result, step, best=best))
+                set_train_mode(trainer.model)
+            signal_number = trainer.agree_to_stop(stop.received)
+            if best or signal_number or setup.saves_after(step):
+                trainer.save(meter)
+            trainer.checkpoint_writer.look()
             meter.resume(paused)
             if signal_number:
-                live.saved()
+                trainer.saved()
                 raise Interrupted(
-                    f"{live.run.path}: stopped at step {step} of {job.steps} and saved; "
+                    f"{trainer.run.path}: stopped at step {step} of {setup.steps} and saved; "
                     "continue with --resume",
                     signal_number,
                 )

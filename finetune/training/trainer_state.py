@@ -7,6 +7,7 @@ The engine decides when; this file does it. The Accelerator is the engine's and 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -17,47 +18,92 @@ import torch
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
-from finetune import collector
-from finetune.console import Meter
+from finetune import processes as collector
 from finetune.data.loader import Batch
 from finetune.errors import CheckpointError, DivergedError, RecipeError
 from finetune.models.head import set_train_mode
 from finetune.run import checkpoint as state
-from finetune.run.counters import Counters
+from finetune.run.checkpoint import CheckpointWriter, Counters
 from finetune.run.directory import RunDir
 from finetune.run.environment import dtype_of
-from finetune.run.keeper import Keeper
 from finetune.training.compile import choose_kernels, compiles, training_operations
-from finetune.training.echo import Echo
-from finetune.training.frozen_backbone import Feeds
+from finetune.training.frozen_backbone import Loaders
+from finetune.training.meter import Meter
 from finetune.training.optim import build_optimizer, can_mask, set_lr
-from finetune.training.setup import Job
+from finetune.training.setup import TrainingSetup
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["Live"]
+__all__ = ["DelayedScalars", "TrainerState"]
 
 
-class Live:
+class DelayedScalars:
+    """A small tensor of each step, read one step later on a GPU and at once elsewhere.
+
+    Reading a number from a GPU at once would let it run dry while the host prepares the next step.
+
+    Args:
+        device: on which the tensors are.
+        late: whether they are heard one step later; None: on a GPU.
+    """
+
+    def __init__(self, device: torch.device, *, late: bool | None = None) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._behind = int(self._on_gpu if late is None else late)
+        self._waiting: collections.deque[tuple[Tensor, torch.cuda.Event | None]]
+        self._waiting = collections.deque()
+
+    def say(self, value: Tensor) -> None:
+        """Send a tensor of one number to the host."""
+        value = value.detach().reshape(())
+        if not self._on_gpu:
+            self._waiting.append((value.clone(), None))
+            return
+        on_host = torch.empty((), dtype=value.dtype, pin_memory=True)
+        on_host.copy_(value, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        self._waiting.append((on_host, arrived))
+
+    def heard(self, *, all_of_it: bool = False) -> list[float]:
+        """What has arrived since it was asked last, oldest first.
+
+        Args:
+            all_of_it: wait for what is still under way.
+        """
+        behind = 0 if all_of_it else self._behind
+        found = []
+        while len(self._waiting) > behind:
+            value, arrived = self._waiting.popleft()
+            if arrived is not None:
+                arrived.synchronize()  # of the step before: it has long arrived
+            found.append(float(value))
+        return found
+
+
+class TrainerState:
     """The live state of a run on this process."""
 
-    def __init__(self, job: Job, accelerator: Accelerator, run: RunDir) -> None:
-        recipe = self.recipe = job.recipe
-        self.job = job
+    def __init__(self, setup: TrainingSetup, accelerator: Accelerator, run: RunDir) -> None:
+        recipe = self.recipe = setup.recipe
+        self.setup = setup
         self.accelerator = accelerator
         self.run = run
         self.main = accelerator.is_main_process
         self.counters = Counters()
         self.micro_batch = None if (m := recipe.data.micro_batch) == "auto" else m  # see `sizing`
-        self.keeper = Keeper(run, newest=recipe.run.keep_checkpoints)
-        self._finite, self._signals = Echo(accelerator.device), Echo(accelerator.device)
-        network, optim = job.built.model, recipe.optim
+        self.checkpoint_writer = CheckpointWriter(run, newest=recipe.run.keep_checkpoints)
+        self._finite, self._signals = (
+            DelayedScalars(accelerator.device),
+            DelayedScalars(accelerator.device),
+        )
+        network, optim = setup.built.model, recipe.optim
         network.to(accelerator.device)
         device = accelerator.device
         self.sharded = "FSDP" in str(accelerator.distributed_type)
         choose_kernels(network, device=device, dtype=dtype_of(accelerator), sharded=self.sharded)
-        self.feeds = Feeds(job, accelerator)  # before the network is copied and wrapped
+        self.loaders = Loaders(setup, accelerator)  # before the network is copied and wrapped
         self.ema = ModelEmaV3(network, decay=optim.ema_decay) if optim.ema_decay else None
         optimizer = build_optimizer(
             network,
@@ -75,10 +121,10 @@ class Live:
             device=device,
             sharded=self.sharded,
             images=0
-            if self.feeds.of_features
-            else job.steps * recipe.data.batch_size // accelerator.num_processes,
-            operations=lambda: training_operations(network, job.preprocessing.image_size),
-            notice=job.notice,
+            if self.loaders.of_features
+            else setup.steps * recipe.data.batch_size // accelerator.num_processes,
+            operations=lambda: training_operations(network, setup.preprocessing.image_size),
+            notice=setup.notice,
         )
         if self.compiled:
             network.compile()
@@ -107,7 +153,7 @@ class Live:
                 accelerator.backward(loss_sum * _unless_infinite(loss_sum.detach(), share))
             losses.append((loss_sum.detach(), logits_BK.detach(), batch.labels_B))
         finite = self._clip(optim.clip_norm).isfinite()
-        set_lr(self.optimizer.optimizer, self.job.lr(counters.step))
+        set_lr(self.optimizer.optimizer, self.setup.lr(counters.step))
         self._update(finite)
         for statistic, old in zip(self._statistics, before, strict=True):
             statistic.copy_(torch.where(finite, statistic, old))  # no step, no trace of it
@@ -180,7 +226,7 @@ class Live:
             self._sum(meter.sums()),
             step=step,
             samples_seen=step * self.recipe.data.batch_size,
-            lr=self.job.lr(step - 1),
+            lr=self.setup.lr(step - 1),
         )
         self._write(line)
         return line
@@ -213,7 +259,7 @@ class Live:
             "samples_seen": step * self.recipe.data.batch_size,
             "split": "val",
             **{key: result[key] for key in ("loss", "top1", "top5")},
-            "lr": self.job.lr(step - 1),
+            "lr": self.setup.lr(step - 1),
             "images_per_second": result["images_per_second"],
             "seconds": round(meter.seconds, 3),
         }
@@ -227,7 +273,7 @@ class Live:
         return patience is not None and self.counters.stale >= patience
 
     def save(self, meter: Meter) -> None:
-        """Begin to publish a checkpoint of this step; `keeper` prunes older ones."""
+        """Begin to publish a checkpoint of this step; `checkpoint_writer` prunes older ones."""
         counters = self.counters
         self._count_skipped(self._finite.heard(all_of_it=True))
         counters.seconds = meter.seconds
@@ -241,11 +287,11 @@ class Live:
             dataclasses.asdict(counters),
         )
         if self.main:
-            self.keeper.write(counters.step, snapshot)
+            self.checkpoint_writer.write(counters.step, snapshot)
 
     def saved(self) -> None:
         """Wait, on every rank, until the last checkpoint is there."""
-        self.keeper.wait()
+        self.checkpoint_writer.wait()
         self.accelerator.wait_for_everyone()
 
     def restore(self, step: int) -> None:
@@ -261,7 +307,9 @@ class Live:
             ) from error
         best = self.counters.best_step
         if best is not None and (problem := self.run.verify(best)) is not None:
-            self.job.notice(f"the best checkpoint is damaged, a new best is looked for: {problem}")
+            self.setup.notice(
+                f"the best checkpoint is damaged, a new best is looked for: {problem}"
+            )
             self.counters = dataclasses.replace(self.counters, best=None, best_step=None, stale=0)
         if self.counters.scaler is not None and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(self.counters.scaler)
@@ -308,8 +356,8 @@ class Live:
         self.saved()
         step = self.counters.best_step or self.counters.step
         if (problem := self.run.verify(step)) is not None:
-            self.job.notice(f"the best checkpoint is damaged, the newest is taken: {problem}")
-            step = self.run.newest(self.job.notice) or self.counters.step
+            self.setup.notice(f"the best checkpoint is damaged, the newest is taken: {problem}")
+            step = self.run.newest(self.setup.notice) or self.counters.step
         weights = state.read_weights(self.run.folder(step))
         model = self.evaluated()
         if self.sharded:

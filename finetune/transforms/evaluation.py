@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from finetune.models.saved import Preprocessing
 from finetune.transforms.grammar import parse
 from finetune.transforms.pipeline import Pipeline
+from finetune.transforms.preprocessing import Preprocessing
 
 __all__ = ["as_published", "default_eval", "make_pipeline", "resized"]
 

@@ -19,7 +19,7 @@ from PIL import Image
 from finetune.errors import DataError, FinetuneError, Interrupted, RecipeError
 from finetune.recipe.load import Recipe, parse_recipe
 from finetune.training.train import train
-from finetune.training.trainer_state import Live
+from finetune.training.trainer_state import TrainerState
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -49,16 +49,16 @@ def stopped(
     """A run that ended in its seventh step; its newest checkpoint is of the sixth."""
 
     def stop(*overrides: str) -> Path:
-        step = Live.step
+        step = TrainerState.step
 
-        def until(live: Live, *args: object) -> None:
-            if live.counters.step == 6:
+        def until(trainer: TrainerState, *args: object) -> None:
+            if trainer.counters.step == 6:
                 raise Interrupted("stopped", 15)
-            step(live, *args)  # type: ignore[arg-type]
+            step(trainer, *args)  # type: ignore[arg-type]
 
         out = tmp_path / "stopped"
         with monkeypatch.context() as patch:
-            patch.setattr(Live, "step", until)
+            patch.setattr(TrainerState, "step", until)
             with pytest.raises(Interrupted):
                 train(recipe(*overrides), out)
         return out
@@ -217,16 +217,16 @@ def test_fewer_processes_continue_by_samples(
     recipe: Callable[..., Recipe], tmp_path: Path, fault
 ) -> None:
     calm = "model.dropout=0"
-    out, step = tmp_path / "two", Live.step
+    out, step = tmp_path / "two", TrainerState.step
 
-    def until(live: Live, *args: object) -> None:
-        if live.counters.step == 6:
-            live.keeper.wait()
+    def until(trainer: TrainerState, *args: object) -> None:
+        if trainer.counters.step == 6:
+            trainer.checkpoint_writer.wait()
             os.kill(os.getpid(), signal.SIGKILL)
-        step(live, *args)  # type: ignore[arg-type]
+        step(trainer, *args)  # type: ignore[arg-type]
 
     def dies() -> None:
-        Live.step = until  # type: ignore[method-assign]
+        TrainerState.step = until  # type: ignore[method-assign]
         train(recipe(calm), out)
 
     codes, told = launch_ranks([dies, dies])

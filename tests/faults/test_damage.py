@@ -93,10 +93,10 @@ def test_the_checkpoint_before_a_damaged_one_is_taken(
     def work() -> None:
         restore = live_module.state.restore
 
-        def noted(folder: Path, *live: object) -> object:
+        def noted(folder: Path, *trainer: object) -> object:
             with read.open("a") as file:
                 file.write(f"{folder.name}\n")
-            return restore(folder, *live)
+            return restore(folder, *trainer)
 
         live_module.state.restore = noted
         train(RECIPE, out, resume=True)

@@ -35,7 +35,7 @@ from PIL import Image
 
 import finetune
 from finetune.training.train import train
-from finetune.training.trainer_state import Live
+from finetune.training.trainer_state import TrainerState
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -122,15 +122,15 @@ def test_a_disk_that_fills_up(kibibytes: int, whole: Path, disk: Disk, fault) ->
 
 
 def test_another_program_fills_the_disk(whole: Path, disk: Disk, fault) -> None:
-    out, step = disk.path / "run", Live.step
+    out, step = disk.path / "run", TrainerState.step
 
     def work() -> None:
-        def fill_first(self: Live, *args: object) -> None:
+        def fill_first(self: TrainerState, *args: object) -> None:
             if self.counters.step == 4:
                 disk.fill(but=8192)
             step(self, *args)
 
-        Live.step = fill_first  # type: ignore[method-assign]
+        TrainerState.step = fill_first  # type: ignore[method-assign]
         train(RECIPE, out)
 
     needed = check_refusal(in_child(work))
@@ -190,7 +190,7 @@ def refused_at_the_start(out: Path, *, as_nobody: bool = False) -> Ended:
         def step(*_: object) -> None:
             raise AssertionError("no step may be taken")
 
-        Live.step = step  # type: ignore[method-assign]
+        TrainerState.step = step  # type: ignore[method-assign]
         if as_nobody and os.geteuid() == 0:
             os.setgroups([])
             os.setgid(65534)
@@ -299,7 +299,7 @@ def test_an_export_on_a_full_disk(format: str, whole: Path, disk: Disk, fault) -
 
 
 def test_the_cache_of_features_on_a_full_disk(disk: Disk, fault) -> None:
-    from finetune.evaluation.feature_cache import read_cached, write_cached
+    from finetune.evaluation.features import read_cached, write_cached
 
     disk.fill(but=16384)
     values_ND = np.arange(40_000, dtype=np.float32).reshape(100, 400)

@@ -18,8 +18,8 @@ from PIL import Image
 from samples import make_parquet, store_of
 from torch import Tensor, nn
 
-from finetune.commands.listing import find_files
 from finetune.commands.predict import Classifier
+from finetune.commands.predict_io import find_files
 from finetune.data.decode import decode
 from finetune.data.source import open_source
 from finetune.demo.inference import pixels_of

@@ -33,7 +33,7 @@ from faults_runs import (
 from finetune.errors import SetupError
 from finetune.run.directory import RunDir
 from finetune.training.train import train
-from finetune.training.trainer_state import Live
+from finetune.training.trainer_state import TrainerState
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -53,15 +53,15 @@ class Paused:
 
         def work() -> None:
             os.close(go)
-            step = Live.step
+            step = TrainerState.step
 
-            def waiting_step(live: Live, *args: object) -> None:
-                if live.counters.step == before:
+            def waiting_step(trainer: TrainerState, *args: object) -> None:
+                if trainer.counters.step == before:
                     os.write(tells, b"!")
                     os.read(waits, 1)
-                step(live, *args)
+                step(trainer, *args)
 
-            Live.step = waiting_step  # type: ignore[method-assign]
+            TrainerState.step = waiting_step  # type: ignore[method-assign]
             train(RECIPE, out, resume=True)
 
         self.process = fork(work, self.said.fileno())

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from finetune.errors import DivergedError
 from finetune.recipe.load import parse_recipe
 from finetune.run.directory import RunDir
-from finetune.training import trainer_state as live
+from finetune.training import trainer_state as trainer
 from finetune.training.train import train
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -74,7 +74,7 @@ sys.exit(main(sys.argv[1:]))
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Make the losses of some steps wrong, in this process."""
-    honest = live._loss_sum
+    honest = trainer._loss_sum
 
     def arrange(kind: str, steps: set[int]) -> None:
         calls: list[int] = []
@@ -84,7 +84,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             loss = honest(*args)  # type: ignore[arg-type]
             return FAULTS[kind](loss) if len(calls) - 1 in steps else loss
 
-        monkeypatch.setattr(live, "_loss_sum", wrong)
+        monkeypatch.setattr(trainer, "_loss_sum", wrong)
 
     return arrange
 

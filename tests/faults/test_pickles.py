@@ -34,7 +34,7 @@ from hub_server import HubServer
 from PIL import Image
 
 from finetune.cli import main as cli
-from finetune.evaluation.feature_cache import read_cached
+from finetune.evaluation.features import read_cached
 from finetune.run.directory import RunDir
 
 __all__ = ["hub", "slept"]  # fixtures

@@ -34,8 +34,9 @@ from hypothesis import HealthCheck, given, settings
 from finetune.errors import FinetuneError
 from finetune.publish.artifacts import refresh
 from finetune.run.directory import RunDir
-from finetune.training.resume import begin, note_plan, status_kept
-from finetune.training.setup import Job, open_job
+from finetune.run.status import status_kept
+from finetune.training.resume import begin, note_plan
+from finetune.training.setup import TrainingSetup, open_setup
 from finetune.training.train import train
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -246,20 +247,22 @@ def test_a_folder_that_is_no_run(files: list[str], resume: bool, tmp_path: Path,
 
 
 @pytest.fixture(scope="module")
-def job() -> Job:
-    return open_job(RECIPE, device=torch.device("cpu"), notice=lambda text: None, progress=False)
+def setup() -> TrainingSetup:
+    return open_setup(RECIPE, device=torch.device("cpu"), notice=lambda text: None, progress=False)
 
 
-def started(run: RunDir, job: Job) -> int | None:
+def started(run: RunDir, setup: TrainingSetup) -> int | None:
     """Start or resume as `train` does."""
     facts: dict[str, Any] = {"precision": "fp32", "num_processes": 1, "notice": lambda text: None}
-    start = begin(run, job, **facts, resume=True)
+    start = begin(run, setup, **facts, resume=True)
     if start is not None:
-        note_plan(run, job, start=start)
+        note_plan(run, setup, start=start)
     return start
 
 
-def test_whatever_a_killed_start_leaves_is_taken_for_a_run(job: Job, tmp_path: Path, fault) -> None:
+def test_whatever_a_killed_start_leaves_is_taken_for_a_run(
+    setup: TrainingSetup, tmp_path: Path, fault
+) -> None:
     killed = 0
     for moment in range(1, 100):
         out = tmp_path / str(moment)
@@ -268,7 +271,7 @@ def test_whatever_a_killed_start_leaves_is_taken_for_a_run(job: Job, tmp_path: P
             Moments(at).watch()
             run = RunDir(out)
             run.open()
-            started(run, job)
+            started(run, setup)
 
         for _ in range(2):  # the second one finds what the first one left
             ended = in_child(work)
@@ -278,7 +281,7 @@ def test_whatever_a_killed_start_leaves_is_taken_for_a_run(job: Job, tmp_path: P
         killed += 1
         run = RunDir(out)
         run.open()
-        assert started(run, job) == 0, sorted(out.rglob("*"))
+        assert started(run, setup) == 0, sorted(out.rglob("*"))
         run.close()
         assert leftovers(out) == []
     assert 20 < killed < 99, "each folder and file of a start, and the renames"
@@ -370,12 +373,12 @@ NUMBERS = [pytest.param(80, id="quick"), pytest.param(2000, id="long", marks=pyt
 
 
 @pytest.fixture
-def saved(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+def saved(setup: TrainingSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """A run that has two checkpoints, and that no disk is waited for."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     run = RunDir(tmp_path / "run")
     run.open()
-    assert started(run, job) == 0
+    assert started(run, setup) == 0
     for step in (2, 4):
         counters = {"step": step, "best": 0.5, "best_step": 2, "pending": [1.0], "scaler": None}
         run.save(step, state_writer(counters), needed=0)
@@ -387,12 +390,12 @@ def state_writer(counters: dict[str, Any]) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_records_of_any_values(number: int, job: Job, saved: RunDir, fault) -> None:
+def test_records_of_any_values(number: int, setup: TrainingSetup, saved: RunDir, fault) -> None:
     record = saved.read_json("run.json")
 
     def run(tree: Any) -> None:
         (saved.path / "run.json").write_text(json.dumps(tree))
-        started(saved, job)
+        started(saved, setup)
         with status_kept(saved, main=True):
             pass
 

@@ -53,7 +53,7 @@ def surveyed() -> list[Path]:
     found = list(REPOSITORY.glob("*.md"))
     for folder in ("finetune", "recipes", "notebooks", ".ci", ".github"):
         found += [path for path in (REPOSITORY / folder).rglob("*") if path.is_file()]
-    binary = {".safetensors", ".png", ".npz", ".pyc", ".jpg", ".parquet"}
+    binary = {".safetensors", ".png", ".npz", ".pyc", ".jpg", ".parquet", ".gz"}
     return [path for path in found if path.suffix not in binary and "__pycache__" not in path.parts]
 
 
@@ -137,10 +137,10 @@ class TestTheWorkflows:
     ) -> None:
         assert workflow["permissions"] == {"contents": "read"}
         steps = []
-        for job in workflow["jobs"].values():
-            assert "permissions" not in job  # none takes more than the workflow gives
-            assert job["timeout-minutes"] <= 60
-            steps += job["steps"]
+        for setup in workflow["jobs"].values():
+            assert "permissions" not in setup  # none takes more than the workflow gives
+            assert setup["timeout-minutes"] <= 60
+            steps += setup["steps"]
         uses = [step["uses"] for step in steps if "uses" in step]
         assert uses
         for action in uses:
@@ -158,8 +158,8 @@ class TestTheWorkflows:
         text = json.dumps(workflow, default=str)
         assert "secrets." not in text
         # what a stranger can write must not become a line of a shell
-        for job in workflow["jobs"].values():
-            for step in job["steps"]:
+        for setup in workflow["jobs"].values():
+            for step in setup["steps"]:
                 assert "${{" not in step.get("run", ""), step
                 if step.get("uses", "").startswith("actions/checkout@"):
                     assert step["with"]["persist-credentials"] is False

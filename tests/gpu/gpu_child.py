@@ -64,17 +64,17 @@ def main(what: dict[str, Any]) -> int:
 
 
 def _die_before(step: int) -> None:
-    from finetune.training.trainer_state import Live
+    from finetune.training.trainer_state import TrainerState
 
-    take = Live.step
+    take = TrainerState.step
 
-    def checked(live: Live, *arguments: Any) -> None:
-        if live.counters.step + 1 == step:
-            live.keeper.wait()
+    def checked(trainer: TrainerState, *arguments: Any) -> None:
+        if trainer.counters.step + 1 == step:
+            trainer.checkpoint_writer.wait()
             os.kill(os.getpid(), signal.SIGKILL)
-        take(live, *arguments)
+        take(trainer, *arguments)
 
-    Live.step = checked  # type: ignore[method-assign]
+    TrainerState.step = checked  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

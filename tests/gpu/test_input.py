@@ -97,7 +97,7 @@ def test_pixels_are_those_of_the_cpu(kind: str, sizes: str, figure: Any) -> None
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_under_autocast_evaluation_is_resampled_in_float32(dtype: str, figure: Any) -> None:
     from finetune.data.image_store import open_store
-    from finetune.data.loader import Feed
+    from finetune.data.loader import Loader
     from finetune.data.source import open_source
     from finetune.transforms.pipeline import Pipeline
 
@@ -115,10 +115,10 @@ def test_under_autocast_evaluation_is_resampled_in_float32(dtype: str, figure: A
             progress=False,
             notice=print,
         )
-        feed = Feed(store, prepare, num_classes=10, device=on)
+        loader = Loader(store, prepare, num_classes=10, device=on)
         half = getattr(torch, dtype)
         with torch.autocast(on.type, torch.bfloat16, enabled=half is torch.bfloat16):
-            found.append(next(iter(feed.once(batch_size=64))).images_BCHW)
+            found.append(next(iter(loader.once(batch_size=64))).images_BCHW)
     theirs, mine = (images.cpu() for images in found)
     difference = float((mine - theirs).abs().max()) * 255 * 0.25
     figure(
@@ -235,23 +235,23 @@ def test_features_once_or_passes(
 def test_images_are_kept_on_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figure: Any
 ) -> None:
-    from finetune.training.trainer_state import Live
+    from finetune.training.trainer_state import TrainerState
 
     places: list[str] = []
-    init = Live.__init__
+    init = TrainerState.__init__
 
-    def noted(live: Live, *arguments: Any, **named: Any) -> None:
-        init(live, *arguments, **named)
-        open_feed = live.feeds.open
+    def noted(trainer: TrainerState, *arguments: Any, **named: Any) -> None:
+        init(trainer, *arguments, **named)
+        open_feed = trainer.loaders.open
 
         def opened(*given: Any, **keys: Any) -> Any:
-            feed = open_feed(*given, **keys)
-            places.append(str(feed.store.images.device))
-            return feed
+            loader = open_feed(*given, **keys)
+            places.append(str(loader.store.images.device))
+            return loader
 
-        live.feeds.open = opened  # type: ignore[method-assign]
+        trainer.loaders.open = opened  # type: ignore[method-assign]
 
-    monkeypatch.setattr(Live, "__init__", noted)
+    monkeypatch.setattr(TrainerState, "__init__", noted)
     short = ("optim.steps=2", "optim.warmup_steps=0")
     trained(tmp_path / "auto", *short)
     trained(tmp_path / "memory", *short, "data.keep=memory")

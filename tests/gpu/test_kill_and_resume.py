@@ -96,22 +96,24 @@ def test_steps_go_on_while_a_checkpoint_is_written(
 
     from finetune.run.checkpoint import Snapshot
     from finetune.training.train import train
-    from finetune.training.trainer_state import Live
+    from finetune.training.trainer_state import TrainerState
 
     at, during = 4, []
     taken: dict[int, dict[str, torch.Tensor]] = {}
     counting: list[int] = []
-    save, take, write = Live.save, Live.step, Snapshot.write
+    save, take, write = TrainerState.save, TrainerState.step, Snapshot.write
 
-    def saving(live: Live, meter: Any) -> None:
-        weights = live.accelerator.unwrap_model(live.model).state_dict()
-        taken[live.counters.step] = {name: t.detach().cpu().clone() for name, t in weights.items()}
-        save(live, meter)
+    def saving(trainer: TrainerState, meter: Any) -> None:
+        weights = trainer.accelerator.unwrap_model(trainer.model).state_dict()
+        taken[trainer.counters.step] = {
+            name: t.detach().cpu().clone() for name, t in weights.items()
+        }
+        save(trainer, meter)
 
-    def step(live: Live, *arguments: Any) -> None:
-        take(live, *arguments)
+    def step(trainer: TrainerState, *arguments: Any) -> None:
+        take(trainer, *arguments)
         if counting:
-            during.append(live.counters.step)
+            during.append(trainer.counters.step)
 
     def slowly(snapshot: Snapshot, folder: Path) -> None:
         if snapshot.counters["step"] == at:
@@ -120,8 +122,8 @@ def test_steps_go_on_while_a_checkpoint_is_written(
         write(snapshot, folder)
         counting.clear()
 
-    monkeypatch.setattr(Live, "save", saving)
-    monkeypatch.setattr(Live, "step", step)
+    monkeypatch.setattr(TrainerState, "save", saving)
+    monkeypatch.setattr(TrainerState, "step", step)
     monkeypatch.setattr(Snapshot, "write", slowly)
     out = tmp_path / "run"
     saves = ("optim.steps=60", "run.save_every=4", "run.keep_checkpoints=99")
@@ -153,27 +155,27 @@ def test_steps_go_on_while_a_checkpoint_is_written(
 def overflowing(monkeypatch: pytest.MonkeyPatch, scale: float) -> list[tuple[int, float, bool]]:
     """Let scalers begin at `scale`. Returns: of each step its number, the scale, whether weights
     moved."""
-    from finetune.training.trainer_state import Live
+    from finetune.training.trainer_state import TrainerState
 
     seen: list[tuple[int, float, bool]] = []
-    init, take = Live.__init__, Live.step
+    init, take = TrainerState.__init__, TrainerState.step
 
-    def begin(live: Live, *arguments: Any, **named: Any) -> None:
-        init(live, *arguments, **named)
-        scaler: Any = live.accelerator.scaler
+    def begin(trainer: TrainerState, *arguments: Any, **named: Any) -> None:
+        init(trainer, *arguments, **named)
+        scaler: Any = trainer.accelerator.scaler
         scaler._init_scale = scale
 
-    def step(live: Live, *arguments: Any) -> None:
-        head = [p for name, p in live.model.named_parameters() if "head" in name]
+    def step(trainer: TrainerState, *arguments: Any) -> None:
+        head = [p for name, p in trainer.model.named_parameters() if "head" in name]
         before = [p.detach().clone() for p in head]
-        scaler: Any = live.accelerator.scaler
+        scaler: Any = trainer.accelerator.scaler
         scale = scaler.get_scale()
-        take(live, *arguments)
+        take(trainer, *arguments)
         moved = any(not torch.equal(a, b) for a, b in zip(before, head, strict=True))
-        seen.append((live.counters.step, scale, moved))
+        seen.append((trainer.counters.step, scale, moved))
 
-    monkeypatch.setattr(Live, "__init__", begin)
-    monkeypatch.setattr(Live, "step", step)
+    monkeypatch.setattr(TrainerState, "__init__", begin)
+    monkeypatch.setattr(TrainerState, "step", step)
     return seen
 
 
@@ -209,7 +211,7 @@ def test_resuming_restores_the_scaler(
 ) -> None:
     from finetune.errors import Interrupted
     from finetune.training.train import train
-    from finetune.training.trainer_state import Live
+    from finetune.training.trainer_state import TrainerState
 
     recipe = recipe_of(NANO, *FP16, "optim.steps=20", "data.val_fraction=0")
     with monkeypatch.context() as patch:
@@ -218,14 +220,14 @@ def test_resuming_restores_the_scaler(
     out = tmp_path / "stopped"
     with monkeypatch.context() as patch:
         before = overflowing(patch, 2.0**24)
-        save = Live.save
+        save = TrainerState.save
 
-        def stopped(live: Live, meter: Any) -> None:
-            save(live, meter)
-            if live.counters.step == 16:
+        def stopped(trainer: TrainerState, meter: Any) -> None:
+            save(trainer, meter)
+            if trainer.counters.step == 16:
                 raise Interrupted("stopped", 15)
 
-        patch.setattr(Live, "save", stopped)
+        patch.setattr(TrainerState, "save", stopped)
         with pytest.raises(Interrupted):
             train(recipe, out)
     with monkeypatch.context() as patch:

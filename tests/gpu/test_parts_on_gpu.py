@@ -17,7 +17,7 @@ def test_the_last_block_of_one_token(precision: str, bound: float, figure: Any) 
     """The logits and gradients of timm's own block, in relation to the largest of each tensor."""
     import timm
 
-    from finetune.models.last_block import compute_class_token
+    from finetune.models.fast_blocks import compute_class_token
 
     strict_float32()
     torch.manual_seed(0)
@@ -62,9 +62,9 @@ def test_the_last_block_of_one_token(precision: str, bound: float, figure: Any) 
 
 
 def test_what_the_gpu_says_is_heard_a_step_later(figure: Any) -> None:
-    from finetune.training.echo import Echo
+    from finetune.training.trainer_state import DelayedScalars
 
-    echo, value = Echo(DEVICE, late=True), torch.zeros(1, device=DEVICE)
+    echo, value = DelayedScalars(DEVICE, late=True), torch.zeros(1, device=DEVICE)
     for step in range(3):
         echo.say(value.fill_(step))
     early, rest = echo.heard(), echo.heard(all_of_it=True)
@@ -77,9 +77,9 @@ def test_what_the_gpu_says_is_heard_a_step_later(figure: Any) -> None:
 def test_saying_waits_for_nothing(figure: Any) -> None:
     import time
 
-    from finetune.training.echo import Echo
+    from finetune.training.trainer_state import DelayedScalars
 
-    echo, value = Echo(DEVICE), torch.ones(1, device=DEVICE)
+    echo, value = DelayedScalars(DEVICE), torch.ones(1, device=DEVICE)
     echo.say(value)
     torch.cuda.synchronize()
     torch.cuda._sleep(300_000_000)
@@ -166,7 +166,7 @@ def test_batches_come_in_order_one_ahead(figure: Any) -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "lion", "rmsprop"])
 def test_a_step_without_a_finite_gradient_moves_nothing(name: str, figure: Any) -> None:
-    """As `Live._update` does it: on the device where the optimiser can, else on the host."""
+    """As `TrainerState._update` does it: on the device where the optimiser can."""
     from finetune.training.optim import build_optimizer, can_mask
 
     alone = torch.nn.ParameterList([torch.ones(4, 3, device=DEVICE)])

@@ -164,20 +164,20 @@ def test_resumed_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fig
 
     from finetune.errors import Interrupted
     from finetune.training.train import train
-    from finetune.training.trainer_state import Live
+    from finetune.training.trainer_state import TrainerState
 
     strict_float32()
     assert ON_GPU
     more = ("run.save_every=8", "data.val_fraction=0")
     whole = trained(tmp_path / "whole", *more, text=NANO)
-    out, save = tmp_path / "moved", Live.save
+    out, save = tmp_path / "moved", TrainerState.save
     with monkeypatch.context() as patch:
 
-        def stopped(live: Live, meter: Any) -> None:
-            save(live, meter)
+        def stopped(trainer: TrainerState, meter: Any) -> None:
+            save(trainer, meter)
             raise Interrupted("stopped", 15)
 
-        patch.setattr(Live, "save", stopped)
+        patch.setattr(TrainerState, "save", stopped)
         with pytest.raises(Interrupted):
             train(recipe_of(NANO, *more), out)
     with one_device("cpu"):

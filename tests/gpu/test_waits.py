@@ -62,19 +62,19 @@ def watched(
     end: Callable[[], object],
 ) -> None:
     """Let a run call `begin` before its step FIRST and `end` after its step LAST."""
-    from finetune.training.trainer_state import Live
+    from finetune.training.trainer_state import TrainerState
 
-    take = Live.step
+    take = TrainerState.step
 
-    def step(live: Live, *arguments: Any) -> None:
-        number = live.counters.step + 1
+    def step(trainer: TrainerState, *arguments: Any) -> None:
+        number = trainer.counters.step + 1
         if number == FIRST:
             begin()
-        take(live, *arguments)
+        take(trainer, *arguments)
         if number == LAST:
             end()
 
-    monkeypatch.setattr(Live, "step", step)
+    monkeypatch.setattr(TrainerState, "step", step)
 
 
 def place() -> str:
@@ -124,7 +124,7 @@ def told(found: Counter[str]) -> str:
 
 def test_a_wait_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, figure: Any) -> None:
     """The control: a step that reads its loss from the device."""
-    from finetune.console import Meter
+    from finetune.training.meter import Meter
 
     add = Meter.add
 
@@ -176,12 +176,12 @@ def test_evaluation_waits_at_its_end(
 
     evaluate, batches = engine.evaluate, 0
 
-    def watched_evaluation(model: Any, feed: Any, *arguments: Any, **named: Any) -> Any:
+    def watched_evaluation(model: Any, loader: Any, *arguments: Any, **named: Any) -> Any:
         nonlocal batches
-        batches = -(-len(feed.labels) // named["batch_size"])
+        batches = -(-len(loader.labels) // named["batch_size"])
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            return evaluate(model, feed, *arguments, **named)
+            return evaluate(model, loader, *arguments, **named)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -253,13 +253,13 @@ def idle_milliseconds(
     Returns: milliseconds between the end of a step and the next forward pass, on the device: the
         lower quartile, since other processes share it, and the median.
     """
-    from finetune.data.loader import Feed
-    from finetune.training.trainer_state import Live
+    from finetune.data.loader import Loader
+    from finetune.training.trainer_state import TrainerState
 
     cycles = 80_000_000  # about 50 ms
     ends, starts = [], []
     with monkeypatch.context() as patch:
-        init, take, make = Live.__init__, Live.step, Feed._batch
+        init, take, make = TrainerState.__init__, TrainerState.step, Loader._batch
 
         def before(module: Any, inputs: Any) -> None:
             event = torch.cuda.Event(enable_timing=True)
@@ -267,24 +267,24 @@ def idle_milliseconds(
             starts.append(event)
             torch.cuda._sleep(cycles)
 
-        def begin(live: Live, *arguments: Any, **named: Any) -> None:
-            init(live, *arguments, **named)
-            live.model.register_forward_pre_hook(before)
+        def begin(trainer: TrainerState, *arguments: Any, **named: Any) -> None:
+            init(trainer, *arguments, **named)
+            trainer.model.register_forward_pre_hook(before)
 
-        def step(live: Live, *arguments: Any) -> None:
-            take(live, *arguments)
+        def step(trainer: TrainerState, *arguments: Any) -> None:
+            take(trainer, *arguments)
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             ends.append(event)
 
-        def batch(feed: Feed, *arguments: Any) -> Any:
+        def batch(loader: Loader, *arguments: Any) -> Any:
             if waiting:
                 torch.cuda.synchronize()
-            return make(feed, *arguments)
+            return make(loader, *arguments)
 
-        patch.setattr(Live, "__init__", begin)
-        patch.setattr(Live, "step", step)
-        patch.setattr(Feed, "_batch", batch)
+        patch.setattr(TrainerState, "__init__", begin)
+        patch.setattr(TrainerState, "step", step)
+        patch.setattr(Loader, "_batch", batch)
         from finetune.training.train import train
 
         overrides = (*STEPS, "data.val_fraction=0", "data.train=random_resized_crop | rand_augment")

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from finetune.data.planes import planes
+from finetune.data.decode import planes
 from finetune.data.source import Split
 from finetune.data.streaming.row_groups import Group, ShardItems
 from finetune.errors import SetupError

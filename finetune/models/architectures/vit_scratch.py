@@ -112,9 +112,9 @@ class ScratchViT(nn.Module):
         depth: blocks.
         num_heads: divides D.
         mlp_ratio: hidden width of an MLP, in D.
-        position: one of finetune.models.architectures.position_embeddings.KINDS.
-        where: one of finetune.models.architectures.position_embeddings.PLACES; None for the usual place. At every layer
-            the positions are added to what enters each block, the first included, and not in the
+        position: one of `position_embeddings.KINDS`.
+        where: one of `position_embeddings.PLACES`; None for the usual place. At every layer the
+            positions are added to what enters each block, the first included, and not in the
             stem; "shared" means that all blocks have the same ones, which a fixed table always is.
         drop_rate: dropout in the head.
         attn_drop_rate: dropout on attention weights.

@@ -1,6 +1,7 @@
 """Give tensors of somebody else's network timm's names, by regular expressions.
 
-`python -m finetune.models.weights.rename FILE ARCHITECTURE` writes such a mapping from the order of shapes.
+`python -m finetune.models.weights.rename FILE ARCHITECTURE` writes such a mapping from the order
+of shapes.
 """
 
 from __future__ import annotations

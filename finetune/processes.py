@@ -1,13 +1,44 @@
-"""The host's memory: this machine's, or what the container around this process may use of it."""
+"""This process among others: its rank, who shares the host and its memory, its garbage."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["free_bytes", "keep_freed", "total_bytes"]
+__all__ = [
+    "as_usual",
+    "end_with_parent",
+    "free_bytes",
+    "is_first_rank",
+    "keep_freed",
+    "local_processes",
+    "patient",
+    "total_bytes",
+]
+
+_PR_SET_PDEATHSIG = 1  # Linux, prctl(2)
+
+
+def local_processes(world: int) -> int:
+    """How many of the processes of a launch share this host: all, unless the launcher tells."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world))
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when the thread that started it ends; Linux only."""
+    with contextlib.suppress(OSError, AttributeError):  # elsewhere there is no such call
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def is_first_rank() -> bool:
+    """Tell whether this process is the one of a launch that speaks and writes files."""
+    return os.environ.get("RANK", "0") == "0"
+
 
 _CGROUP = Path("/sys/fs/cgroup")
 # the limit, and what is used of it: version 2, version 1
@@ -61,3 +92,27 @@ def keep_freed() -> None:
 
 def _number(name: str) -> int:
     return int((_CGROUP / name).read_text())
+
+
+_PATIENT = 1_000_000  # objects that are made before it looks; no start makes so many
+_usual = gc.get_threshold()
+
+
+@contextlib.contextmanager
+def patient() -> Iterator[None]:
+    """Look for garbage only when very many objects were made, or after `as_usual`."""
+    global _usual
+    before = gc.get_threshold()
+    if before[0] != _PATIENT:
+        _usual = before
+    gc.set_threshold(_PATIENT)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def as_usual() -> None:
+    """Look for it as ever: what begins now takes long, and its garbage may be large."""
+    if gc.get_threshold()[0] == _PATIENT:
+        gc.set_threshold(*_usual)

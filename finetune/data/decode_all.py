@@ -140,11 +140,9 @@ def _visit(
 
     num_tasks = -(-len(split) // chunk)
     if workers and mean * len(split) >= SMALL_BYTES:
-        limits: dict[str, Any] = {"name_of": split.name_of, "timeout_seconds": timeout_seconds}
-        order: dict[str, Any] = {"in_order": False, "ahead": _AHEAD}
-        done = spread(
-            decode_some, range(num_tasks), status=status, workers=workers, **limits, **order
-        )
+        order: dict[str, Any] = {"in_order": False, "ahead": _AHEAD, "name_of": split.name_of}
+        order |= {"status": status, "workers": workers, "timeout_seconds": timeout_seconds}
+        done = spread(decode_some, range(num_tasks), **order)
     else:
         done = (decode_some(task) for task in range(num_tasks))
     # disable=None: no bar where standard error is not a terminal

@@ -19,7 +19,7 @@ from finetune.recipe.load import load_recipe
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = """\
 model: {name: vit_tiny}
 data: {source: "embedded:digits"}

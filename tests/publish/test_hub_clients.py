@@ -26,7 +26,7 @@ from finetune.publish.push import push
 
 pytestmark = pytest.mark.slow
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 TOKEN = "hf_writewritewrite"
 RECIPE = """
 model: {name: "embedded:vit_nano", image_size: 32}
@@ -138,7 +138,7 @@ def answers(
     if importlib.util.find_spec(request.param) is None:
         pytest.skip(f"{request.param} is not installed")
     home = tmp_path_factory.mktemp(request.param)
-    script = Path(__file__).with_name("hub_loaders.py")
+    script = Path(__file__).parents[1] / "hub_loaders.py"
     told = subprocess.run(
         [sys.executable, str(script), request.param, str(pushed.setup), str(home / "out.json")],
         env={**pushed.hub.environment(home / "cache", TOKEN), "PYTHONPATH": str(REPOSITORY)},

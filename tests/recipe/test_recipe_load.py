@@ -59,7 +59,7 @@ class TestLoading:
         code = (
             "import sys, finetune; finetune.load_recipe(sys.argv[1]); print('torch' in sys.modules)"
         )
-        path = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
+        path = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
         command = [sys.executable, "-c", code, str(path)]
         done = subprocess.run(
             command, capture_output=True, text=True, check=True, cwd=path.parents[1]
@@ -206,7 +206,7 @@ class TestClaims:
         assert "claims: expected a list, got" in problem(BASE + f"claims: {value}\n")
 
 
-RECIPES = Path(__file__).parents[1] / "recipes"
+RECIPES = Path(__file__).parents[2] / "recipes"
 SHIPPED = sorted(
     path
     for path in RECIPES.rglob("*.yaml")

@@ -52,7 +52,7 @@ class TestHelpAndSchema:
         json.dumps(schema, allow_nan=False)
 
 
-RECIPES = Path(__file__).parents[1] / "recipes"
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 class TestListing:

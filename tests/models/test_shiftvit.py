@@ -27,7 +27,7 @@ from finetune.training.optim import lr_at, param_groups
 from finetune.training.train import train
 from finetune.transforms.pipeline import Pipeline, sample_keys
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPES = REPOSITORY / "recipes" / "shiftvit"
 NAME = "shiftvit_tiny_patch4_48"
 SMALL: dict[str, Any] = {"embed_dim": 48, "depths": [1, 2]}  # the narrowest of the document's

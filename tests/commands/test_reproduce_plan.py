@@ -114,7 +114,7 @@ def test_a_copy_is_read_where_a_recipe_names_its_source(plan: str) -> None:
         check_runs(loaded, path, (), copies)
 
 
-SHIPPED = sorted((Path(__file__).parents[1] / "recipes").rglob("plan.yaml"))
+SHIPPED = sorted((Path(__file__).parents[2] / "recipes").rglob("plan.yaml"))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=[path.parent.name for path in SHIPPED])

@@ -1,4 +1,4 @@
-"""What a run says while it works: log lines, the progress bar; and what it hears: stop signals."""
+"""Notices on standard error, and the progress bar."""
 
 from __future__ import annotations
 

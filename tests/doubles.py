@@ -29,3 +29,17 @@ def replace(monkeypatch: pytest.MonkeyPatch, module: str, **doubles: Any) -> Non
     for name, value in doubles.items():
         setattr(stand_in, name, value)
     monkeypatch.setitem(sys.modules, module, stand_in)
+
+
+class Told:
+    """Stands for the line from a measured process to the one that asks."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.notices: list[str] = []
+
+    def tick(self) -> None:
+        self.steps += 1
+
+    def notice(self, message: str) -> None:
+        self.notices.append(message)

@@ -26,11 +26,11 @@ from finetune.models.head import set_train_mode
 from finetune.recipe.load import Recipe
 from finetune.run.directory import RunDir
 from finetune.run.environment import DTYPES, describe_machine, precision_of
+from finetune.training.build_state import build_trainer_state
+from finetune.training.launch import launch
 from finetune.training.meter import Meter
 from finetune.training.micro_batch import settle_micro_batch
 from finetune.training.setup import TrainingSetup, open_setup
-from finetune.training.train import launch
-from finetune.training.trainer_state import TrainerState
 
 __all__ = ["Ours"]
 
@@ -54,8 +54,13 @@ class Ours:
         self.folder = Path(folder)
         self._evaluated = False
 
+    @property
+    def setup(self) -> TrainingSetup:
+        """The setup that is trained."""
+        return self.trainer.setup
+
     def prepare(self) -> dict[str, Any]:
-        """Open the job, take the first step, and count what one does.
+        """Open the setup, take the first step, and count what one does.
 
         Returns: "device", "precision", "compiled", "batch_size", "micro_batch", "image_size",
             "num_images", "of_features" (whether `train` would compute features once instead),
@@ -78,7 +83,7 @@ class Ours:
             "micro_batch": self.trainer.micro_batch,
             "image_size": list(self.setup.preprocessing.image_size),
             "num_images": self.setup.num_samples,
-            "of_features": self.trainer.loaders.of_features,
+            "of_features": self.trainer.gives_features,
             "architecture": self.setup.built.architecture,
             "augmentation": self.setup.train_pipeline.sentence,
             "seconds_to_first_step": clock.alive,
@@ -87,19 +92,20 @@ class Ours:
         }
 
     def _open(self) -> None:
-        """Open the job as `train` does, up to its first step."""
+        """Open the setup as `train` does, up to its first step."""
         run = RunDir(self.folder / "run")
         self.accelerator = launch(self.recipe.run, out=run.path)
         self.device = self.accelerator.device
         notice = self.line.notice
-        self.setup = open_setup(self.recipe, device=self.device, notice=notice, progress=False)
-        self.trainer = TrainerState(self.setup, self.accelerator, run)
+        setup = open_setup(self.recipe, device=self.device, notice=notice, progress=False)
+        self.trainer = build_trainer_state(setup, self.accelerator, run)
         if self.trainer.main:
             run.open()
         self.precision = precision_of(self.accelerator)
-        self.loader = self.setup.loader(
-            self.setup.source.splits["train"], train=True, dtype=DTYPES[self.precision]
+        self.loader = setup.loader(
+            setup.source.splits["train"], train=True, dtype=DTYPES[self.precision]
         )
+        self.trainer.setup = setup.with_num_samples(self.loader.num_samples)
         self.trained: AnyLoader = self.loader
         settle_micro_batch(self.trainer, self.loader, lambda work: work())
         self.meter = Meter(self.device, 0.0)

@@ -95,7 +95,7 @@ class Grown(Ours):
                 "--images: the images have several sizes; name a set where they have one"
             )
         mapped = self._mapped(loader.store.images, images)
-        before, setup.num_samples = setup.num_samples, images
+        self.trainer.setup = setup.with_num_samples(images)
         tracemalloc.start()  # after the mapping, which is no memory of this process
         split = loader.store.split.subset(np.resize(np.arange(len(loader.store.split)), images))
         self.trained = Loader(
@@ -105,14 +105,14 @@ class Grown(Ours):
             device=loader.device,
             dtype=loader.dtype,
         )
-        order = setup.stream.order(0)
+        order = self.setup.stream.order(0)
         own_bytes, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         del order
         try:
             rate = self.train(warmup=warmup + 1, steps=steps)
         finally:
-            self.trained, setup.num_samples = loader, before
+            self.trained, self.trainer.setup = loader, setup
         return {"images": images, "rate": rate, "own_bytes": own_bytes}
 
     def _mapped(self, images_NHWC: torch.Tensor, number: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Final
 
-from finetune import processes as collector
+from finetune import processes
 from finetune.errors import FinetuneError, SetupError, is_of_memory
 from finetune.processes import end_with_parent
 
@@ -167,7 +167,7 @@ def _deaf_to_interrupts() -> Iterator[None]:
 
 def _serve(connection: Connection, make: str, arguments: dict[str, Any]) -> None:
     """Be the other process: make the object, then answer until nobody asks any more."""
-    with collector.patient():
+    with processes.patient():
         _answer(connection, make, arguments)
 
 
@@ -195,7 +195,7 @@ def _answer(connection: Connection, make: str, arguments: dict[str, Any]) -> Non
                 kind = (MemoryError if is_of_memory(error) else type(error)).__name__
                 told = (kind, str(error), code, traceback.format_exc())
                 answer = ("error", told)
-            collector.as_usual()  # the first answer ends the start, whatever is measured
+            processes.as_usual()  # the first answer ends the start, whatever is measured
             line.flush()
             connection.send(answer)
     os._exit(0)  # nothing is kept: taking the libraries down would only cost seconds

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from finetune import processes as collector
+from finetune import processes
 from finetune.cli.commands import VERBS
 from finetune.cli.runner import Answer, Verbs, answers, debug_option, figures, flat, run, to_json
 from finetune.errors import DataError, RecipeError
@@ -242,5 +242,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what stands behind `finetune`; by default the process's own.
     Returns: the exit code.
     """
-    with collector.patient():
+    with processes.patient():
         return run(cli, sys.argv[1:] if arguments is None else arguments)

@@ -34,7 +34,7 @@ from finetune.recipe.load import DataSection, RunSection
 from finetune.run.environment import dtype_of
 from finetune.training.compile import choose_kernels
 from finetune.training.frozen_backbone import feature_loader
-from finetune.training.train import launch
+from finetune.training.launch import launch
 from finetune.transforms.evaluation import make_pipeline
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def evaluate_model(
         split: "train", "val" or "test"; None for test, or for val with `fit_temperature`.
         fit_temperature: fit a temperature on the split and write it into the model's config.json.
         out: a folder that `write_results` will be given; checked before the work begins.
-    Returns: as `measure.examine`, with "model", "data", "split" and "class_names".
+    Returns: as `examine`, with "model", "data", "split" and "class_names".
     Raises: RecipeError if the data is not known, DataError if its classes are not the model's,
         SetupError if the temperature cannot be written.
     """

@@ -1,6 +1,6 @@
 """`finetune info RECIPE --plan`: what a run will take here, from a few of its steps.
 
-A process of its own opens the job as `train` would and takes real steps in a folder that is removed
+A process of its own opens the run as `train` would and takes real steps in a folder that is removed
 afterwards. Memory is added up from its parts; what another setting would need is rehearsed.
 """
 
@@ -34,7 +34,6 @@ from finetune.recipe.load import Recipe, load_recipe
 from finetune.run.environment import DTYPES
 from finetune.text import counted
 from finetune.training.memory import Need, num_bytes
-from finetune.training.setup import TrainingSetup
 
 __all__ = ["Trial", "describe", "forecast"]
 
@@ -250,7 +249,7 @@ class Trial(Ours):
         self.resident = _resident()
         self.images = sum(self._kept(loader.store) for loader in self._feeds())
         first = 0.0
-        if self.trainer.loaders.of_features:
+        if self.trainer.gives_features:
             first = self._seconds_of_features(one)
             one = min(self._seconds_of_one() for _ in range(2))
         steps = max(1, min(_MOST, int(_SECONDS / one)))
@@ -410,7 +409,7 @@ class Trial(Ours):
         return sum(image.nbytes for image in whole if image.device.type == self.device.type)
 
     def _saves_before_the_end(self) -> bool:
-        setup: TrainingSetup = self.setup
+        setup = self.setup
         return any(setup.saves_after(step) for step in range(1, setup.steps))
 
 

@@ -1,6 +1,6 @@
 """What a run would take with another setting: the peak of memory by its parts, and the rate.
 
-Activations and operations of another setting are rehearsed (`rehearse`); time is as the operations
+Activations and operations of another setting are rehearsed (`need_of`); time is as the operations
 are, on top of what the input costs. Only another dtype is timed.
 """
 
@@ -34,7 +34,7 @@ _TIMED_IMAGES = 8  # of the passes that compare two dtypes
 def rehearsed(
     setup: TrainingSetup, network: nn.Module, *, dtype: torch.dtype, images: int, **given: Any
 ) -> Need:
-    """`need_of` a pass at the job's size, with its operations where it goes back, too."""
+    """`need_of` a pass at the setup's size, with its operations where it goes back, too."""
     count = count_operations if given.get("train", True) else None
     settings = {"image_size": setup.preprocessing.image_size, **given}
     return need_of(network, dtype=dtype, images=images, count=count, **settings)
@@ -45,7 +45,7 @@ class Baseline:
     """A run as its recipe has it, from which other settings differ.
 
     Attributes:
-        job, network: of the run; the network is not wrapped.
+        setup, network: of the run; the network is not wrapped.
         dtype: of the forward pass.
         part: images at once in training.
         evaluated: images at once in evaluation, 0 if there is none.

@@ -32,7 +32,7 @@ from finetune.recipe.identity import recipe_of
 from finetune.recipe.load import DataSection, RunSection
 from finetune.run.environment import describe_machine, dtype_of
 from finetune.training.compile import choose_kernels
-from finetune.training.train import launch
+from finetune.training.launch import launch
 from finetune.transforms.evaluation import make_pipeline
 
 if TYPE_CHECKING:

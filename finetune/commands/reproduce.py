@@ -37,9 +37,10 @@ from finetune.files import write_atomically
 from finetune.processes import is_first_rank
 from finetune.recipe.identity import recipe_of
 from finetune.recipe.load import Recipe
-from finetune.run.status import finished
+from finetune.run.record import finished
 from finetune.run.validation import load_json
-from finetune.training.train import leave, train
+from finetune.training.launch import leave
+from finetune.training.train import train
 
 __all__ = ["reproduce"]
 

@@ -21,7 +21,7 @@ def describe(told: Mapping[str, Any]) -> str:
     """The result of a plan as Markdown: runs, choices and claims.
 
     Args:
-        told: of `experiments.reproduce`.
+        told: of `reproduce`.
     """
     lines = [f"# {told['title']}", ""]
     smoke = told["scale"] == "smoke"

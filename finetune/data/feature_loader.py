@@ -57,6 +57,11 @@ class FeatureLoader:
             if values_ND.nbytes < free * _DEVICE_SHARE:
                 self._values_ND = torch.from_numpy(np.array(values_ND)).to(device)
 
+    @property
+    def num_samples(self) -> int:
+        """Images of the split, without those in quarantine."""
+        return len(self.store.split)
+
     def train(
         self,
         stream: Sampler,

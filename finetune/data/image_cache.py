@@ -1,6 +1,6 @@
 """Decoded images kept on disk between two runs, and shared by all processes of a host.
 
-A file of `pixels/` in the cache (see `disk_cache`) holds one split: the pixels, then a table of
+A file of `pixels/` in the cache (see `cache_folder`) holds one split: the pixels, then a table of
 where each image is, then a footer. It is named after what the pixels depend on: the split's
 fingerprint, the decoder, its size, and what is done about unreadable images. (The fingerprint of
 more than 1 GiB of images is over names and sizes: clear the cache if such images change without

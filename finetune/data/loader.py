@@ -36,7 +36,7 @@ def crosses_epoch(step: int, *, batch_size: int, num_samples: int) -> bool:
 
 
 class Sampler:
-    """The order of the samples, as arithmetic on (seed, step, rank).
+    """The samples of each step and rank, computed from the seed; it has no state to save.
 
     Args:
         num_samples: images in the training split.
@@ -120,7 +120,7 @@ class Sampler:
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all feeds: cuBLAS keeps 32 MiB for each stream that ever multiplied."""
+    """One for all loaders of a device: cuBLAS keeps 32 MiB for each stream that ever multiplied."""
     return torch.cuda.Stream(device, priority=-1)
 
 
@@ -142,7 +142,7 @@ class Batch:
 
 
 class Loader:
-    """Batches of a split: for training by step, for evaluation each image once."""
+    """Makes batches of a split: for training those of each step, for evaluation each image once."""
 
     def __init__(
         self,
@@ -163,6 +163,11 @@ class Loader:
         if device.type == "cuda":
             self._side = _side_stream(device)
             self._side.wait_stream(torch.cuda.current_stream(device))  # for pixels and labels
+
+    @property
+    def num_samples(self) -> int:
+        """Images of the split, without those in quarantine."""
+        return len(self.store.split)
 
     def train(
         self,

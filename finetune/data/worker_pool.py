@@ -1,4 +1,4 @@
-"""The processes that decode images: what is on the desk of each, and which has gone or hangs."""
+"""The processes that decode images: which image each is at, and which of them crashed or hangs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 
 
 class WorkerStatus:
-    """Where the workers of a loader note the image they are at, so that a dead one need not tell.
+    """The image that each worker is decoding, in shared memory: readable after the worker crashed.
 
     Args:
         workers: number of processes; 0 for none.
@@ -161,7 +161,7 @@ class WorkerStatus:
     def _found(
         self, worker: multiprocessing.process.BaseProcess, name_of: Callable[[int], str]
     ) -> tuple[int, str | None]:
-        """A worker's number, and the name of the image on its desk."""
+        """A worker's number, and the name of the image it is at, if any."""
         for number, (process, index) in enumerate(self._rows.tolist()):
             if process == worker.pid:
                 return number, None if index < 0 else name_of(index)
@@ -196,9 +196,9 @@ def spread(
     """Do tasks in processes that are forked from this one.
 
     Args:
-        work: a task → what is yielded for it; it notes its images on the desk.
+        work: a task → what is yielded for it; it notes its images in `status`.
         tasks: small, as they are sent; read as they are needed.
-        desk, workers: for as many processes; at least 1.
+        status, workers: for as many processes; at least 1.
         name_of, timeout_seconds: as for `WorkerStatus.watched`.
         in_order: yield in the tasks' order; else as they are done.
         ahead: tasks that are given to each worker before their results are asked for.

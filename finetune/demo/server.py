@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from finetune import processes as collector
+from finetune import processes
 from finetune.commands.predict import Classifier
 from finetune.console import say
 from finetune.demo.app import About, accepted, build_app, gradio, look
@@ -93,7 +93,7 @@ def show(
                     "--share: no link could be made; it needs a network and Gradio's server. Try "
                     "again, or leave it out"
                 )
-            collector.as_usual()
+            processes.as_usual()
             say(f"the demo is on {url}; Ctrl-C ends it")
             if share:
                 say(f"anyone with this link can use it: {app.share_url}")

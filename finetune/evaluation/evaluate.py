@@ -1,6 +1,6 @@
 """Measure a network on a split, each image counted once over all processes.
 
-The Accelerator is the engine's and only passed in.
+The Accelerator is made by `finetune.training` and only passed in.
 """
 
 # B batch, K classes
@@ -47,8 +47,8 @@ def evaluate(
 
     Args:
         model: the network, not wrapped by DDP.
-        feed: of the split.
-        accelerator: from `engine.launch`.
+        loader: of the split.
+        accelerator: from `launch`.
         batch_size: images at once on this rank.
         watchers: see this rank's logits as well.
     Returns: `Counts.result()` and "images_per_second" of all ranks together.
@@ -95,7 +95,7 @@ def examine(
     """Evaluate, and look closer: calibration after scaling, and the worst mistakes.
 
     Args:
-        model, feed, accelerator, batch_size: as for `evaluate`.
+        model, loader, accelerator, batch_size: as for `evaluate`.
         temperature: measure the calibration of logits divided by this, too.
         fit: find the temperature that suits this split.
         num_mistakes: how many of the wrong predictions to list.

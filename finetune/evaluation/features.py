@@ -71,7 +71,7 @@ _NAME = re.compile(r"[0-9a-f]{64}-[0-9a-f]{64}\.npy")
 
 
 def cache_folder() -> Path:
-    """Where features are kept: see the head of `disk_cache`."""
+    """Where features are kept: see `cache_folder`."""
     return disk_cache.cache_folder("features")
 
 
@@ -228,7 +228,7 @@ def split_features(
         pipeline: without random operations.
         identity: of `identity_of`, for this network and this pipeline; rank 0's counts.
         section: keep, workers, unreadable and eval_batch_size.
-        accelerator: from `engine.launch`; its precision is that of the features.
+        accelerator: from `launch`; its precision is that of the features.
         everywhere: give them to all ranks.
         timeout_seconds: for which a batch is waited for before a worker counts as hanging.
     Returns: on rank 0 the features, None on the others unless they are wanted everywhere.
@@ -315,8 +315,8 @@ def compute(
 
     Args:
         network: see `pre_logits`.
-        feed: of the split.
-        accelerator: from `engine.launch`.
+        loader: of the split.
+        accelerator: from `launch`.
         batch_size: images at once on each process.
     Returns: (N, D) in the split's order on rank 0, None on the others.
     Raises: WeightsError if a feature is not finite.

@@ -1,1 +1,1 @@
-"""The hub: reading with retries and verification, and publishing in one commit."""
+"""The client of the Hugging Face hub: retries, verification, download."""

@@ -19,6 +19,7 @@ from finetune.publish.model_card import Facts, write_card
 from finetune.recipe.identity import but_the_seed
 from finetune.recipe.load import Recipe, load_recipe
 from finetune.run.directory import RunDir
+from finetune.run.record import read_record
 from finetune.run.validation import SPLIT_FIGURES
 
 __all__ = ["PUBLISHED", "publishable", "refresh", "write_evidence"]
@@ -52,7 +53,7 @@ def write_evidence(
     text = json.dumps(_publishable_results(results), indent=2, allow_nan=False) + "\n"
     (folder / "results.json").write_text(text, encoding="utf-8")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    record = run.read_json("run.json") or {}
+    record = read_record(run)
     weights = dict(record.get("plan", {}).get("weights", {}))
     weights["source"] = _name_only(str(weights.get("source") or ""))
     facts = Facts(
@@ -143,7 +144,7 @@ def _seeds(
             if folder == run.path.resolve() or not (folder / "recipe.yaml").is_file():
                 continue
             theirs = load_recipe(folder / "recipe.yaml")
-            status = (other.read_json("run.json") or {}).get("status")
+            status = read_record(other).get("status")
             measured = other.read_json("results.json")
         except (FinetuneError, OSError):
             continue  # a neighbour that cannot be read is none of this run's business

@@ -17,6 +17,7 @@ from finetune.errors import CheckpointError, HubError, WeightsError
 from finetune.hub.calls import Hub, clean
 from finetune.publish.artifacts import PUBLISHED
 from finetune.run.directory import RunDir
+from finetune.run.record import read_record
 
 __all__ = ["check_card", "check_weights", "is_run", "published", "refuse_secrets"]
 
@@ -26,7 +27,7 @@ NEEDED = ("config.json", "model.safetensors")
 def is_run(folder: Path) -> bool:
     """Whether this is a run directory. Raises: CheckpointError or WeightsError if it is neither."""
     if (folder / "run.json").is_file():
-        status = str((RunDir(folder).read_json("run.json") or {}).get("status", "unknown"))
+        status = read_record(RunDir(folder)).get("status", "unknown")
         has_model = all((folder / "model" / name).is_file() for name in NEEDED)
         if not status.startswith("done") or not has_model:
             what = "has no model/" if status == "done" else f"is not finished ({status})"

@@ -13,6 +13,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from finetune.evaluation.claims import table
 from finetune.evaluation.metrics import mean_std
 from finetune.recipe.load import Recipe
+from finetune.run.record import RunRecord
 
 __all__ = ["Facts", "licence_keys", "write_card"]
 
@@ -58,7 +59,7 @@ class Facts:
     """
 
     recipe: Recipe
-    record: Mapping[str, Any]
+    record: RunRecord
     results: Mapping[str, Any]
     config: Mapping[str, Any]
     sha256: str

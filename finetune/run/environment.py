@@ -14,6 +14,7 @@ import torch
 import yaml
 
 from finetune.errors import SetupError, masked
+from finetune.run.record import RunRecord
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -44,7 +45,7 @@ _PACKAGES = (
 )
 
 
-def describe_machine(device: torch.device, num_processes: int) -> dict[str, Any]:
+def describe_machine(device: torch.device, num_processes: int) -> RunRecord:
     """Collect what run.json says about the run's surroundings."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
     return {

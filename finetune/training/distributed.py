@@ -1,4 +1,4 @@
-"""Processes that belong together end together, and say once what went wrong.
+"""Errors across ranks: all processes of a launch end together, and the cause is printed once.
 
 No worker outlives the one that started it, and no rank waits for ever for another: whoever meets
 an error leaves word of it where the others look when their connection breaks.
@@ -84,9 +84,9 @@ def _is_launcher(process: int) -> bool:
 
 
 class RankErrors:
-    """What the ranks of a launch tell one another when one of them ends.
+    """Tells the other ranks of a launch why this one ends, so that one message names the cause.
 
-    They write into the store of the launcher (or of rank 0), which outlives the connections.
+    The ranks write into the store of the launcher (or of rank 0), which outlives connections.
 
     Args:
         rank, world: this process and how many there are.

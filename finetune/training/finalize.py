@@ -24,6 +24,7 @@ from finetune.models.saved import save_model
 from finetune.publish.artifacts import refresh, write_evidence
 from finetune.recipe.load import Recipe
 from finetune.run.directory import RunDir
+from finetune.run.record import read_record
 from finetune.training.trainer_state import TrainerState
 
 __all__ = ["answer_anew", "finish"]
@@ -35,8 +36,8 @@ def finish(trainer: TrainerState, val_loader: AnyLoader | None) -> dict[str, Any
     """Measure the best weights, read the test split once, and write results.json and model/.
 
     Args:
-        live: after its last step.
-        val_feed: None if the run has no validation split; the temperature is fitted on it.
+        trainer: after its last step.
+        val_loader: None if the run has no validation split; the temperature is fitted on it.
     Returns: the content of results.json.
     Raises: DataError if a test image cannot be read; model/ is published by then.
     """
@@ -56,7 +57,7 @@ def finish(trainer: TrainerState, val_loader: AnyLoader | None) -> dict[str, Any
     _publish(trainer, results, weights, final=False)
     if (test := setup.source.splits.get("test")) is not None:
         # anew: its images may have been mended since its fingerprint was taken
-        test_loader = trainer.loaders.open(dataclasses.replace(test), train=False)
+        test_loader = trainer.loader(dataclasses.replace(test), train=False)
         results["test"] = examine(
             trainer.evaluated(),
             test_loader,
@@ -91,8 +92,7 @@ def answer_anew(run: RunDir, recipe: Recipe) -> dict[str, Any]:
     same = [{key: row.get(key) for key in claim} for row, claim in pairs]
     if len(before) == len(claims) and same == claims:
         return results
-    plan = (run.read_json("run.json") or {}).get("plan", {})
-    steps_per_epoch = plan.get("steps_per_epoch", 1.0)
+    steps_per_epoch = read_record(run).get("plan", {}).get("steps_per_epoch", 1.0)
     results["claims"] = answer(claims, run.history(), results, steps_per_epoch)
     write_atomically(run.path / "recipe.yaml", recipe.to_yaml())
     run.write_json("results.json", results)

@@ -21,46 +21,46 @@ from finetune.data.source import Split
 from finetune.evaluation.features import identity_of, split_features
 from finetune.models.features import accept_features
 from finetune.recipe.load import DataSection
+from finetune.training.launch import is_sharded
 from finetune.training.setup import TrainingSetup
 from finetune.transforms.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["Loaders", "feature_loader"]
+__all__ = ["FrozenBackbone", "feature_loader"]
 
 
-class Loaders:
-    """Opens the splits of a run: as features where each image has only one, else as images.
+class FrozenBackbone:
+    """Loads the splits of a run that trains the head alone: as features where it can, else images.
 
     It is made before the network is copied or wrapped, and stays on every rank in step.
 
     Args:
-        job: its network is on the accelerator's device; from now on it takes features, too, if
-            the run can do with them.
-        accelerator: from `engine.launch`.
+        setup: its network is on the accelerator's device; from now on it takes features, too, if
+            each image has only one.
+        accelerator: from `launch`.
 
     Attributes:
-        of_features: whether they are features.
+        gives_features: whether the loaders give features.
     """
 
     def __init__(self, setup: TrainingSetup, accelerator: Accelerator) -> None:
-        self._job = setup
+        self._setup = setup
         self._accelerator = accelerator
         self._identity: dict[str, Any] | None = None
-        self._frozen = setup.recipe.model.freeze == "backbone"
-        self._reason = _why_images(setup, accelerator) if self._frozen else None
-        self.of_features = self._frozen and self._reason is None
+        self._reason = _why_images(setup, accelerator)
+        self.gives_features = self._reason is None
 
-    def open(self, split: Split, *, train: bool, dtype: torch.dtype = torch.float32) -> AnyLoader:
+    def loader(self, split: Split, *, train: bool, dtype: torch.dtype = torch.float32) -> AnyLoader:
         """Make batches of a split ready; every rank must call it.
 
-        Args: as for `TrainingSetup.feed`.
+        Args: as for `TrainingSetup.loader`.
         Raises: DataError naming every image that cannot be read.
         """
-        setup = self._job
-        if not self.of_features:
-            if self._frozen and train:
+        setup = self._setup
+        if not self.gives_features:
+            if train:
                 setup.notice(f"model.freeze: every epoch computes all images anew: {self._reason}")
             return setup.loader(split, train=train, dtype=dtype)
         pipeline = setup.train_pipeline if train else setup.eval_pipeline
@@ -78,8 +78,7 @@ class Loaders:
             num_classes=setup.num_classes,
             timeout_seconds=setup.recipe.run.timeout_seconds / 2,
         )
-        if train:  # without the images in quarantine
-            setup.num_samples = len(loader.store.split)
+        if train:
             setup.notice(
                 "model.freeze: nothing changes before the classifier, so it alone is computed at "
                 f"each step: the features were {found}, and images/s is the classifier's"
@@ -127,7 +126,7 @@ def feature_loader(
 
 def _why_images(setup: TrainingSetup, accelerator: Accelerator) -> str | None:
     """Why a run with a frozen backbone needs its images at every step; None if it does not."""
-    if "FSDP" in str(accelerator.distributed_type):
+    if is_sharded(accelerator):
         return "FSDP spreads the network over processes; train with DDP"
     size = setup.preprocessing.image_size
     if setup.train_pipeline.random:

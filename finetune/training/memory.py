@@ -50,7 +50,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.trainer = 0
+        self.live = 0
         self.peak = 0
         self._known: dict[int, int] = {}
 
@@ -65,13 +65,13 @@ class LiveBytes(TorchDispatchMode):
             key = storage._cdata
             if key not in given and key not in self._known:
                 self._known[key] = storage.nbytes()
-                self.trainer += self._known[key]
+                self.live += self._known[key]
                 weakref.finalize(storage, self._forget, key)
-        self.peak = max(self.peak, self.trainer)
+        self.peak = max(self.peak, self.live)
         return result
 
     def _forget(self, key: int) -> None:
-        self.trainer -= self._known.pop(key)
+        self.live -= self._known.pop(key)
 
 
 def _storages(values: Any) -> Iterator[Any]:
@@ -118,7 +118,7 @@ def need_of(
         images: of the smaller pass, at least 2; the other has twice as many.
         train: forward and backward in training mode; else the forward pass of an evaluation.
         change: done to the twin before: freeze blocks, switch checkpointing on.
-        count: `bench.rates.count_operations`.
+        count: `bench.flops.count_operations`.
     Raises: whatever the network raises at such images.
     """
     given = (image_size, dtype, train, change)
@@ -146,10 +146,10 @@ def _peak(
     real: bool = False,
 ) -> int:
     """The most bytes that one pass has at any moment."""
-    trainer = LiveBytes()
-    with _twin(network, change, real=real) as twin, trainer:
+    counted = LiveBytes()
+    with _twin(network, change, real=real) as twin, counted:
         pass_once(twin, images, image_size, dtype, train=train)
-    return trainer.peak
+    return counted.peak
 
 
 def _operations(

@@ -1,7 +1,7 @@
 """`data.micro_batch: auto`: as many images at once as fit on this device, found once in a run.
 
 The global batch stays what the recipe says; only its parts change. What a part needs is rehearsed
-(`rehearse`); a GPU then carries the chosen one out, with room taken for what training adds.
+(`need_of`); a GPU then carries the chosen one out, with room taken for what training adds.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from finetune.processes import free_bytes
 from finetune.recipe.load import OptimSection
 from finetune.run.directory import RunDir
 from finetune.run.environment import dtype_of
+from finetune.run.record import RunRecord, read_record, write_record
 from finetune.training.memory import need_of, num_bytes, pass_once, state_bytes, twin_of
 from finetune.training.trainer_state import TrainerState
 
@@ -42,8 +43,8 @@ def settle_micro_batch(
     """Carry out `data.micro_batch: auto`: as the run began, or else by looking for it now.
 
     Args:
-        live: with its data on the device; before its first step or after `restore`.
-        feed: of the training images; a table of features needs no parts.
+        trainer: with its data on the device; before its first step or after `restore`.
+        loader: of the training images; a table of features needs no parts.
         on_main: does something on rank 0 and gives every rank the answer.
     Raises: as `find_micro_batch`.
     """
@@ -62,7 +63,7 @@ def find_micro_batch(trainer: TrainerState, *, tries: Callable[[int], bool] | No
     Nothing of the training state changes: a twin of the network is sent through.
 
     Args:
-        live: as for `settle_micro_batch`.
+        trainer: as for `settle_micro_batch`.
         tries: carries out a real pass of so many images; None: `passes` on a GPU, nothing on a
             CPU, where too much memory would end the process.
     Returns: images at once; the share of a rank where all of it fits.
@@ -209,23 +210,20 @@ def _said(found: int, share: int, network: nn.Module) -> str:
 
 def _recorded(run: RunDir) -> int | None:
     """What was found when the run began; None if that was on another machine."""
-    record = run.read_json("run.json") or {}
-    known = record.get("micro_batch")
-    if not isinstance(known, dict) or known.get("on") != _place(record):
-        return None
-    images = known.get("images")
-    return images if isinstance(images, int) and images > 0 else None
+    record = read_record(run)
+    match record.get("micro_batch"):
+        case {"images": int(images), "on": on} if images > 0 and on == _place(record):
+            return images
+    return None
 
 
 def _record(run: RunDir, images: int) -> None:
-    record = run.read_json("run.json") or {}
+    record = read_record(run)
     found = {"images": images, "on": _place(record)}
-    run.write_json("run.json", {**record, "micro_batch": found})
+    write_record(run, {**record, "micro_batch": found})
 
 
-def _place(record: dict[str, Any]) -> dict[str, Any]:
+def _place(record: RunRecord) -> dict[str, Any]:
     """The machine of run.json, which knows it before the micro-batch is looked for."""
-    return {
-        "device": (record.get("device") or {}).get("name"),
-        "processes": record.get("num_processes"),
-    }
+    device = record.get("device", {}).get("name")
+    return {"device": device, "processes": record.get("num_processes")}

@@ -1,4 +1,4 @@
-"""The run's record: what run.json says from the first step to the last, and what may be resumed.
+"""The start of a run: what may be resumed, and what run.json says from then on.
 
 Only rank 0 calls these; they know neither the network nor the other processes.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
-from typing import Any
 
 from finetune.errors import CheckpointError, DataError, RecipeError, SetupError
 from finetune.files import write_atomically
@@ -16,6 +15,7 @@ from finetune.recipe.identity import learned
 from finetune.recipe.load import load_recipe
 from finetune.run.directory import RunDir
 from finetune.run.environment import describe_machine
+from finetune.run.record import RunRecord, read_record, write_record
 from finetune.training.setup import TrainingSetup
 
 __all__ = ["begin", "note_plan"]
@@ -40,7 +40,7 @@ def begin(
 
     Args:
         run: opened.
-        job: what is to be trained.
+        setup: of what is to be trained.
         precision: "fp32", "bf16" or "fp16", as chosen for this machine.
         num_processes: of this launch.
         resume: whether the user asked to go on.
@@ -49,7 +49,7 @@ def begin(
     Raises: SetupError if there is a run already and `resume` is False; RecipeError or DataError if
         it is another one; CheckpointError if no checkpoint is intact.
     """
-    record = run.read_json("run.json") or {}
+    record = read_record(run)
     fingerprints = setup.fingerprints()
     is_done = record.get("status") == "done" and run.read_json("results.json") is not None
     if not run.steps() and not is_done:
@@ -76,21 +76,21 @@ def begin(
     run.prune({step for step in run.steps() if step <= start})
     run.forget_after(start)
     write_atomically(run.path / "recipe.yaml", setup.recipe.to_yaml())
-    facts = {
+    facts: RunRecord = {
         **describe_machine(setup.device, num_processes),
         "precision": precision,
         "data_fingerprint": _joined(fingerprints),
         "split_fingerprints": fingerprints,
         "weights_sha256": setup.built.provenance.get("sha256"),
     }
-    run.write_json("run.json", {**record, "status": "running", **facts})
+    write_record(run, {**record, "status": "running", **facts})
     return start
 
 
 def _check_same(
     run: RunDir,
     setup: TrainingSetup,
-    record: dict[str, Any],
+    record: RunRecord,
     *,
     precision: str,
     fingerprints: dict[str, str],
@@ -124,7 +124,7 @@ def _check_same(
         )
 
 
-def _same_past(run: RunDir, setup: TrainingSetup, record: dict[str, Any]) -> bool:
+def _same_past(run: RunDir, setup: TrainingSetup, record: RunRecord) -> bool:
     """Whether a run of another length would have learned the same up to the last checkpoint.
 
     So it is with a constant learning rate, and during a warm-up.
@@ -135,7 +135,7 @@ def _same_past(run: RunDir, setup: TrainingSetup, record: dict[str, Any]) -> boo
     )
 
 
-def _steps_before(record: dict[str, Any], setup: TrainingSetup) -> int:
+def _steps_before(record: RunRecord, setup: TrainingSetup) -> int:
     """The length of the recorded run, in optimiser steps."""
     return int(record.get("plan", {}).get("steps", setup.steps))
 
@@ -150,7 +150,7 @@ def note_plan(run: RunDir, setup: TrainingSetup, *, start: int) -> None:
 
     Raises: DataError if a resumed run reads another number of images than before.
     """
-    record = run.read_json("run.json") or {}
+    record = read_record(run)
     plan = setup.plan()
     before = record.get("plan", plan).get("images_read", plan["images_read"])
     if start and before != plan["images_read"]:
@@ -158,4 +158,4 @@ def note_plan(run: RunDir, setup: TrainingSetup, *, start: int) -> None:
             f"{setup.recipe.data.source}: {before} training images could be read when the run "
             f"began, {plan['images_read']} can now; see: finetune data scan"
         )
-    run.write_json("run.json", {**record, "plan": plan})
+    write_record(run, {**record, "plan": plan})

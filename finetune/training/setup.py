@@ -34,9 +34,16 @@ from finetune.transforms.preprocessing import Preprocessing
 __all__ = ["TrainingSetup", "open_setup"]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class TrainingSetup:
-    """Everything that training needs, before it is spread over processes."""
+    """Everything that training needs, before it is spread over processes.
+
+    Attributes:
+        num_samples: images in the training split; from `with_num_samples`, those that can be read.
+        local_processes: processes that share this host's memory.
+        notice: told once of each thing the user should know.
+        progress: whether progress bars are shown.
+    """
 
     recipe: Recipe
     source: Source
@@ -54,6 +61,10 @@ class TrainingSetup:
     def num_classes(self) -> int:
         """K."""
         return len(self.source.class_names)
+
+    def with_num_samples(self, num_samples: int) -> TrainingSetup:
+        """The same setup for another number of training images; steps and warm-up follow."""
+        return dataclasses.replace(self, num_samples=num_samples)
 
     def fingerprints(self) -> dict[str, str]:
         """A sha256 for each split and for the classes' names: of images, labels and their order."""
@@ -161,8 +172,6 @@ class TrainingSetup:
             progress=self.progress,
             notice=self.notice,
         )
-        if train:  # without the images in quarantine
-            self.num_samples = len(store.split)
         return Loader(
             store,
             self.train_pipeline if train else self.eval_pipeline,
@@ -212,7 +221,7 @@ def open_setup(
         local_processes: processes that share this host's memory.
         notice: told once of each thing the user should know.
         progress: show progress bars.
-    Returns: the job; no image is decoded yet.
+    Returns: the setup; no image is decoded yet.
     Raises: RecipeError, DataError or WeightsError for what does not fit together.
     """
     data = recipe.data

@@ -1,6 +1,6 @@
 """The live state of a run on one process: network, optimiser, EMA, counters, and one step of them.
 
-The engine decides when; this file does it. The Accelerator is the engine's and only passed in.
+`train` decides when; this file does it. The Accelerator is only passed in.
 """
 
 # B batch, K classes
@@ -19,21 +19,23 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from finetune import processes as collector
+from finetune.data.feature_loader import AnyLoader
 from finetune.data.loader import Batch
-from finetune.errors import CheckpointError, DivergedError, RecipeError
+from finetune.data.source import Split
+from finetune.errors import CheckpointError, DivergedError
 from finetune.models.head import set_train_mode
 from finetune.run import checkpoint as state
 from finetune.run.checkpoint import CheckpointWriter, Counters
 from finetune.run.directory import RunDir
-from finetune.run.environment import dtype_of
-from finetune.training.compile import choose_kernels, compiles, training_operations
-from finetune.training.frozen_backbone import Loaders
+from finetune.training.frozen_backbone import FrozenBackbone
+from finetune.training.launch import is_sharded
 from finetune.training.meter import Meter
-from finetune.training.optim import build_optimizer, can_mask, set_lr
+from finetune.training.optim import can_mask, set_lr
 from finetune.training.setup import TrainingSetup
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
 
 __all__ = ["DelayedScalars", "TrainerState"]
 
@@ -83,57 +85,60 @@ class DelayedScalars:
 
 
 class TrainerState:
-    """The live state of a run on this process."""
+    """The live state of a run on one process; `build_trainer_state` makes it.
 
-    def __init__(self, setup: TrainingSetup, accelerator: Accelerator, run: RunDir) -> None:
-        recipe = self.recipe = setup.recipe
-        self.setup = setup
-        self.accelerator = accelerator
-        self.run = run
+    Args:
+        setup: of the run; once the data is open, with the number of images that can be read.
+        accelerator: from `launch`; it has prepared the network and the optimiser.
+        run: the run directory.
+        model: the network, as prepared.
+        optimizer: as prepared.
+        ema: the average of the weights, if `optim.ema_decay` asks for one.
+        frozen: loads the data of a run that trains the head alone.
+        compiled: whether training steps are compiled.
+    """
+
+    def __init__(
+        self,
+        setup: TrainingSetup,
+        accelerator: Accelerator,
+        run: RunDir,
+        *,
+        model: nn.Module,
+        optimizer: AcceleratedOptimizer,
+        ema: ModelEmaV3 | None,
+        frozen: FrozenBackbone | None,
+        compiled: bool,
+    ) -> None:
+        self.setup, self.accelerator, self.run = setup, accelerator, run
+        self.model, self.optimizer, self.ema = model, optimizer, ema
+        self.frozen, self.compiled = frozen, compiled
+        self.recipe = recipe = setup.recipe
         self.main = accelerator.is_main_process
+        self.sharded = is_sharded(accelerator)
         self.counters = Counters()
-        self.micro_batch = None if (m := recipe.data.micro_batch) == "auto" else m  # see `sizing`
+        micro_batch = recipe.data.micro_batch
+        self.micro_batch = None if micro_batch == "auto" else micro_batch  # `settle_micro_batch`
         self.checkpoint_writer = CheckpointWriter(run, newest=recipe.run.keep_checkpoints)
-        self._finite, self._signals = (
-            DelayedScalars(accelerator.device),
-            DelayedScalars(accelerator.device),
-        )
-        network, optim = setup.built.model, recipe.optim
-        network.to(accelerator.device)
-        device = accelerator.device
-        self.sharded = "FSDP" in str(accelerator.distributed_type)
-        choose_kernels(network, device=device, dtype=dtype_of(accelerator), sharded=self.sharded)
-        self.loaders = Loaders(setup, accelerator)  # before the network is copied and wrapped
-        self.ema = ModelEmaV3(network, decay=optim.ema_decay) if optim.ema_decay else None
-        optimizer = build_optimizer(
-            network,
-            name=optim.name,
-            lr=optim.lr,
-            momentum=optim.momentum,
-            betas=optim.betas,
-            weight_decay=optim.weight_decay,
-            decay=optim.decay,
-            layer_decay=optim.layer_decay,
-            args=optim.args,
-        )
-        self.compiled = compiles(
-            recipe.model.compile,
-            device=device,
-            sharded=self.sharded,
-            images=0
-            if self.loaders.of_features
-            else setup.steps * recipe.data.batch_size // accelerator.num_processes,
-            operations=lambda: training_operations(network, setup.preprocessing.image_size),
-            notice=setup.notice,
-        )
-        if self.compiled:
-            network.compile()
-        self.model, self.optimizer = accelerator.prepare(network, optimizer)
-        if self.sharded and self.ema is not None:
-            raise RecipeError("optim.ema_decay: not with FSDP; remove the key or train with DDP")
+        self._finite = DelayedScalars(accelerator.device)
+        self._signals = DelayedScalars(accelerator.device)
         plain = not self.sharded and accelerator.scaler is None
-        self._masks = plain and can_mask(self.optimizer.optimizer)
+        self._masks = plain and can_mask(optimizer.optimizer)
         self._has_stepped = False
+
+    @property
+    def gives_features(self) -> bool:
+        """Whether the network is given features in the place of images."""
+        return self.frozen is not None and self.frozen.gives_features
+
+    def loader(self, split: Split, *, train: bool, dtype: torch.dtype = torch.float32) -> AnyLoader:
+        """Make batches of a split ready; every rank must call it.
+
+        Args: as for `TrainingSetup.loader`.
+        Raises: DataError naming every image that cannot be read.
+        """
+        source = self.setup if self.frozen is None else self.frozen
+        return source.loader(split, train=train, dtype=dtype)
 
     # One step ---------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Studies beside the figures, in real processes; tests/test_bench_run.py has them with doubles."""
+"""Studies beside the figures, in real processes; tests/bench/test_run.py has them with doubles."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from doubles import Told
 from faults_runs import losses, tiny
 
 from finetune.bench.ours import Ours
@@ -20,20 +21,6 @@ CHANGES = (
     *("data.batch_size=8", "data.micro_batch=4", "data.num_train=64", "data.val_fraction=0.5"),
     *("run.test=false", "model.dropout=0.1"),
 )
-
-
-class Told:
-    """Stands for the line to the process that asks."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.notices: list[str] = []
-
-    def tick(self) -> None:
-        self.steps += 1
-
-    def notice(self, message: str) -> None:
-        self.notices.append(message)
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +116,15 @@ def test_without_validation_some_of_another_split_is_evaluated(tmp_path: Path) -
     rate = made.matrix_rate()
     assert rate is not None
     assert rate > 0
+
+
+def test_images_in_quarantine_are_not_counted(image_folder: Path, tmp_path: Path) -> None:
+    next((image_folder / "train" / "red").iterdir()).write_bytes(b"no image")
+    changes = ("data.num_train=null", "data.val_fraction=0", "data.unreadable=quarantine")
+    recipe = tiny(*CHANGES, f"data.source=folder:{image_folder}", *changes)
+    ours = Ours(Told(), recipe=recipe, folder=str(tmp_path / "ours"))
+    assert ours.prepare()["num_images"] == 23
+    assert ours.trainer.setup.stream.num_samples == len(ours.loader.labels) == 23
 
 
 def test_what_workers_loaded_before_is_not_timed(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from faults_runs import tiny
-from test_bench_peers import CHANGES, CPU, peer_of
+from test_peers import CHANGES, CPU, peer_of
 from torch import Tensor, nn
 
 from finetune.bench.peer_loops import Images

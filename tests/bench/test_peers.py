@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from doubles import Told
 from faults_runs import tiny
-from test_bench_subjects import Told
 from torch import nn
 
 from finetune.bench.peers import Peer

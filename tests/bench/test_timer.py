@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from test_bench_subjects import Told
+from doubles import Told
 
 from finetune.bench.timer import Clock, host_bytes, peak_memory, seconds_alive
 

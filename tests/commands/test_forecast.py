@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from doubles import Told
 from faults_runs import TINY, tiny
 from ranks import forked
 from samples import make_parquet, png, store_of
-from test_bench_subjects import Told
 
 from finetune.commands.plan import Trial, forecast
 from finetune.data.feature_loader import FeatureLoader

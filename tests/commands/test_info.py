@@ -1,4 +1,4 @@
-"""info.py: the figures that timm and the papers print, where the weights are, and the text."""
+"""`info`: the figures that timm and the papers print, where the weights are, and the text."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def photos(tmp_path: Path) -> Path:
 
 
 def test_predictions_are_those_of_evaluation(model: Path, image_folder: Path) -> None:
-    """The same files through Feed, as `eval` reads them, and through the classifier."""
+    """The same files through `Loader`, as `eval` reads them, and through the classifier."""
     classifier = Classifier.load(model, device="cpu")
     split = open_source(f"folder:{image_folder}").splits["test"]
     store = open_store(

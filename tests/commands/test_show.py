@@ -1,4 +1,4 @@
-"""show.py: which pictures a network has, what they show, and what is said of the others."""
+"""`show`: which pictures a network has, what they show, and what is said of the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who decodes what: a worker that has gone or hangs is found, with the image on its desk."""
+"""Who decodes what: a worker that has gone or hangs is found, with the image it was at."""
 
 from __future__ import annotations
 

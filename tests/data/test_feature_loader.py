@@ -30,7 +30,7 @@ def table(split: Split) -> tuple[FeatureLoader, np.ndarray]:
 
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("micro_batch", [None, 2])
-def test_steps_have_the_samples_of_a_feed_of_images(world: int, micro_batch: int | None) -> None:
+def test_steps_have_the_samples_of_a_loader_of_images(world: int, micro_batch: int | None) -> None:
     split = digits(23)
     rows, values = table(split)
     pipeline = Pipeline("resize", image_size=(8, 8), **DIGITS)

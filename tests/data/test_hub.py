@@ -1,4 +1,4 @@
-"""data/hub_sets.py against the loopback hub: revisions, each fault on each call, the cache."""
+"""data/hub.py against the loopback hub: revisions, each fault on each call, the cache."""
 
 from __future__ import annotations
 

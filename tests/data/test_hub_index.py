@@ -1,4 +1,4 @@
-"""data/hub_shards.py against the loopback hub: which files, at which commit, through faults."""
+"""hub_index.py against the loopback hub: which files, at which commit, through faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""data/shards.py: ends, label columns and row groups of parquet files, and nothing more of them."""
+"""parquet_shards.py: ends, label columns and row groups of parquet files, and nothing more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""data/prefetch.py: the images of each batch, row groups read once, within a limit of memory."""
+"""prefetch.py: the images of each batch, row groups read once, within a limit of memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""data/ranges.py against the loopback hub: parts of files, each fault, each refusal."""
+"""remote_file.py against the loopback hub: parts of files, each fault, each refusal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""data/streaming.py: a streamed set is the same set, on this machine and on the hub."""
+"""data/streaming/row_groups.py: a streamed set is the same set, on this machine and on the hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""data/lanes.py: the order of an epoch of row groups, by arithmetic."""
+"""data/streaming/shuffle.py: the order of an epoch of row groups, by arithmetic."""
 
 from __future__ import annotations
 

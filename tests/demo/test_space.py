@@ -15,7 +15,7 @@ import pytest
 import yaml
 from demo_server import GUARD, ODD_NAMES, Running, running, small_model
 from PIL import Image
-from test_serve import ask, classify, send
+from test_server import ask, classify, send
 
 from finetune.commands.predict import Classifier
 from finetune.demo import space

@@ -28,7 +28,7 @@ from finetune.evaluation.features import (
 )
 from finetune.models.build import Built, build
 from finetune.recipe.load import DataSection, RunSection
-from finetune.training.train import launch
+from finetune.training.launch import launch
 from finetune.transforms.evaluation import make_pipeline
 
 DIGITS = {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
@@ -85,7 +85,7 @@ def on(world: int, network: nn.Module, loader: Loader, batch_size: int) -> np.nd
     return found[0]
 
 
-def digits_feed(made: Built, count: int) -> Loader:
+def digits_loader(made: Built, count: int) -> Loader:
     split = open_source("embedded:digits").splits["test"].subset(np.arange(count))
     pipeline = make_pipeline(made.preprocessing)
     return Loader(store_of(split), pipeline, num_classes=10, device=torch.device("cpu"))
@@ -93,7 +93,7 @@ def digits_feed(made: Built, count: int) -> Loader:
 
 def test_each_image_once_in_order_to_the_same_bits_on_any_number_of_processes() -> None:
     made = small()
-    loader = digits_feed(made, 101)
+    loader = digits_loader(made, 101)
     one = on(1, made.model, loader, 4)
     assert one.shape == (101, 16)
     assert one.dtype == np.float32
@@ -110,7 +110,7 @@ def test_damaged_weights_are_refused() -> None:
     made = small()
     nn.init.constant_(made.model.norm.weight, float("nan"))
     with pytest.raises(WeightsError, match="not finite"):
-        compute(made.model, digits_feed(made, 5), launch(RunSection()), batch_size=4)
+        compute(made.model, digits_loader(made, 5), launch(RunSection()), batch_size=4)
 
 
 def take(split: Any, made: Built, sentence: str | None = None, **section: Any) -> Features:

@@ -16,17 +16,17 @@ LAUNCHERS_PATIENCE = 30  # with a rank that does not heed its SIGTERM, before SI
 # Stands before the command line, in every rank, and makes one of them fail in its third step.
 FAILING = """
 import os, sys, time
-from finetune.training.trainer_state import Live
+from finetune.training.trainer_state import TrainerState
 from finetune.errors import DataError
 
-step = Live.step
+step = TrainerState.step
 
 def failing(self, *arguments):
     step(self, *arguments)
     if self.counters.step == 3 and os.environ["RANK"] == "{rank}":
         {action}
 
-Live.step = failing
+TrainerState.step = failing
 from finetune.cli.main import main
 sys.exit(main())
 """

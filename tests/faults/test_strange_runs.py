@@ -34,7 +34,7 @@ from hypothesis import HealthCheck, given, settings
 from finetune.errors import FinetuneError
 from finetune.publish.artifacts import refresh
 from finetune.run.directory import RunDir
-from finetune.run.status import status_kept
+from finetune.run.record import status_kept
 from finetune.training.resume import begin, note_plan
 from finetune.training.setup import TrainingSetup, open_setup
 from finetune.training.train import train

@@ -41,10 +41,10 @@ def main(what: dict[str, Any]) -> int:
         _die_before(step)
     if (backend := what.get("backend")) and on_gpu:
         os.environ["LOCAL_RANK"] = "0"  # all of them are on the first GPU
-        from finetune.training import train as engine
+        from finetune.training import launch
 
-        joined = functools.partial(engine.PartialState, backend=backend)
-        engine.PartialState = joined  # type: ignore[assignment, misc]
+        joined = functools.partial(launch.PartialState, backend=backend)
+        launch.PartialState = joined  # type: ignore[assignment, misc]
     if argv := what.get("argv"):
         from finetune.cli.main import main as command
 

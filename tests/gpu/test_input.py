@@ -242,14 +242,14 @@ def test_images_are_kept_on_the_device(
 
     def noted(trainer: TrainerState, *arguments: Any, **named: Any) -> None:
         init(trainer, *arguments, **named)
-        open_feed = trainer.loaders.open
+        make_loader = trainer.loader
 
         def opened(*given: Any, **keys: Any) -> Any:
-            loader = open_feed(*given, **keys)
+            loader = make_loader(*given, **keys)
             places.append(str(loader.store.images.device))
             return loader
 
-        trainer.loaders.open = opened  # type: ignore[method-assign]
+        trainer.loader = opened  # type: ignore[method-assign]
 
     monkeypatch.setattr(TrainerState, "__init__", noted)
     short = ("optim.steps=2", "optim.warmup_steps=0")

@@ -1,4 +1,4 @@
-"""models/hub_files.py against the loopback hub: versions, caches, each fault, each refusal."""
+"""hub/download.py against the loopback hub: versions, caches, each fault, each refusal."""
 
 from __future__ import annotations
 

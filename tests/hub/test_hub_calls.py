@@ -1,4 +1,4 @@
-"""finetune/hub/calls.py: what is tried again, how long it waits, and that no token is ever told."""
+"""hub/calls.py: what is tried again, how long it waits, and that no token is ever told."""
 
 from __future__ import annotations
 

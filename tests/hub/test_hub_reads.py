@@ -1,4 +1,4 @@
-"""hub_reads.py: the bounds of trying again, what is told, and what the client may not notice."""
+"""hub/client.py: the bounds of trying again, what is told, and what the client may not notice."""
 
 from __future__ import annotations
 

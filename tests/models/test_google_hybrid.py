@@ -1,4 +1,4 @@
-"""models/google_hybrid.py: Google's hybrid gives the features that their JAX code gives."""
+"""google_hybrid.py: Google's hybrid gives the features that their JAX code gives."""
 
 from __future__ import annotations
 

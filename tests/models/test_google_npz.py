@@ -1,4 +1,4 @@
-"""models/google.py: Google's checkpoints give the features that Google's JAX code gives."""
+"""google_npz.py: Google's checkpoints give the features that Google's JAX code gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""inside.py: each array against one that is known."""
+"""models/attention.py, what a network has inside: each array against one that is known."""
 
 from __future__ import annotations
 

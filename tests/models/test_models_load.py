@@ -1,4 +1,4 @@
-"""models/fit.py: position embeddings at any size, and all of the weights or none."""
+"""models/weights/load.py: position embeddings at any size, and all of the weights or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""models/packaged.py: weights of an installed package, which is neither imported nor trusted."""
+"""package.py: weights of an installed package, which is neither imported nor trusted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""models/position.py: the kinds of position embeddings, and where they go."""
+"""position_embeddings.py: the kinds of position embeddings, and where they go."""
 
 from __future__ import annotations
 

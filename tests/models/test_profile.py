@@ -1,4 +1,4 @@
-"""models/anatomy.py: counts against arithmetic by hand, and the network left as it was."""
+"""models/profile.py: counts against arithmetic by hand, and the network left as it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""models/tensors.py: files that are damaged, or that would run code."""
+"""models/weights/read.py: files that are damaged, or that would run code."""
 
 from __future__ import annotations
 

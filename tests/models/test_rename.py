@@ -1,4 +1,4 @@
-"""models/rename.py: foreign names become timm's, and nothing is put where it does not belong."""
+"""rename.py: foreign names become timm's, and nothing is put where it does not belong."""
 
 from __future__ import annotations
 

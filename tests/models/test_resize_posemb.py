@@ -1,4 +1,4 @@
-"""models/posemb.py against scipy, timm and the arrays that Google's own loading made."""
+"""resize_posemb.py against scipy, timm and the arrays that Google's own loading made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""models/weights.py: every place that weights come from, and what a wrong name says."""
+"""models/weights/resolve.py: every place that weights come from, and what a wrong name says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""models/built.py: what is saved loads in plain timm, with equal logits."""
+"""models/saved.py: what is saved loads in plain timm, with equal logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""models/shiftvit.py: ShiftViT against plain loops, and its ways through the toolkit."""
+"""shiftvit.py: ShiftViT against plain loops, and its ways through the toolkit."""
 
 # B batch, H W tokens in a column and a row, C channels, K classes
 

@@ -1,4 +1,4 @@
-"""models/config.py: what a config.json may say, and each way in which it can be wrong."""
+"""timm_config.py: what a config.json may say, and each way in which it can be wrong."""
 
 from __future__ import annotations
 

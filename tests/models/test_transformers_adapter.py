@@ -1,4 +1,4 @@
-"""models/transformers_adapter.py: tiny CvT and PVT saved by transformers, and what they compute."""
+"""transformers_adapter.py: tiny CvT and PVT saved by transformers, and what they compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""models/transformers_files.py: where a name leads, and processors in timm's words."""
+"""transformers_hub.py: where a name leads, and processors in timm's words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""models/representation.py: the layer before the head, known to timm."""
+"""vit_representation.py: the layer before the head, known to timm."""
 
 from __future__ import annotations
 

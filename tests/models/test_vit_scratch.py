@@ -1,4 +1,4 @@
-"""models/vit_scratch.py: the review's ViT, against a computation by hand, and in the toolkit."""
+"""vit_scratch.py: the review's ViT, against a computation by hand, and in the toolkit."""
 
 from __future__ import annotations
 

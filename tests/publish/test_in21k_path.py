@@ -37,7 +37,7 @@ from finetune.recipe.load import load_recipe
 
 TOKEN = "hf_writewritewrite"
 WIDTH, BLOCKS = 768, 85_798_656  # D, and the parameters without a head
-HALF_UNIT = 1e-6  # of float32 below 4, as in test_posemb.py
+HALF_UNIT = 1e-6  # of float32 below 4, as in test_resize_posemb.py
 SMALL = ("data.batch_size=2", "run.log_every=1", "run.threads=1")
 ONE_STEP = ("optim.steps=1", "optim.warmup_steps=0")
 TWO_STEPS = ("optim.epochs=0.4",)  # of 10 images: val takes one of each class

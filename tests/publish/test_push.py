@@ -1,4 +1,4 @@
-"""finetune/hub.py against a hub on loopback: what a push leaves there, whatever happens to it."""
+"""publish/push.py against a hub on loopback: what a push leaves there, whatever happens to it."""
 
 from __future__ import annotations
 

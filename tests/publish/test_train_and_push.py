@@ -13,7 +13,8 @@ from ranks import command_at, two_ranks
 
 from finetune.cli import main as cli
 from finetune.recipe.load import load_recipe
-from finetune.training import train as engine
+from finetune.training import launch
+from finetune.training.train import train
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -110,7 +111,7 @@ def test_nobody_waits_in_a_collective_for_the_push(
 ) -> None:
     """The library would give up the wait: after ten minutes on a GPU, after thirty on a CPU."""
     waited: list[str] = []
-    share, started = engine.broadcast_object_list, [False]
+    share, started = launch.broadcast_object_list, [False]
 
     def shared(outcome: list[Any]) -> Any:
         waited.extend(["in a collective"] * started[0])
@@ -121,10 +122,10 @@ def test_nobody_waits_in_a_collective_for_the_push(
         waited.append("alone")
         return {"repository": "alice/digits", "url": "u", "commit": "c"}
 
-    monkeypatch.setattr(engine, "broadcast_object_list", shared)
+    monkeypatch.setattr(launch, "broadcast_object_list", shared)
     monkeypatch.setattr("finetune.publish.push.push", push)
     monkeypatch.setattr("finetune.publish.permissions.check_rights", lambda *_, **__: None)
-    engine.train(load_recipe(recipe), tmp_path / "run")
+    train(load_recipe(recipe), tmp_path / "run")
     assert waited == ["alone"]
 
 

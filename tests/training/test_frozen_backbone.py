@@ -189,7 +189,7 @@ def test_unreadable_images_are_left_out_or_stop_the_run(tmp_path: Path) -> None:
 def test_the_compiler_has_nothing_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(
-        "finetune.training.trainer_state.compiles", lambda choice, **told: asked.append(told)
+        "finetune.training.build_state.compiles", lambda choice, **told: asked.append(told)
     )
     short = ["optim.epochs=1", "run.test=false"]
     train(recipe(*short), tmp_path / "run")

@@ -14,9 +14,10 @@ from finetune.data.loader import Batch
 from finetune.errors import DivergedError
 from finetune.recipe.load import parse_recipe
 from finetune.run.directory import RunDir
+from finetune.training.build_state import build_trainer_state
+from finetune.training.launch import launch
 from finetune.training.meter import Meter
 from finetune.training.setup import open_setup
-from finetune.training.train import launch
 from finetune.training.trainer_state import DelayedScalars, TrainerState
 
 RECIPE = """
@@ -34,7 +35,7 @@ def trainer_of(tmp_path: Path, *overrides: str) -> tuple[TrainerState, Meter]:
     setup = open_setup(recipe, device=accelerator.device, notice=pytest.fail, progress=False)
     run = RunDir(tmp_path / "run")
     run.open()
-    return TrainerState(setup, accelerator, run), Meter(accelerator.device, 0.0)
+    return build_trainer_state(setup, accelerator, run), Meter(accelerator.device, 0.0)
 
 
 def batch(count: int, seed: int = 0) -> Batch:

@@ -17,6 +17,8 @@ from finetune.errors import Interrupted, RecipeError, SetupError
 from finetune.recipe.load import Recipe
 from finetune.run.directory import RunDir
 from finetune.training import micro_batch as sizing
+from finetune.training.build_state import build_trainer_state
+from finetune.training.launch import launch
 from finetune.training.micro_batch import (
     available_bytes,
     find_micro_batch,
@@ -25,7 +27,7 @@ from finetune.training.micro_batch import (
     still_to_come,
 )
 from finetune.training.setup import open_setup
-from finetune.training.train import launch, train
+from finetune.training.train import train
 from finetune.training.trainer_state import TrainerState
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -39,7 +41,7 @@ def trainer_of(recipe: Recipe, tmp_path: Path) -> TrainerState:
     accelerator = launch(recipe.run)
     device = accelerator.device
     setup = open_setup(recipe, device=device, notice=told.append, progress=False)
-    trainer = TrainerState(setup, accelerator, RunDir(tmp_path / "run"))
+    trainer = build_trainer_state(setup, accelerator, RunDir(tmp_path / "run"))
     trainer.told = told  # type: ignore[attr-defined]
     return trainer
 
@@ -83,7 +85,7 @@ class TestLargest:
 
     @pytest.mark.parametrize("unit", [1, 2])
     @pytest.mark.parametrize("batch_size, world", [(64, 1), (64, 3), (37, 2), (10, 5)])
-    def test_the_parts_are_those_of_the_feed(self, batch_size: int, world: int, unit: int) -> None:
+    def test_the_parts_are_those_it_takes(self, batch_size: int, world: int, unit: int) -> None:
         stream = Sampler(100, batch_size=batch_size, seed=0, unit=unit)
         for rank in range(world):
             parts = sizing._parts(stream, rank=rank, world=world)

@@ -18,7 +18,7 @@ from PIL import Image
 from finetune.cli.main import main
 from finetune.data import decode_all as scan
 from finetune.errors import Interrupted
-from finetune.training import train as engine
+from finetune.training import launch
 from finetune.training.meter import StopSignals
 
 RECIPE = """
@@ -171,8 +171,8 @@ def test_ranks_that_wait_for_rank_0_are_told_of_its_signal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told: list[Any] = []
-    monkeypatch.setattr(engine, "broadcast_object_list", lambda answer: told.extend(answer))
+    monkeypatch.setattr(launch, "broadcast_object_list", lambda answer: told.extend(answer))
     main_process: Any = SimpleNamespace(is_main_process=True)
     with StopSignals() as stop, pytest.raises(Interrupted), stop.at_once("run: stopped"):
-        engine._on_main(main_process, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        launch.on_main(main_process, lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert told == [None, ("run: stopped", 143)]

@@ -35,28 +35,28 @@ def network(name: str = "test_vit", **args: object) -> nn.Module:
 
 def real_peak(model: nn.Module, images: int, dtype: torch.dtype = torch.float32) -> int:
     """Bytes of a pass of real tensors through a copy."""
-    trainer, twin = LiveBytes(), twin_of(model)
-    with trainer:
+    counted, twin = LiveBytes(), twin_of(model)
+    with counted:
         pass_once(twin, images, SIZE, dtype, train=True)
-    assert trainer.trainer == 0  # it is all given back
-    return trainer.peak
+    assert counted.live == 0  # it is all given back
+    return counted.peak
 
 
 class TestLiveBytes:
     def test_what_is_made_is_counted_while_it_is_there(self) -> None:
         given = torch.ones(256)
-        with LiveBytes() as trainer:
-            assert trainer.trainer == 0
+        with LiveBytes() as counted:
+            assert counted.live == 0
             double = given * 2
-            assert trainer.trainer == 1024
+            assert counted.live == 1024
             view = double[:10]
             double += 1
-            assert trainer.trainer == 1024
+            assert counted.live == 1024
             del double
-            assert trainer.trainer == 1024  # a view holds it
+            assert counted.live == 1024  # a view holds it
             del view
-            assert trainer.trainer == 0
-        assert trainer.peak == 1024
+            assert counted.live == 0
+        assert counted.peak == 1024
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

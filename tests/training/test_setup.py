@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -101,10 +103,21 @@ def test_quarantine_shortens_the_stream(image_folder) -> None:
         f"data.source=folder:{image_folder}", "data.batch_size=6", "data.unreadable=quarantine"
     )
     before = setup.num_samples
-    setup.loader(setup.source.splits["train"], train=True)
-    left = setup.num_samples + len(setup.source.splits["val"])
-    assert setup.num_samples in (before, before - 1)
+    loader = setup.loader(setup.source.splits["train"], train=True)
+    left = loader.num_samples + len(setup.source.splits["val"])
+    assert loader.num_samples in (before, before - 1)
+    assert setup.num_samples == before  # nothing changes it
     assert left in (23, 24)
+
+
+def test_another_number_of_samples_makes_another_setup() -> None:
+    setup = setup_of("data.batch_size=10", "optim.epochs=2", "optim.warmup_epochs=1")
+    fewer = setup.with_num_samples(setup.num_samples - 20)
+    assert (fewer.steps, fewer.warmup_steps) == (setup.steps - 4, setup.warmup_steps - 2)
+    assert fewer.stream.num_samples == setup.num_samples - 20
+    assert fewer.plan()["images_read"] == setup.plan()["images_read"] - 20
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setup.num_samples = 1  # type: ignore[misc]
 
 
 def test_patience_needs_something_to_wait_on() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from test_resample import photo
+from test_geometry import photo
 from torch import Tensor
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv

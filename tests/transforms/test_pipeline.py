@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from test_resample import photo
+from test_geometry import photo
 from torch import Tensor
 from torchvision.transforms.v2 import functional as tv
 

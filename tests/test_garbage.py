@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from faults_runs import TINY
 
-from finetune import processes as collector
+from finetune import processes
 from finetune.cli.main import main
 from finetune.training.trainer_state import TrainerState
 
@@ -25,29 +25,29 @@ def usual() -> Iterator[None]:
 
 
 def test_the_start_is_patient_and_its_end_restores() -> None:
-    with collector.patient():
+    with processes.patient():
         assert gc.get_threshold()[0] > 500_000
         assert gc.isenabled()
-        collector.as_usual()
+        processes.as_usual()
         assert gc.get_threshold() == USUAL
-        with collector.patient():  # a command in a command
+        with processes.patient():  # a command in a command
             pass
         assert gc.get_threshold() == USUAL
     assert gc.get_threshold() == USUAL
 
 
 def test_a_patient_command_in_another_leaves_it_patient() -> None:
-    with collector.patient():
-        with collector.patient():
+    with processes.patient():
+        with processes.patient():
             pass
         assert gc.get_threshold()[0] > 500_000
-        collector.as_usual()
+        processes.as_usual()
         assert gc.get_threshold() == USUAL
 
 
 def test_what_a_caller_chose_is_kept() -> None:
     gc.set_threshold(5, 5, 5)
-    collector.as_usual()
+    processes.as_usual()
     assert gc.get_threshold() == (5, 5, 5)
 
 

@@ -1,0 +1,98 @@
+"""The fields of run.json and the status in it, as runs of any version have written them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from finetune.errors import CheckpointError, DataError, Interrupted
+from finetune.recipe.load import Recipe, parse_recipe
+from finetune.run.directory import RunDir
+from finetune.run.record import finished, read_record, status_kept, write_record
+
+RECIPE = """
+model: {name: test_vit}
+data: {source: "embedded:digits"}
+optim: {lr: 1e-3, steps: 4}
+"""
+
+
+@contextlib.contextmanager
+def ended(run: RunDir, error: BaseException | None, *, main: bool = True) -> Iterator[None]:
+    """The end of a run, by an error or by itself."""
+    caught = contextlib.nullcontext() if error is None else pytest.raises(type(error))
+    with caught, status_kept(run, main=main):
+        yield
+        if error is not None:
+            raise error
+
+
+def test_of_other_versions_nothing_is_asked_and_nothing_is_lost(tmp_path: Path) -> None:
+    run, path = RunDir(tmp_path), tmp_path / "run.json"
+    assert read_record(run) == {}
+    older, newer = {"status": "running"}, {"status": "running", "colour": {"of": [1]}}
+    for content in (older, newer):
+        path.write_text(json.dumps(content))
+        record = read_record(run)
+        assert record == content
+        write_record(run, {**record, "precision": "bf16"})
+        assert json.loads(path.read_text()) == {**content, "precision": "bf16"}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"status": 7}', '{"plan": {"steps": 0}}'])
+def test_a_damaged_record_is_refused_and_left(text: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"run\.json"):
+        read_record(RunDir(tmp_path))
+    with ended(RunDir(tmp_path), DataError("broken")):
+        pass
+    assert (tmp_path / "run.json").read_text() == text
+
+
+@pytest.mark.parametrize(
+    "error, status",
+    [
+        (None, "done"),
+        (Interrupted("stopped", 15), "stopped (143)"),
+        (DataError("broken"), "failed (3)"),
+        (MemoryError(), "failed (1)"),
+    ],
+)
+def test_the_status_is_true_whatever_ends_the_run(
+    error: BaseException | None, status: str, tmp_path: Path
+) -> None:
+    run = RunDir(tmp_path)
+    write_record(run, {"status": "running", "num_processes": 2})
+    with ended(run, error, main=False):
+        pass
+    assert read_record(run) == {"status": "running", "num_processes": 2}
+    with ended(run, error):
+        pass
+    assert read_record(run) == {"status": status, "num_processes": 2}
+
+
+def test_a_run_that_never_began_gets_no_status(tmp_path: Path) -> None:
+    with ended(RunDir(tmp_path), None):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_finished_is_a_run_of_this_recipe_that_says_done(tmp_path: Path) -> None:
+    def recipe(*overrides: str) -> Recipe:
+        return parse_recipe(RECIPE, overrides=overrides)
+
+    run = RunDir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(recipe().to_yaml())
+    run.write_json("results.json", {"steps": 4})
+    for status in ("running", "stopped (143)", "failed (3)"):
+        write_record(run, {"status": status})
+        assert finished(tmp_path, recipe()) is None
+    write_record(run, {"status": "done"})
+    assert finished(tmp_path, recipe()) == {"steps": 4}
+    assert finished(tmp_path, recipe("run.threads=1")) == {"steps": 4}
+    assert finished(tmp_path, recipe("optim.lr=2e-3")) is None

@@ -155,7 +155,7 @@ class Ours:
     def _batches(self, steps: int) -> Any:
         first = self.trainer.counters.step
         return self.trained.train(
-            self.setup.stream,
+            self.setup.sampler,
             range(first, first + steps),
             rank=self.accelerator.process_index,
             world=self.accelerator.num_processes,

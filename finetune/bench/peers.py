@@ -115,14 +115,14 @@ class Peer:
 def _images(setup: TrainingSetup) -> Images:
     """Decode the images that our own training begins with."""
     number = min(setup.num_samples, max(setup.recipe.data.batch_size, _IMAGES))
-    return Images(setup.source.splits["train"], setup.stream.order(0)[:number].tolist())
+    return Images(setup.source.splits["train"], setup.sampler.order(0)[:number].tolist())
 
 
 def _equal_parts(setup: TrainingSetup) -> int:
     """Micro-batches of a step. Raises: RecipeError if they are not of equal size."""
     data = setup.recipe.data
     assert data.micro_batch != "auto", "our own training has found it"
-    parts = len(setup.stream.micro_batches(0, micro_batch=data.micro_batch))
+    parts = len(setup.sampler.micro_batches(0, micro_batch=data.micro_batch))
     if data.batch_size % parts:
         raise RecipeError(
             f"data.micro_batch: {data.micro_batch} cuts {data.batch_size} images into {parts} "

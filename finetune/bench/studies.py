@@ -105,7 +105,7 @@ class Grown(Ours):
             device=loader.device,
             dtype=loader.dtype,
         )
-        order = self.setup.stream.order(0)
+        order = self.setup.sampler.order(0)
         own_bytes, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         del order

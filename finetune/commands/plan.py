@@ -323,7 +323,7 @@ class Trial(Ours):
         Returns: "parameters", "memory", "disk", "micro_batch" and "options".
         """
         network = self.accelerator.unwrap_model(self.trainer.model)
-        cut = self.setup.stream.micro_batches(0, micro_batch=self.trainer.micro_batch)
+        cut = self.setup.sampler.micro_batches(0, micro_batch=self.trainer.micro_batch)
         self.part = max(len(indices) for _, indices in cut)
         given: dict[str, Any] = {"dtype": DTYPES[self.precision], "images": self.part}
         self.line.tick()

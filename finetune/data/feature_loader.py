@@ -64,7 +64,7 @@ class FeatureLoader:
 
     def train(
         self,
-        stream: Sampler,
+        sampler: Sampler,
         steps: range,
         *,
         rank: int = 0,
@@ -73,7 +73,7 @@ class FeatureLoader:
     ) -> Generator[tuple[int, Iterator[Batch]], None, None]:
         """Yield each step's number of micro-batches, and the micro-batches; see `Loader.train`."""
         for step in steps:
-            plan = stream.micro_batches(step, rank=rank, world=world, micro_batch=micro_batch)
+            plan = sampler.micro_batches(step, rank=rank, world=world, micro_batch=micro_batch)
             yield len(plan), (self._batch(indices) for _, indices in plan)
 
     def once(self, *, rank: int = 0, world: int = 1, batch_size: int = 256) -> Iterator[Batch]:

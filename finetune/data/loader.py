@@ -171,7 +171,7 @@ class Loader:
 
     def train(
         self,
-        stream: Sampler,
+        sampler: Sampler,
         steps: range,
         *,
         rank: int = 0,
@@ -184,7 +184,7 @@ class Loader:
         Closing the generator ends the workers, once no micro-batch is held.
         """
         plans = (
-            stream.micro_batches(step, rank=rank, world=world, micro_batch=micro_batch)
+            sampler.micro_batches(step, rank=rank, world=world, micro_batch=micro_batch)
             for step in steps
         )
         ahead, behind = itertools.tee(plans)  # workers read ahead of the step they are asked for

@@ -75,7 +75,7 @@ def find_micro_batch(trainer: TrainerState, *, tries: Callable[[int], bool] | No
     network = accelerator.unwrap_model(trainer.model)
     dtype = dtype_of(accelerator)
     size, device = setup.preprocessing.image_size, accelerator.device
-    parts = _parts(setup.stream, rank=accelerator.process_index, world=accelerator.num_processes)
+    parts = _parts(setup.sampler, rank=accelerator.process_index, world=accelerator.num_processes)
     share = max(parts)
     need = need_of(network, image_size=size, dtype=dtype, images=min(share, 32))
     available, later = available_bytes(device, setup.local_processes), still_to_come(trainer)
@@ -100,16 +100,16 @@ def find_micro_batch(trainer: TrainerState, *, tries: Callable[[int], bool] | No
     return agreed
 
 
-def _parts(stream: Sampler, *, rank: int, world: int) -> dict[int, int]:
+def _parts(sampler: Sampler, *, rank: int, world: int) -> dict[int, int]:
     """The sizes that cut a rank's share into equal parts, and the largest part that comes of each.
 
     Returns: the whole share first, one unit last; an uneven share makes some parts larger.
     """
-    unit = stream.unit
-    share = -(-(stream.batch_size // unit) // world)
+    unit = sampler.unit
+    share = -(-(sampler.batch_size // unit) // world)
     found = {}
     for size in sorted({-(-share // parts) * unit for parts in range(1, share + 1)}, reverse=True):
-        cut = stream.micro_batches(0, rank=rank, world=world, micro_batch=size)
+        cut = sampler.micro_batches(0, rank=rank, world=world, micro_batch=size)
         found[size] = max(len(indices) for _, indices in cut)
     return found
 

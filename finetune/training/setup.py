@@ -87,7 +87,7 @@ class TrainingSetup:
                 pipeline([image], keys=keys if pipeline.random else None)
 
     @property
-    def stream(self) -> Sampler:
+    def sampler(self) -> Sampler:
         """The order of the training images."""
         return Sampler(
             self.num_samples,

@@ -71,7 +71,7 @@ def train(
             # Before any data is decoded: what of the recipe does not fit shows here.
             setup = _open(recipe, accelerator)
             trainer = build_trainer_state(setup, accelerator, run)
-            setup.stream.micro_batches(0, rank=rank, world=world)
+            setup.sampler.micro_batches(0, rank=rank, world=world)
             precision = precision_of(accelerator)
             if recipe.run.precision == "auto":
                 setup.notice(
@@ -146,7 +146,7 @@ def _loop(
     setup, accelerator, counters = trainer.setup, trainer.accelerator, trainer.counters
     log_every = trainer.recipe.run.log_every
     batches = train_loader.train(
-        setup.stream,
+        setup.sampler,
         range(counters.step, setup.steps),
         rank=accelerator.process_index,
         world=accelerator.num_processes,

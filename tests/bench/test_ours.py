@@ -124,7 +124,7 @@ def test_images_in_quarantine_are_not_counted(image_folder: Path, tmp_path: Path
     recipe = tiny(*CHANGES, f"data.source=folder:{image_folder}", *changes)
     ours = Ours(Told(), recipe=recipe, folder=str(tmp_path / "ours"))
     assert ours.prepare()["num_images"] == 23
-    assert ours.trainer.setup.stream.num_samples == len(ours.loader.labels) == 23
+    assert ours.trainer.setup.sampler.num_samples == len(ours.loader.labels) == 23
 
 
 def test_what_workers_loaded_before_is_not_timed(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_the_network_and_the_images_are_those_of_our_first_steps(tmp_path: Path)
     peer.loop = lambda setting, steps, on_step: [on_step() for _ in range(steps)]
     peer.prepare()
     setup = open_setup(peer.recipe, device=CPU, notice=pytest.fail, progress=False)
-    split, indices = setup.source.splits["train"], setup.stream.order(0)
+    split, indices = setup.source.splits["train"], setup.sampler.order(0)
     images = peer.setting.images
     assert len(images.images) == setup.num_samples  # fewer than would be decoded of a large set
     for place, index in enumerate(indices.tolist()):

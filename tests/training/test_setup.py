@@ -114,7 +114,7 @@ def test_another_number_of_samples_makes_another_setup() -> None:
     setup = setup_of("data.batch_size=10", "optim.epochs=2", "optim.warmup_epochs=1")
     fewer = setup.with_num_samples(setup.num_samples - 20)
     assert (fewer.steps, fewer.warmup_steps) == (setup.steps - 4, setup.warmup_steps - 2)
-    assert fewer.stream.num_samples == setup.num_samples - 20
+    assert fewer.sampler.num_samples == setup.num_samples - 20
     assert fewer.plan()["images_read"] == setup.plan()["images_read"] - 20
     with pytest.raises(dataclasses.FrozenInstanceError):
         setup.num_samples = 1  # type: ignore[misc]

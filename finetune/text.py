@@ -1,13 +1,12 @@
-"""Counts and names as people read them."""
-
-# H W pixels
+"""Counts, names and tables as people read them."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-__all__ = ["counted", "printable"]
+__all__ = ["cell", "counted", "markdown_table", "printable"]
 
 
 def printable(path: str | Path) -> str:
@@ -18,3 +17,15 @@ def printable(path: str | Path) -> str:
 def counted(number: int, noun: str, plural: str | None = None) -> str:
     """`1 file`, `2 files`; the plural is given where it is not the noun and an s."""
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
+def cell(text: str) -> str:
+    """Text that cannot break out of its table cell."""
+    return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|")
+
+
+def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a Markdown table, its head first; no text breaks out of its cell."""
+    lines = [" | ".join(map(cell, row)) for row in (heads, *rows)]
+    lines.insert(1, " | ".join(["---"] * len(heads)))
+    return [f"| {line} |" for line in lines]

@@ -17,9 +17,9 @@ from finetune.commands.reproduce_measured import (
     answer_of,
     in_words,
     is_expectation,
-    markdown_table,
     percent,
     spread,
+    table_if_any,
     verdicts,
 )
 from finetune.commands.reproduce_plan import PLAN, Direction, Entry, load_plan
@@ -65,7 +65,7 @@ def directions_table(directions: Sequence[Direction], measured: Sequence[Measure
         shown = shown if counted else MISSING
         rows.append([asked.question, asked.source, expected, said, shown, names])
     heads = ["question", "yes is claimed by", EXPECTED, "answer", "measured", "runs"]
-    return markdown_table(heads, rows)
+    return table_if_any(heads, rows)
 
 
 def _figure(asked: Direction, run: Run) -> float | None:
@@ -88,7 +88,7 @@ def claims_table(root: Path, path: Path, measured: Sequence[Measured], earlier: 
     for file in recipe_files(root):
         recipe = load_recipe(file)
         used = [one for one in measured if one.runs and _is_recipe_of(one, path, file)]
-        name, needs = file.relative_to(root).as_posix(), f"{_needs(recipe)}"
+        name, needs = file.relative_to(root).as_posix(), in_words(recipe)
         for claim in recipe.claims:
             if is_expectation(claim):
                 continue
@@ -103,11 +103,10 @@ def claims_table(root: Path, path: Path, measured: Sequence[Measured], earlier: 
     for file, entry in _reported(root):
         recipe = load_recipe(file.parent / entry.recipe, list(entry.overrides))
         name = f"{file.relative_to(root).parent.as_posix()}: {entry.name}"
-        needs = _needs(recipe)
-        rows.append([f"`{name}`", "reported", "its plan", entry.reported or "", "open"])
-        rows[-1] += [MISSING, needs]
+        row = [f"`{name}`", "reported", "its plan", entry.reported or "", "open", MISSING]
+        rows.append([*row, in_words(recipe)])
     heads = ["recipe", "claim", "source", "reported", "answered", "measured"]
-    return markdown_table([*heads, "a full answer needs"], rows)
+    return table_if_any([*heads, "a full answer needs"], rows)
 
 
 def _answers(
@@ -145,11 +144,6 @@ def _same_training(recipe: Recipe, run: Recipe) -> bool:
 
 def _is_recipe_of(one: Measured, path: Path, file: Path) -> bool:
     return (path.parent / one.entry.recipe).resolve() == file.resolve()
-
-
-def _needs(recipe: Recipe) -> str:
-    """Weights, images and length of a full run."""
-    return in_words(recipe)
 
 
 def _reported(root: Path) -> Iterator[tuple[Path, Entry]]:

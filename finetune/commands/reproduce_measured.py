@@ -11,11 +11,12 @@ from typing import Any
 
 from finetune.commands.reproduce_plan import Entry
 from finetune.errors import CheckpointError
-from finetune.evaluation.claims import VERDICTS, answer, cell
+from finetune.evaluation.claims import VERDICTS, answer
 from finetune.evaluation.metrics import mean_std
 from finetune.recipe.load import Claim, Recipe
 from finetune.report.run_data import Run, read_run
 from finetune.run.validation import load_json
+from finetune.text import counted, markdown_table
 
 __all__ = [
     "EXPECTED",
@@ -27,11 +28,11 @@ __all__ = [
     "is_expectation",
     "joined",
     "machines_of",
-    "markdown_table",
     "percent",
     "place_of",
     "run_hash",
     "spread",
+    "table_if_any",
     "verdicts",
 ]
 
@@ -136,8 +137,7 @@ def place_of(machine: Mapping[str, Any]) -> tuple[str, str]:
     device, commit = machine.get("device", {}), machine.get("commit")
     name = str(device.get("name", MISSING))
     if device.get("type") == "cpu":
-        threads = device.get("threads", 1)
-        name += f", {threads} thread{'s' if threads != 1 else ''}"
+        name += f", {counted(device.get('threads', 1), 'thread')}"
     if commit is None:
         return name, "not known"
     return name, f"{commit[:7]}{'+changes' if '+' in commit else ''}"
@@ -172,10 +172,6 @@ def joined(values: Iterable[Any]) -> str:
     return ", ".join(dict.fromkeys(map(str, values)))
 
 
-def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def table_if_any(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a Markdown table; none without rows."""
-    if not rows:
-        return []
-    lines = [" | ".join(map(cell, row)) for row in (heads, *rows)]
-    lines.insert(1, " | ".join(["---"] * len(heads)))
-    return [f"| {line} |" for line in lines]
+    return markdown_table(heads, rows) if rows else []

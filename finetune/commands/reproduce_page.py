@@ -24,11 +24,11 @@ from finetune.commands.reproduce_measured import (
     is_expectation,
     joined,
     machines_of,
-    markdown_table,
     percent,
     place_of,
     run_hash,
     spread,
+    table_if_any,
     verdicts,
 )
 from finetune.commands.reproduce_plan import Plan
@@ -130,7 +130,7 @@ def _runs_table(measured: Sequence[Measured], path: Path, *, judged: bool) -> li
             ]
         )
     heads = ["run", "what", EXPECTED, "top-1, %", "seeds", "training, s", "on, at commit"]
-    return markdown_table(heads, rows)
+    return table_if_any(heads, rows)
 
 
 def _source_of_entry(one: Measured, path: Path) -> str:
@@ -172,7 +172,7 @@ def _probe_table(measured: Sequence[Measured], path: Path) -> list[str]:
         images = f"{one.probe['protocol']['test_images']:,}"
         rows.append([name, *cells, images, str(asked.draws), machines_of(one)])
     heads = ["run", *(f"{count} of each class" for count in shots)]
-    table = markdown_table([*heads, "test images", "draws", "on, at commit"], rows)
+    table = table_if_any([*heads, "test images", "draws", "on, at commit"], rows)
     told = "Top-1 in per cent of a linear classifier on frozen features, at the weights' own size."
     return [told, "", *table] if table else []
 
@@ -221,7 +221,7 @@ def _elsewhere_table(others: Sequence[_Elsewhere], measured: Sequence[Measured])
         )
         commands += ["", f"`{row.run}`, {row.program}:", "", "```bash", row.command, "```"]
     heads = ["run", "program", "top-1, %", "finetune's", "wall-clock, s", "finetune's"]
-    return [*markdown_table([*heads, "seeds", "on"], rows), *commands]
+    return [*table_if_any([*heads, "seeds", "on"], rows), *commands]
 
 
 # --- recipes and directories ---------------------------------------------------------------------
@@ -232,7 +232,7 @@ def _recipes_table(root: Path) -> list[str]:
     for file in recipe_files(root):
         name = file.relative_to(root).as_posix()
         rows.append([f"[`{name}`]({name})", in_words(load_recipe(file)), _source_of(file)])
-    return markdown_table(["recipe", "what", "source"], rows)
+    return table_if_any(["recipe", "what", "source"], rows)
 
 
 def _source_of(file: Path) -> str:
@@ -249,7 +249,7 @@ def _directories_table(measured: Sequence[Measured]) -> list[str]:
         for one in measured
         for path, machine in zip(one.paths, one.machines, strict=True)
     ]
-    lines = markdown_table(["directory", "on", "at commit", "sha256"], rows)
+    lines = table_if_any(["directory", "on", "at commit", "sha256"], rows)
     if not lines:
         return []
     told = (

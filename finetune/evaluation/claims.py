@@ -14,7 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["VERDICTS", "answer", "cell", "table", "wording"]
+from finetune.text import markdown_table
+
+__all__ = ["VERDICTS", "answer", "table", "wording"]
 
 VERDICTS = ("met", "not met", "not measured")
 
@@ -189,7 +191,7 @@ def table(answers: Iterable[Mapping[str, Any]]) -> str:
     heads = ["claim", "source", "reported", "measured", "verdict"]
     named = any("run" in row for row in answers)
     heads += ["run"] if named else []
-    rows = ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
+    rows = []
     for row in answers:
         what, reported, measured = wording(row)
         if row.get("measured") is None and row.get("how"):
@@ -197,8 +199,8 @@ def table(answers: Iterable[Mapping[str, Any]]) -> str:
         verdict = str(row.get("verdict", VERDICTS[2]))
         cells = [what, str(row.get("source") or ""), reported, measured, verdict]
         cells += [str(row.get("run", ""))] if named else []
-        rows.append("| " + " | ".join(map(cell, cells)) + " |")
-    return "\n".join(rows) + "\n"
+        rows.append(cells)
+    return "\n".join(markdown_table(heads, rows)) + "\n"
 
 
 def wording(answer: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -312,8 +314,3 @@ def _measured(row: Mapping[str, Any]) -> str:
             f"{_format(metric, value)} and {_format(str(row.get('below')), row['measured_other'])}"
         )
     return _format(metric, value)
-
-
-def cell(text: str) -> str:
-    """Text that cannot break out of its table cell."""
-    return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|")

@@ -33,8 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from finetune import __version__
-from finetune import files as disk_cache
+from finetune import __version__, files
 from finetune.console import say, say_nothing
 from finetune.data.decode_all import TIMEOUT_SECONDS
 from finetune.data.image_store import open_store
@@ -71,8 +70,8 @@ _NAME = re.compile(r"[0-9a-f]{64}-[0-9a-f]{64}\.npy")
 
 
 def cache_folder() -> Path:
-    """Where features are kept: see `cache_folder`."""
-    return disk_cache.cache_folder("features")
+    """The folder of cached features: see `files.cache_folder`."""
+    return files.cache_folder("features")
 
 
 def read_cached(folder: Path, key: str, *, num_images: int) -> NDArray[np.float32] | None:

@@ -1,7 +1,5 @@
 """Parts of a timm ViT computed faster, to the same result: the last block, attention on a CPU."""
 
-# B batch, N tokens, D width
-# B batch, N tokens, D width, G heads, C width of a head, 3 query, key and value
 # B batch, N tokens, D width, G heads, C width of a head, 3 query, key and value, E = 3 G C
 
 from __future__ import annotations

@@ -18,13 +18,13 @@ import torch
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
-from finetune import processes as collector
+from finetune import processes
 from finetune.data.feature_loader import AnyLoader
 from finetune.data.loader import Batch
 from finetune.data.source import Split
 from finetune.errors import CheckpointError, DivergedError
 from finetune.models.head import set_train_mode
-from finetune.run import checkpoint as state
+from finetune.run import checkpoint
 from finetune.run.checkpoint import CheckpointWriter, Counters
 from finetune.run.directory import RunDir
 from finetune.training.frozen_backbone import FrozenBackbone
@@ -285,7 +285,7 @@ class TrainerState:
         counters.pending = self._sum(meter.sums()).tolist()
         if self.accelerator.scaler is not None:
             counters.scaler = self.accelerator.scaler.state_dict()
-        snapshot = state.capture(
+        snapshot = checkpoint.capture(
             self.model,
             self.optimizer.optimizer,
             self.ema.module if self.ema is not None and self.main else None,
@@ -302,7 +302,9 @@ class TrainerState:
     def restore(self, step: int) -> None:
         """Continue from the checkpoint of `step`, which rank 0 has verified."""
         ema = None if self.ema is None else self.ema.module
-        counters = state.restore(self.run.folder(step), self.model, self.optimizer.optimizer, ema)
+        counters = checkpoint.restore(
+            self.run.folder(step), self.model, self.optimizer.optimizer, ema
+        )
         try:
             self.counters = Counters(**counters)
         except TypeError as error:
@@ -321,7 +323,7 @@ class TrainerState:
 
     def go_on(self, meter: Meter) -> None:
         """Begin to train, from what a checkpoint kept between two log lines."""
-        collector.as_usual()
+        processes.as_usual()
         if self.main and self.counters.pending:
             meter.take_over(self.counters.pending)
         set_train_mode(self.model)
@@ -363,10 +365,10 @@ class TrainerState:
         if (problem := self.run.verify(step)) is not None:
             self.setup.notice(f"the best checkpoint is damaged, the newest is taken: {problem}")
             step = self.run.newest(self.setup.notice) or self.counters.step
-        weights = state.read_weights(self.run.folder(step))
+        weights = checkpoint.read_weights(self.run.folder(step))
         model = self.evaluated()
         if self.sharded:
-            state.set_weights(model, weights)
+            checkpoint.set_weights(model, weights)
         else:
             model.load_state_dict(weights)
         return step, weights

@@ -12,11 +12,11 @@ from finetune.commands.reproduce_measured import (
     RUN_FILES,
     in_words,
     machines_of,
-    markdown_table,
     percent,
     place_of,
     run_hash,
     spread,
+    table_if_any,
 )
 from finetune.commands.reproduce_plan import load_plan
 from finetune.errors import CheckpointError
@@ -82,6 +82,6 @@ def test_a_sign_is_the_means_alone() -> None:
 
 
 def test_a_table_keeps_its_cells() -> None:
-    assert markdown_table(["a", "b"], []) == []
-    lines = markdown_table(["a", "b"], [["x|y", "z\nw"]])
+    assert table_if_any(["a", "b"], []) == []
+    lines = table_if_any(["a", "b"], [["x|y", "z\nw"]])
     assert lines == ["| a | b |", "| --- | --- |", "| x\\|y | z w |"]

@@ -22,8 +22,8 @@ from faults_runs import (
     weights,
 )
 
+from finetune.run import checkpoint
 from finetune.run.directory import RunDir
-from finetune.training import trainer_state as live_module
 from finetune.training.train import train
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -91,14 +91,14 @@ def test_the_checkpoint_before_a_damaged_one_is_taken(
     damage_file(RunDir(out).folder(6) / name, damage)
 
     def work() -> None:
-        restore = live_module.state.restore
+        restore = checkpoint.restore
 
         def noted(folder: Path, *trainer: object) -> object:
             with read.open("a") as file:
                 file.write(f"{folder.name}\n")
             return restore(folder, *trainer)
 
-        live_module.state.restore = noted
+        checkpoint.restore = noted
         train(RECIPE, out, resume=True)
 
     ended = in_child(work)

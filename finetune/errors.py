@@ -32,56 +32,77 @@ _LEAST_CHARACTERS = 8  # what is shorter is a switch, such as TOKENIZERS_PARALLE
 
 
 class FinetuneError(Exception):
-    """Something the user can mend; the message names the thing, the cause and the next step."""
+    """Something the user can mend; the message names the thing, the cause and the next step.
+
+    Args:
+        message: for people, and free to be reworded.
+        code: for programs and tests: "family.cause", such as "weights.truncated". It stays the
+            same from release to release. Without one, the family alone.
+    """
 
     exit_code = 1
+    code = "internal"
     said = False  # whether another process of the launch prints it
+
+    def __init__(self, message: str, *, code: str | None = None) -> None:
+        super().__init__(message)
+        if code is not None:
+            self.code = code
 
 
 class RecipeError(FinetuneError):
     """A recipe, an override or a command-line argument is wrong."""
 
     exit_code = 2
+    code = "recipe"
 
 
 class DataError(FinetuneError):
     """A data set or an image cannot be used as it is."""
 
     exit_code = 3
+    code = "data"
 
 
 class WeightsError(FinetuneError):
     """Pretrained weights cannot be found, read or fitted."""
 
     exit_code = 4
+    code = "weights"
 
 
 class CheckpointError(FinetuneError):
     """A run's checkpoints cannot be used."""
 
     exit_code = 4
+    code = "checkpoint"
 
 
 class SetupError(FinetuneError):
     """The machine, the launcher or the output directory does not allow what was asked."""
 
     exit_code = 5
+    code = "setup"
 
 
 class DivergedError(FinetuneError):
     """Training produced numbers that are not finite too many times in a row."""
 
     exit_code = 6
+    code = "diverged"
 
 
 class HubError(FinetuneError):
     """The hub refused or did not answer."""
 
     exit_code = 7
+    code = "hub"
 
 
 class Interrupted(FinetuneError):
     """A signal asked the run to stop; it has saved its state and can be resumed."""
+
+    code = "interrupted"
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import re
 import shlex
 import signal
 from collections.abc import Callable, Mapping
@@ -15,24 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import check_message
 
 from finetune.cli import main as cli
 
 __all__ = ["PROMISE", "Bad", "Content", "check_message", "parametrised", "refuse"]
 
 PROMISE = "one short message with a next step, the right exit code, nothing lost, no traceback"
-MOST_LINES = 12  # a recipe may have many problems, and each has its line
-MOST_CHARACTERS = 2000
 PATIENCE_SECONDS = 120
-# What a next step begins with, in the messages of every part of the package.
-NEXT = re.compile(
-    r"\b(expected|did you mean|see|give|use|name|write|choose|check|try|run|remove|keep|save|set|"
-    r"put|get|download|convert|make|train|mend|fill|move|add|quote|fetch|known|there is|missing|"
-    r"lower|fit one|leave|again with|measure|requires an argument|"
-    r"stop|mount|correct|rename|take|connect|copy|shorten|edit|replace|log|ask|install|raise|"
-    r"fine-tune|needs|must|continue|indent|undo|hold|ends|point|accelerate launch)\b",
-    re.IGNORECASE,
-)
 Content = str | bytes | Callable[[Path], object]
 
 
@@ -120,12 +109,3 @@ def refuse(bad: Bad) -> str:
 
 def _give_up(number: int, frame: object) -> None:
     raise AssertionError("it hangs")  # an internal error to the command line, and so red here
-
-
-def check_message(text: str) -> None:
-    """One short message for people, with something that they can do."""
-    assert text.strip()
-    assert not re.search(r"Traceback|internal error|0x[0-9a-f]{8,}|<class |object at ", text), text
-    assert len(text.splitlines()) <= MOST_LINES, text
-    assert len(text) <= MOST_CHARACTERS, text
-    assert NEXT.search(text), text

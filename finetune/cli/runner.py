@@ -168,7 +168,7 @@ def run(group: click.Group, arguments: Sequence[str]) -> int:
         click.echo(visible(masked(shown.getvalue())), err=True, nl=False)
         if state["json"]:
             message = masked(error.format_message())
-            click.echo(to_json({"error": message, "exit_code": error.exit_code}))
+            click.echo(to_json(_error(message, error.exit_code, "usage")))
         return error.exit_code
     except BrokenPipeError:
         _silence_stdout()
@@ -180,15 +180,16 @@ def run(group: click.Group, arguments: Sequence[str]) -> int:
         _say("interrupted")
         return EXIT_INTERRUPTED
     except FinetuneError as error:
-        expected = isinstance(error, _ALIKE)
-        return _fail(str(error), error.exit_code, state, expected=expected, said=error.said)
+        return _fail(error, state, expected=isinstance(error, _ALIKE), said=error.said)
     except Exception as error:
         kind = type(error).__name__
         if is_of_memory(error):
-            return _fail(_OUT_OF_MEMORY_HELP, SetupError.exit_code, state, expected=False)
+            out_of_memory = SetupError(_OUT_OF_MEMORY_HELP, code="setup.memory")
+            return _fail(out_of_memory, state, expected=False)
         message = f"internal error: {kind}: {error}".strip().splitlines()[0]
         said = getattr(error, "said", False)
-        return _fail(f"{message}; run again with --debug", 1, state, expected=False, said=said)
+        internal = FinetuneError(f"{message}; run again with --debug")
+        return _fail(internal, state, expected=False, said=said)
     finally:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
@@ -235,7 +236,7 @@ def _invoke(group: click.Group, arguments: Sequence[str], state: dict[str, bool]
 
 
 def _fail(
-    message: str, code: int, state: dict[str, bool], *, expected: bool, said: bool = False
+    error: FinetuneError, state: dict[str, bool], *, expected: bool, said: bool = False
 ) -> int:
     """Report an error on standard error and, where JSON was asked for, on standard output.
 
@@ -245,18 +246,23 @@ def _fail(
     """
     # A launcher ends the ranks that are left when one has ended: the message comes out whole.
     ended_by = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    message = visible(masked(message))
+    message = visible(masked(str(error)))
     if state.get("debug"):
         click.echo(masked(traceback.format_exc()), err=True, nl=False)
+        click.echo(f"error code: {error.code}", err=True)
     if is_first_rank():
         if not said:
             click.echo(message, err=True)
         if state.get("json") and not state.get("answered"):
-            click.echo(to_json({"error": message, "exit_code": code}))
+            click.echo(to_json(_error(message, error.exit_code, error.code)))
     elif not expected and not said:
         click.echo(f"rank {os.environ['RANK']}: {message}", err=True)
     signal.signal(signal.SIGTERM, ended_by)
-    return code
+    return error.exit_code
+
+
+def _error(message: str, exit_code: int, code: str) -> dict[str, Any]:
+    return {"error": message, "exit_code": exit_code, "code": code}
 
 
 def _say(message: str) -> None:

@@ -115,7 +115,7 @@ class TestErrors:
     def test_json_reports_errors_too(self, capsys: Captured) -> None:
         assert failing(DataError("images: gone"))("go", "--json") == 3
         captured = capsys.readouterr()
-        assert json.loads(captured.out) == {"error": "images: gone", "exit_code": 3}
+        assert json.loads(captured.out) == {"error": "images: gone", "exit_code": 3, "code": "data"}
         assert captured.err == "images: gone\n"
 
     def test_what_nobody_foresaw_is_one_line(self, capsys: Captured) -> None:

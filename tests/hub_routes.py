@@ -1,4 +1,4 @@
-"""What the loopback hub answers to each request, after the real hub's HTTP interface."""
+"""The routes of the loopback hub, after the real hub's HTTP interface."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -414,6 +415,22 @@ def _change(hub: Any, head: Commit, key: str, value: dict[str, Any]) -> dict[str
     return dict.fromkeys(gone)
 
 
+def xet_write_token(
+    hub: Any, request: Request, user: User | None, kind: str, name: str, revision: str
+) -> Any:
+    _writable(hub, user, kind, name)
+    if not hub.xet_token:
+        raise Refusal(404, "Sorry, we can't find the page you are looking for.")
+    url, token, end = f"{hub.cdn}/cas", "xet-token", int(time.time()) + 3600
+    headers = {
+        "X-Xet-Cas-Url": url,
+        "X-Xet-Access-Token": token,
+        "X-Xet-Token-Expiration": str(end),
+    }
+    body = json.dumps({"casUrl": url, "accessToken": token, "exp": end}).encode()
+    return Reply(200, body, headers)
+
+
 def validate_yaml(hub: Any, request: Request, user: User | None) -> Any:
     wanted = request.json
     errors, warnings = check_card(wanted["content"], wanted.get("repoType") or "model")
@@ -490,6 +507,7 @@ ROUTES: list[tuple[str, Callable[..., Any]]] = [
     (rf"PUT {_API}/settings", settings),
     (rf"(?:POST|DELETE) {_API}/branch/(?P<ref>.+)", branch),
     (rf"(?:POST|DELETE) {_API}/tag/(?P<ref>.+)", tag),
+    (rf"GET {_API}/xet-write-token/{_REF}", xet_write_token),
     (rf"POST {_API}/preupload/{_REF}", preupload),
     (rf"POST {_API}/commit/{_REF}", commit),
     (rf"POST {_FILE}\.git/info/lfs/objects/batch", lfs_batch),

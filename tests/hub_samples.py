@@ -1,20 +1,27 @@
-"""What the tests of the push side share: a hub with users, a small model folder, quick retries."""
+"""Shared by the tests of a push: a hub with users, a small model folder, quick retries."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from hub_server import HubServer, point_at
+from hub_server import HubServer, point_at, wait_until
 from huggingface_hub import constants
 from huggingface_hub.utils import _http
 from safetensors.torch import save
 
-from finetune.hub import calls as hub_calls
+from finetune.hub import client
+from finetune.publish import push as push_module
+from finetune.publish import upload
 
 WRITE, READ, OTHER = "hf_writewritewrite", "hf_readreadread", "hf_otherother"
 CARD = "---\nlibrary_name: timm\nlicense: mit\ntags: [timm]\n---\n# A small model\n"
@@ -39,8 +46,8 @@ def model_folder(folder: Path, *, value: float = 1.0, **files: str) -> Path:
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds that would have been waited for; nothing waits."""
     seconds: list[float] = []
-    clock = SimpleNamespace(sleep=seconds.append)
-    monkeypatch.setattr(hub_calls, "time", clock)
+    monkeypatch.setattr(client, "time", SimpleNamespace(sleep=seconds.append, monotonic=lambda: 0))
+    monkeypatch.setattr(client, "_said", set())
     monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=lambda seconds: None))
     return seconds
 
@@ -54,8 +61,39 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slept: list[float]) -> 
         hub.add_user("bob", token=OTHER)
         point_at(hub, monkeypatch, tmp_path / "home", WRITE)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")  # of processes of their own
+        monkeypatch.setattr(push_module, "send_apart", send_here)
         yield hub
         assert hub.mistakes == []
+
+
+send_apart = push_module.send_apart
+
+
+def send_here(hub: Any, job: upload.Job) -> dict[str, Any]:
+    """Carry out a push in this process: quicker, and what a test replaces is in use."""
+    return upload.send(job, lambda report: None)
+
+
+@contextlib.contextmanager
+def signals_at(hub: HubServer, pattern: str, numbers: list[signal.Signals]) -> Iterator[None]:
+    """Send signals to this process, one after another, once the hub was asked for something."""
+    ended = threading.Event()
+
+    def send() -> None:
+        wait_until(lambda: ended.is_set() or hub.count(pattern), seconds=30)
+        for number in numbers:
+            ended.wait(0.5)
+            if not ended.is_set():
+                os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 @pytest.fixture

@@ -26,12 +26,13 @@ from hub_store import MAIN, File, Store, User, is_lfs
 
 __all__ = ["HubServer", "point_at"]
 
-FAULTS = ("status", "reset", "truncate", "corrupt", "lost")
+FAULTS = ("status", "reset", "truncate", "corrupt", "lost", "hang", "slow")
+SLOW_SECONDS = 1.5
 
 
 @dataclass
 class Fault:
-    """What goes wrong with the requests whose "METHOD /path" a pattern is found in."""
+    """A fault of the requests whose "METHOD /path" a pattern is found in."""
 
     pattern: str
     kind: str
@@ -39,6 +40,8 @@ class Fault:
     times: int | None  # None: for ever
     retry_after: int | None
     echo: bool  # the error repeats the request's Authorization header, as a careless server would
+    headers: dict[str, str]
+    body: bytes | None
 
     def takes(self, line: str) -> bool:
         if self.times == 0 or not re.search(self.pattern, line):
@@ -54,7 +57,8 @@ class Fault:
         headers = {"X-Error-Message": words}
         if self.retry_after is not None:
             headers["Retry-After"] = str(self.retry_after)
-        return Reply(self.status, json.dumps({"error": words}).encode(), headers)
+        body = json.dumps({"error": words}).encode() if self.body is None else self.body
+        return Reply(self.status, body, {**headers, **self.headers})
 
 
 class _Server(ThreadingHTTPServer):
@@ -113,6 +117,11 @@ class _Handler(BaseHTTPRequestHandler):
         if fault and fault.kind == "reset":
             self.close_connection = True
             return
+        if fault and fault.kind in ("hang", "slow"):
+            hub.stopped.wait(SLOW_SECONDS if fault.kind == "slow" else None)
+            if hub.stopped.is_set():
+                self.close_connection = True
+                return
         if fault and fault.kind == "status":
             self.send(fault.reply(request))
             return
@@ -159,17 +168,20 @@ class HubServer:
 
     Attributes:
         xet: announce Xet storage in the headers of large files, without serving it.
+        xet_token: hand out tokens for Xet storage, on the port of large files.
         requests: (method, path with query) of each request, as received.
         headers: those of each request, by lower-case name.
         mistakes: exceptions in this server itself; a test may assert that there are none.
     """
 
     xet: bool = False
+    xet_token: bool = False
     store: Store = field(default_factory=Store)
     requests: list[tuple[str, str]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     mistakes: list[str] = field(default_factory=list)
+    stopped: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         self._servers = [_Server(self), _Server(self)]
@@ -188,6 +200,7 @@ class HubServer:
 
     def stop(self) -> None:
         """Go away: connections are closed, later ones refused."""
+        self.stopped.set()
         for server in self._servers:
             server.stop()
         self._servers = []
@@ -246,13 +259,16 @@ class HubServer:
         kind: str = "status",
         retry_after: int | None = None,
         echo: bool = False,
+        headers: Mapping[str, str] | None = None,
+        body: bytes | None = None,
     ) -> None:
         """Let the next requests fail whose "METHOD /path?query" the pattern is found in."""
         assert kind in FAULTS
-        self.faults.append(Fault(pattern, kind, status, times, retry_after, echo))
+        more = dict(headers or {})
+        self.faults.append(Fault(pattern, kind, status, times, retry_after, echo, more, body))
 
     def count(self, pattern: str) -> int:
-        """How many requests so far have the pattern in their "METHOD /path?query"."""
+        """Count the requests so far with the pattern in their "METHOD /path?query"."""
         return sum(bool(re.search(pattern, f"{m} {p}")) for m, p in list(self.requests))
 
     def environment(self, home: Path, token: str | None = None) -> dict[str, str]:

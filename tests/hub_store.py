@@ -1,4 +1,4 @@
-"""What the loopback hub keeps: users, repositories with their commits, and its check of cards."""
+"""The state of the loopback hub: users, repositories with their commits, and its check of cards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the hub serves to the recipes of ImageNet-21k weights, rebuilt at its true size.
+"""The files of the hub for the recipes of ImageNet-21k weights, rebuilt at their true size.
 
 The two weight repositories are laid out as timm wrote them (`save_for_hf`), the data set as its
 card declares it; the numbers in them are random.

@@ -1,7 +1,9 @@
-"""Files of the hub: through the client's cache, with their commit, their bytes checked."""
+"""Files of the hub, through huggingface_hub's cache: with their commit, and their bytes checked."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +23,18 @@ from huggingface_hub.errors import (
 from torch import hub
 
 from finetune.errors import HubError, WeightsError
-from finetune.hub.calls import clean
-from finetune.hub.client import Fault, Watch, checked, refusal, retried, say_once, was_cut, watching
+from finetune.hub.client import (
+    Fault,
+    Watch,
+    clean,
+    refusal,
+    retried,
+    say_once,
+    was_cut,
+    watching,
+)
 
-__all__ = ["HubFile", "download", "fetch", "first_of", "hub_file"]
+__all__ = ["HubFile", "checked", "download", "fetch", "first_of", "hub_file"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +53,9 @@ class HubFile:
 
 
 class _NoSuchFile(WeightsError):
-    """The repository answered: it does not hold this file."""
+    """The repository does not hold this file."""
+
+    code = "weights.not_found"
 
 
 def hub_file(repository: str, filename: str, revision: str | None) -> tuple[Path, str | None]:
@@ -51,14 +63,14 @@ def hub_file(repository: str, filename: str, revision: str | None) -> tuple[Path
 
     Returns: its path and the commit that it belongs to.
     """
-    found = fetch(repository, filename, revision)
-    return found.path, found.commit
+    file = fetch(repository, filename, revision)
+    return file.path, file.commit
 
 
 def first_of(
     repository: str, filenames: tuple[str, ...], revision: str | None, *, source: str | None = None
 ) -> HubFile:
-    """The first of several files that a repository holds.
+    """Fetch the first of several files that a repository holds.
 
     Args:
         source: what the user calls it, for messages.
@@ -72,7 +84,8 @@ def first_of(
             missing = missing or error
     raise WeightsError(
         f"{source or f'hf-hub:{repository}'}: no weights file (looked for {', '.join(filenames)}); "
-        f"choose a repository in timm's format"
+        f"choose a repository in timm's format",
+        code="weights.not_found",
     ) from missing
 
 
@@ -81,15 +94,15 @@ def fetch(
 ) -> HubFile:
     """Download one file, or take it from the cache, and check its bytes against the hub's name.
 
-    What fails in passing, and bytes that are not those announced, are fetched again within
-    bounds; when the hub does not answer, the copy in the cache serves, and its commit is told. No
-    request is made when the hub is set offline.
+    A file is fetched again, within bounds, if the connection fails or its bytes are wrong. If the
+    hub does not answer, the copy in the cache is used and its commit printed. No request is made
+    when the hub is set offline.
 
     Args:
         repository: owner/name.
         filename: in the repository.
         revision: branch, tag or commit; None for the newest.
-        source: what the user calls it, for messages; made of the above by default.
+        source: what the user calls it, for messages; by default their "hf-hub:" name.
     Raises: WeightsError telling apart a wrong name, revision and file, and a damaged copy;
         HubError for a token that is refused, no access, and a hub that does not answer.
     """
@@ -100,14 +113,16 @@ def fetch(
             return _from_copy(where, filename, copy, "HF_HUB_OFFLINE is set")
         return _Download(where, repository, filename, revision).run(copy)
     except HFValidationError as error:
-        raise WeightsError(f"{where}: not a repository name; write hf-hub:owner/name") from error
+        raise WeightsError(
+            f"{where}: not a repository name; write hf-hub:owner/name", code="weights.unknown_name"
+        ) from error
 
 
 def _copy(where: str, repository: str, filename: str, revision: str | None) -> Path | None:
-    """The copy in the cache that a revision stood for when it was last seen."""
-    found = try_to_load_from_cache(repository, filename, revision=revision)
-    if found is None or isinstance(found, str):
-        return Path(found) if found else None
+    """Find the copy in the cache that a revision stood for when it was last seen."""
+    path = try_to_load_from_cache(repository, filename, revision=revision)
+    if path is None or isinstance(path, str):
+        return Path(path) if path else None
     if is_offline_mode():
         raise _NoSuchFile(f"{where}: no file {filename}; choose one in timm's format")
     return None
@@ -117,13 +132,15 @@ def _from_copy(where: str, filename: str, copy: Path | None, cause: str) -> HubF
     if copy is None:
         raise HubError(
             f"{where}: {cause}, and {filename} is not in the cache; run once with a connection, or "
-            f"copy the model and give its folder"
+            f"copy the model and give its folder",
+            code="hub.unreachable",
         )
     sha256 = checked(copy)
     if sha256 is None:
         raise WeightsError(
             f"{where}: {filename} in the cache is damaged (its bytes are not what its checksum "
-            f"says), and {cause}; delete {copy.resolve()}, or connect to fetch it anew"
+            f"says), and {cause}; delete {copy.resolve()}, or connect to fetch it anew",
+            code="weights.damaged",
         )
     commit = _commit_of(copy)
     say_once(f"{where}: {cause}; using revision {commit} from the cache")
@@ -131,7 +148,7 @@ def _from_copy(where: str, filename: str, copy: Path | None, cause: str) -> HubF
 
 
 class _Download:
-    """One file on its way, over as many tries as it takes."""
+    """The download of one file, over as many tries as it takes."""
 
     def __init__(self, where: str, repository: str, filename: str, revision: str | None) -> None:
         self.where = where
@@ -145,7 +162,7 @@ class _Download:
         try:
             return retried(self.where, self._try, has_copy=copy is not None)
         except Fault as fault:
-            cause = str(fault)
+            cause, code = str(fault), fault.code
             if self.damaged is not None and not fault.unreachable:
                 # timm and transformers do not check what they find there
                 self.damaged.resolve().unlink(missing_ok=True)
@@ -155,7 +172,8 @@ class _Download:
                 return _from_copy(self.where, self.filename, copy, cause)
         raise HubError(
             f"{self.where}: {self.filename} could not be fetched: {cause}; try again later, or "
-            f"give a local folder"
+            f"give a local folder",
+            code=code,
         )
 
     def _try(self) -> HubFile:
@@ -194,7 +212,8 @@ class _Download:
         if re.search("hf_xet|xet-read-token|Xet", f"{type(error)} {error}"):
             raise HubError(
                 f"{self.where}: {self.filename} cannot be read from Xet storage ({text}); set "
-                f"HF_HUB_DISABLE_XET=1 to fetch it the plain way"
+                f"HF_HUB_DISABLE_XET=1 to fetch it the plain way",
+                code="hub.xet",
             ) from None
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             raise _NoSuchFile(
@@ -206,11 +225,18 @@ class _Download:
             raise definite from None
         if isinstance(error, LocalEntryNotFoundError):  # an answer without the hub's headers
             raise HubError(
-                f"{self.where}: what answers is not a hub; check HF_ENDPOINT and the proxy"
+                f"{self.where}: what answers is not a hub; check HF_ENDPOINT and the proxy",
+                code="hub.wrong_answer",
             ) from None
         if isinstance(error, OSError):
-            raise WeightsError(f"{self.where}: {text}; try again, or give a local folder") from None
-        raise HubError(f"{self.where}: {text or type(error).__name__}; check HF_ENDPOINT") from None
+            raise WeightsError(
+                f"{self.where}: {text}; try again, or give a local folder",
+                code="weights.unreadable",
+            ) from None
+        raise HubError(
+            f"{self.where}: {text or type(error).__name__}; check HF_ENDPOINT",
+            code="hub.wrong_answer",
+        ) from None
 
 
 def _commit_of(path: Path) -> str | None:
@@ -219,7 +245,7 @@ def _commit_of(path: Path) -> str | None:
 
 
 def download(url: str) -> Path:
-    """A file that the registry knows by address only, through torch's cache.
+    """Fetch a file that timm's registry knows by its address only, through torch's cache.
 
     torch's convention puts the first digits of the sha256 into the name; they are checked.
 
@@ -234,6 +260,30 @@ def download(url: str) -> Path:
             hub.download_url_to_file(url, str(path), digits and digits[1], progress=False)
         except (OSError, RuntimeError) as error:
             raise WeightsError(
-                f"{url}: cannot be downloaded ({error}) and is not in the cache; try again"
+                f"{url}: cannot be downloaded ({error}) and is not in the cache; try again",
+                code="weights.not_found",
             ) from error
     return path
+
+
+def checked(path: Path, etag: str | None = None) -> str | None:
+    """Compare a file's bytes with the hub's name for them, which its copy in the cache bears.
+
+    Args:
+        path: the link in a snapshot, or the file itself where the system has no links.
+        etag: the hub's name for it, for the latter.
+    Returns: its sha256; "" when the name is not a sha256; None when the bytes are others.
+    """
+    name = Path(os.readlink(path)).name if path.is_symlink() else etag or ""
+    if re.fullmatch(r"[0-9a-f]{64}", name):
+        digest, sha256 = hashlib.sha256(), True
+    elif re.fullmatch(r"[0-9a-f]{40}", name):  # git's name for it
+        digest, sha256 = hashlib.sha1(b"blob %d\0" % path.stat().st_size), False
+    else:
+        return ""
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    if digest.hexdigest() != name:
+        return None
+    return name if sha256 else ""

@@ -1,6 +1,6 @@
-"""What stands beside the weights in model/: the card, the recipe, the results and the pictures.
+"""The files beside the weights in model/: the card, the recipe, the results and the pictures.
 
-model/ is the hub repository, byte for byte, so nothing here tells of the machine it was made on.
+model/ is the hub repository, byte for byte, so that nothing here names this machine.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import CheckpointError, FinetuneError
+from finetune.evaluation.confusion import read_confusion
 from finetune.files import sha256_of
 from finetune.publish.model_card import Facts, write_card
-from finetune.recipe.identity import but_the_seed
+from finetune.recipe.identity import without_seed
 from finetune.recipe.load import Recipe, load_recipe
-from finetune.run.directory import RunDir
+from finetune.run.directory import RunDir, json_text
 from finetune.run.record import read_record
 from finetune.run.validation import SPLIT_FIGURES
 
@@ -50,7 +51,7 @@ def write_evidence(
     original = load_recipe(run.path / "recipe.yaml")
     recipe = publishable(original)
     (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
-    text = json.dumps(_publishable_results(results), indent=2, allow_nan=False) + "\n"
+    text = json_text(_publishable_results(results))
     (folder / "results.json").write_text(text, encoding="utf-8")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     record = read_record(run)
@@ -81,7 +82,8 @@ def refresh(run: RunDir, *, repository: str | None = None) -> None:
     results = run.read_json("results.json")
     if results is None or not all((run.model / name).is_file() for name in WEIGHTS):
         raise CheckpointError(
-            f"{run.path}: has no finished model; continue the run with --resume, then push"
+            f"{run.path}: has no finished model; continue the run with --resume, then push",
+            code="checkpoint.not_finished",
         )
 
     def write(folder: Path) -> None:
@@ -93,7 +95,7 @@ def refresh(run: RunDir, *, repository: str | None = None) -> None:
 
 
 def publishable(recipe: Recipe) -> Recipe:
-    """The recipe as others may see it: no local folders, and no repository of its author's."""
+    """Return a recipe without local folders and without a repository to push to."""
     data = recipe.data.model_copy(update={"source": _name_only(recipe.data.source)})
     model = recipe.model.model_copy(update={"name": _name_only(recipe.model.name)})
     run = recipe.run.model_copy(update={"push_to": None, "push_private": False, "trackers": ()})
@@ -101,7 +103,7 @@ def publishable(recipe: Recipe) -> Recipe:
 
 
 def _name_only(source: str) -> str:
-    """A source without the folders that lead to it; names on the hub stay as they are."""
+    """Drop the folders that lead to a source; names on the hub stay as they are."""
     kind, colon, rest = source.partition(":")
     if colon and kind in ("hub", "hf-hub", "hf_hub", "embedded"):
         return source
@@ -114,26 +116,28 @@ def _name_only(source: str) -> str:
 
 
 def _publishable_results(results: Mapping[str, Any]) -> dict[str, Any]:
-    """The results, with images that are known by a whole path named by their file only."""
-    test = results.get("test")
-    if not test or "mistakes" not in test:
-        return dict(results)
-    mistakes = [
-        {
-            **one,
-            "name": os.path.basename(one["name"]) if os.path.isabs(one["name"]) else one["name"],
-        }
-        for one in test["mistakes"]
-    ]
-    return {**results, "test": {**test, "mistakes": mistakes}}
+    """Drop the folders from the names of images that are absolute paths."""
+    published = dict(results)
+    for split in ("val", "test"):
+        figures = results.get(split)
+        if figures and "mistakes" in figures:
+            mistakes = [
+                {**one, "name": _published_name(one["name"])} for one in figures["mistakes"]
+            ]
+            published[split] = {**figures, "mistakes": mistakes}
+    return published
+
+
+def _published_name(name: str) -> str:
+    return os.path.basename(name) if os.path.isabs(name) else name
 
 
 def _seeds(
     run: RunDir, recipe: Recipe, results: Mapping[str, Any]
 ) -> list[tuple[int, Mapping[str, Any]]]:
-    """This run's results and those of its neighbours that differ in nothing but the seed."""
-    own = but_the_seed(recipe)
-    found = {recipe.run.seed: results}
+    """Gather the results of this run and of its neighbours that differ in the seed only."""
+    own = without_seed(recipe)
+    by_seed = {recipe.run.seed: results}
     try:
         neighbours = sorted(run.path.resolve().parent.iterdir())
     except OSError:  # a folder that may be entered and not listed
@@ -148,15 +152,15 @@ def _seeds(
             measured = other.read_json("results.json")
         except (FinetuneError, OSError):
             continue  # a neighbour that cannot be read is none of this run's business
-        if status != "done" or not measured or but_the_seed(theirs) != own:
+        if status != "done" or not measured or without_seed(theirs) != own:
             continue
         if _is_whole(measured.get("test")):
-            found.setdefault(theirs.run.seed, measured)
-    return sorted(found.items())
+            by_seed.setdefault(theirs.run.seed, measured)
+    return sorted(by_seed.items())
 
 
 def _is_whole(test: Mapping[str, Any] | None) -> bool:
-    """Whether a neighbour's figures can be averaged with ours; it may not have read its test."""
+    """True if a neighbour's figures can be averaged with ours; it may not have a test split."""
     return not test or all(name in test for name in SPLIT_FIGURES)
 
 
@@ -168,9 +172,9 @@ def _draw(
 
     measured = results.get("test") or results.get("val") or {}
     drawn = {"curves.png": figures.curves(run.history(), results)}
-    if "confusion" in measured:
+    if (counts := read_confusion(measured)) is not None:
         names = [str(name) for name in config.get("label_names") or []]
-        drawn["confusion.png"] = figures.confusion(measured["confusion"], names)
+        drawn["confusion.png"] = figures.confusion(counts, names)
     if "calibration" in measured:
         after = measured.get("calibrated", {}).get("calibration")
         drawn["reliability.png"] = figures.reliability(measured["calibration"], after)
@@ -180,7 +184,7 @@ def _draw(
 
 
 def _link(source: Path, target: Path) -> None:
-    """The same file under a second name, or a copy where the file system has no links."""
+    """Give a file a second name, or copy it where the file system has no links."""
     try:
         os.link(source, target)
     except OSError:

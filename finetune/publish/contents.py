@@ -1,4 +1,4 @@
-"""What a push sends: an allow-list, without secrets, with a card that the hub accepts."""
+"""The files of a push: an allow-list, without secrets, with a card that the hub accepts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from yaml import YAMLError
 
 from finetune.console import say
 from finetune.errors import CheckpointError, HubError, WeightsError
-from finetune.hub.calls import Hub, clean
+from finetune.hub.client import ANSWER_SECONDS, clean, parsed
 from finetune.publish.artifacts import PUBLISHED
+from finetune.publish.repository import Hub
 from finetune.run.directory import RunDir
 from finetune.run.record import read_record
 
@@ -25,40 +26,48 @@ NEEDED = ("config.json", "model.safetensors")
 
 
 def is_run(folder: Path) -> bool:
-    """Whether this is a run directory. Raises: CheckpointError or WeightsError if it is neither."""
+    """True for a run directory, False for a folder with a model.
+
+    Raises: CheckpointError for a run that is not finished, WeightsError for anything else.
+    """
     if (folder / "run.json").is_file():
         status = read_record(RunDir(folder)).get("status", "unknown")
         has_model = all((folder / "model" / name).is_file() for name in NEEDED)
         if not status.startswith("done") or not has_model:
             what = "has no model/" if status == "done" else f"is not finished ({status})"
-            raise CheckpointError(f"{folder}: {what}; continue the run with --resume, then push")
+            raise CheckpointError(
+                f"{folder}: {what}; continue the run with --resume, then push",
+                code="checkpoint.not_finished",
+            )
         return True
     if not all((folder / name).is_file() for name in NEEDED):
         raise WeightsError(
             f"{folder}: no run directory, and no folder with {' and '.join(NEEDED)}; give the "
-            "folder that `finetune train` wrote"
+            "folder that `finetune train` wrote",
+            code="weights.not_found",
         )
     return False
 
 
 def published(folder: Path) -> dict[str, Path]:
-    """The files to publish, by their name on the hub.
+    """List the files to publish, by their name on the hub.
 
     Raises: HubError for a link that leads out of the folder, or to a hidden file.
     """
     top = folder.resolve()
-    found = {name: folder / name for name in PUBLISHED if (folder / name).is_file()}
-    for path in found.values():
+    files = {name: folder / name for name in PUBLISHED if (folder / name).is_file()}
+    for path in files.values():
         real = path.resolve()
         if real.parent != top or (path.is_symlink() and real.name.startswith(".")):
             raise HubError(
                 f"{path}: is a link that leads out of the folder or to a hidden file; copy the "
-                "file itself"
+                "file itself",
+                code="hub.not_pushable",
             )
-    others = sorted({path.name for path in folder.iterdir()} - set(found))
+    others = sorted({path.name for path in folder.iterdir()} - set(files))
     if others:
         say(f"{folder}: not pushed, as it is no part of a model: {', '.join(others)}")
-    return found
+    return files
 
 
 def check_weights(files: Mapping[str, Path]) -> None:
@@ -70,7 +79,8 @@ def check_weights(files: Mapping[str, Path]) -> None:
     except (SafetensorError, OSError) as error:
         raise WeightsError(
             f"{path}: is no safetensors file, or a damaged one ({error}); train or download the "
-            "model again"
+            "model again",
+            code="weights.damaged",
         ) from None
 
 
@@ -82,19 +92,23 @@ def refuse_secrets(files: Mapping[str, Path], text: str, run: Path, hub: Hub) ->
     for name, content in texts.items():
         tokens = re.search(rb"\bhf_[A-Za-z0-9]{20,}\b", content)
         if tokens or (hub.token and hub.token.encode() in content):
-            raise HubError(f"{name}: holds a token of the hub; remove it, and make a new token")
+            raise HubError(
+                f"{name}: holds a token of the hub; remove it, and make a new token",
+                code="hub.holds_secret",
+            )
         for place in sorted(places, key=len, reverse=True):
             for form in (place, json.dumps(place)[1:-1]):
                 # not a part of a longer name or of an address
                 if re.search(rb"(?<![\w./~-])" + re.escape(form.encode()) + rb"(?![\w-])", content):
                     raise HubError(
                         f"{name}: names the local path {place}, which others need not know; "
-                        "remove it, then push"
+                        "remove it, then push",
+                        code="hub.holds_path",
                     )
 
 
 def _readable(path: Path) -> bytes:
-    """What a reader may find in a file; of weights, their header."""
+    """Read the text of a file; of weights, their header."""
     with path.open("rb") as file:
         if path.suffix == ".safetensors":
             return file.read(min(int.from_bytes(file.read(8), "little"), 1 << 24))
@@ -102,7 +116,7 @@ def _readable(path: Path) -> bytes:
 
 
 def check_card(hub: Hub, files: Mapping[str, Path]) -> None:
-    """Refuse a card that the hub would not take, with what it says."""
+    """Refuse a card that the hub would not accept, in its own words."""
     if "README.md" not in files:
         return
     path = files["README.md"]
@@ -115,17 +129,22 @@ def check_card(hub: Hub, files: Mapping[str, Path]) -> None:
     if not problem:
         problem = hub.call("checking the card", _ask_about_card, hub, text)
     if problem:
-        raise HubError(f"{path}: the hub does not accept this card: {problem}; mend its head")
+        raise HubError(
+            f"{path}: the hub does not accept this card: {problem}; mend its head",
+            code="hub.refused_card",
+        )
 
 
 def _ask_about_card(hub: Hub, text: str) -> str:
     # ModelCard.validate asks the public hub in older versions, whatever HF_ENDPOINT says
     url, token = f"{hub.api.endpoint}/api/validate-yaml", hub.token
-    response = get_session().post(url, json={"content": text, "repoType": "model"})
+    question = {"content": text, "repoType": "model"}
+    response = get_session().post(url, json=question, timeout=ANSWER_SECONDS)
     if response.status_code != 400:
         hf_raise_for_status(response)
+    answer = parsed(response, hub.repository)
     errors, warnings = (
-        clean("; ".join(str(one.get("message")) for one in response.json().get(kind) or []), token)
+        clean("; ".join(str(one.get("message")) for one in answer.get(kind) or []), token)
         for kind in ("errors", "warnings")
     )
     if warnings:

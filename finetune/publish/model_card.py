@@ -11,9 +11,11 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from finetune.evaluation.claims import table
+from finetune.evaluation.intervals import TOO_FEW_IMAGES, interval
 from finetune.evaluation.metrics import mean_std
 from finetune.recipe.load import Recipe
 from finetune.run.record import RunRecord
+from finetune.text import TOO_FEW, counted, markdown_table, mean_and_std, percent_range
 
 __all__ = ["Facts", "licence_keys", "write_card"]
 
@@ -24,7 +26,7 @@ _LICENCES = (  # what the hub knows: it refuses a card with any other
 
 
 def licence_keys(licence: object) -> dict[str, str]:
-    """What the head of a card says of a licence; one that the hub does not know is named."""
+    """Return the keys of a licence in the head of a card; one unknown to the hub is named."""
     if not licence or str(licence) in _LICENCES.split():
         return {"license": str(licence)} if licence else {}
     name = re.sub(r"[^a-z0-9.]+", "-", str(licence).lower()).strip("-.")
@@ -45,7 +47,7 @@ _PICTURES = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What a card is written from.
+    """The content of a card.
 
     Attributes:
         recipe: of the run, as it may be published.
@@ -79,6 +81,12 @@ class Facts:
         """The same where only what could be a repository's name is taken, as for `my photos`."""
         plain = re.sub(r"[^A-Za-z0-9_]+", "-", self.data_name).strip("-_")[:96] or "data"
         return self.data_name if _REPOSITORY.fullmatch(self.data_name) else plain
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """The figures of a split to show, with their heads; top-5 of five classes is always 1."""
+        few = 0 < len(self.config.get("label_names") or []) <= 5
+        return {key: head for key, head in _COLUMNS.items() if not (few and key == "top5")}
 
     @property
     def name(self) -> str:
@@ -134,10 +142,10 @@ def _model_index(facts: Facts) -> list[EvalResult] | None:
     if not test:
         return None
     known = {
-        "accuracy": ("Top-1 accuracy", test["top1"]),
-        "top-5-accuracy": ("Top-5 accuracy", test["top5"]),
-        "cross-entropy": ("Loss", test["loss"]),
-        "expected-calibration-error": ("Expected calibration error", test["ece"]),
+        "top1": ("accuracy", "Top-1 accuracy"),
+        "top5": ("top-5-accuracy", "Top-5 accuracy"),
+        "loss": ("cross-entropy", "Loss"),
+        "ece": ("expected-calibration-error", "Expected calibration error"),
     }
     return [
         EvalResult(
@@ -148,9 +156,10 @@ def _model_index(facts: Facts) -> list[EvalResult] | None:
             dataset_split="test",
             metric_type=kind,
             metric_name=name,
-            metric_value=round(float(value), 6),
+            metric_value=round(float(test[key]), 6),
         )
-        for kind, (name, value) in known.items()
+        for key in facts.columns
+        for kind, name in [known[key]]
     ]
 
 
@@ -207,34 +216,69 @@ def _usage(facts: Facts) -> list[str]:
 
 
 def _results(facts: Facts) -> list[str]:
-    rows = [
-        f"| split | images | {' | '.join(_COLUMNS.values())} |",
-        f"|---|---|{'---|' * len(_COLUMNS)}",
-    ]
+    rows = []
     for split in ("test", "val"):
-        if found := facts.results.get(split):
-            numbers = " | ".join(f"{found[key]:.4f}" for key in _COLUMNS)
-            rows.append(f"| {split} | {found['examples']:,} | {numbers} |")
+        if result := facts.results.get(split):
+            numbers = [f"{result[key]:.4f}" for key in facts.columns]
+            rows.append([split, f"{result['examples']:,}", *numbers])
     measured = [(seed, one["test"]) for seed, one in facts.seeds if one.get("test")]
     if len(measured) > 1:
         spread = []
-        for key in _COLUMNS:
-            mean, std, _ = mean_std(found[key] for _, found in measured)
-            spread.append(f"{mean:.4f} ± {std:.4f}")
+        for key in facts.columns:
+            mean, std, _ = mean_std(result[key] for _, result in measured)
+            spread.append(mean_and_std(mean, std, 4))
         seeds = ", ".join(str(seed) for seed, _ in measured)
         label = f"test, mean ± std of {len(measured)} seeds ({seeds})"
         images = measured[0][1]["examples"]
-        rows.append(f"| {label} | {images:,} | {' | '.join(spread)} |")
-    lines = ["## Results", "", *rows, ""]
-    scaled = (facts.results.get("test") or {}).get("calibrated")
-    if scaled:
+        rows.append([label, f"{images:,}", *spread])
+    heads = ["split", "images", *facts.columns.values()]
+    lines = ["## Results", "", *markdown_table(heads, rows), ""]
+    return [*lines, *_uncertainty(facts.results), *_temperature(facts.results)]
+
+
+def _uncertainty(results: Mapping[str, Any]) -> list[str]:
+    """Intervals of the accuracies, and marks of too few images and of a missing test split."""
+    lines: list[str] = []
+    ranges, few = [], []
+    for split, name in (("test", "test"), ("val", "validation")):
+        result = results.get(split) or {"examples": 0}
+        if ends := interval(result.get("top1", 0), result["examples"]):
+            ranges.append(f"{percent_range(*ends)} ({name})")
+        if 0 < result["examples"] < TOO_FEW_IMAGES:
+            few.append(f"{counted(result['examples'], 'image')} of {name}")
+    if few:
+        lines += [f"> **{TOO_FEW.capitalize()}** to judge the model by: {', '.join(few)}.", ""]
+    if ranges:
+        lines += [f"95 % interval of top-1, after Wilson: {', '.join(ranges)}.", ""]
+    if results.get("val") and not results.get("test"):
         lines += [
-            f"Dividing the logits by {scaled['temperature']:.4g}, a temperature fitted on the "
-            f"validation split, brings the test calibration error to {scaled['ece']:.4f} and the "
-            f"loss to {scaled['loss']:.4f}; predictions stay the same.",
+            "No test split was measured. The validation images also chose the weights, so expect "
+            "the model to do worse on new images.",
             "",
         ]
     return lines
+
+
+def _temperature(results: Mapping[str, Any]) -> list[str]:
+    """The effect of the temperature on the test split, and advice against one that does harm."""
+    test = results.get("test") or {}
+    scaled = test.get("calibrated")
+    if not scaled:
+        return []
+    fitted = f"{scaled['temperature']:.4g}, a temperature fitted on the validation split,"
+    if scaled["loss"] > test["loss"]:
+        return [
+            f"Do not divide the logits by {fitted} to calibrate them: it makes the test loss "
+            f"worse, {scaled['loss']:.4f} in place of {test['loss']:.4f} (calibration error "
+            f"{scaled['ece']:.4f} in place of {test['ece']:.4f}).",
+            "",
+        ]
+    return [
+        f"Dividing the logits by {fitted} changes the test loss from {test['loss']:.4f} to "
+        f"{scaled['loss']:.4f} and the calibration error from {test['ece']:.4f} to "
+        f"{scaled['ece']:.4f}; predictions stay the same.",
+        "",
+    ]
 
 
 def _claims(facts: Facts) -> list[str]:
@@ -280,11 +324,11 @@ def _pictures(facts: Facts) -> list[str]:
 def _data(facts: Facts) -> list[str]:
     images = facts.record.get("plan", {}).get("images", {})
     config = facts.config["pretrained_cfg"]
-    told = [f"- train: {images['train']:,} images"] if "train" in images else []
+    splits = [f"- train: {images['train']:,} images"] if "train" in images else []
     if "val" in images:
-        told.append(f"- val: {images['val']:,} images; they alone chose the weights")
+        splits.append(f"- val: {images['val']:,} images; they alone chose the weights")
     if "test" in images:
-        told.append(f"- test: {images['test']:,} images, read once, after training was over")
+        splits.append(f"- test: {images['test']:,} images, read once, after training was over")
     eval_pipeline = facts.record.get("plan", {}).get("eval_pipeline")
     return [
         "## Data",
@@ -292,7 +336,7 @@ def _data(facts: Facts) -> list[str]:
         f"Source: {_code(facts.recipe.data.source)}, fingerprint "
         f"`{facts.record.get('data_fingerprint')}`.",
         "",
-        *told,
+        *splits,
         f"- evaluation: `{eval_pipeline}`, {config['interpolation']}, mean {config['mean']}, std "
         f"{config['std']}",
         "",
@@ -300,12 +344,14 @@ def _data(facts: Facts) -> list[str]:
 
 
 def _limits(facts: Facts) -> list[str]:
+    measured = "test" if facts.results.get("test") else "validation"
     lines = [
         "## Limits",
         "",
         "- Every image gets one of the classes above, also one that shows none of them.",
-        "- The figures hold for images like those of the test split; other sources, other cameras "
-        "and damaged images were not measured, nor was any difference between groups of people.",
+        f"- The figures hold for images like those of the {measured} split; other sources, other "
+        "cameras and damaged images were not measured, nor was any difference between groups of "
+        "people.",
     ]
     if not facts.weights.get("license"):
         lines.append("- The licence of the weights that it started from is not recorded.")
@@ -329,13 +375,13 @@ def _provenance(facts: Facts) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Text that neither Markdown nor HTML takes for markup, on one line."""
+    """Escape what Markdown or HTML would take for markup, on one line."""
     return re.sub(r"([\\`*_{}\[\]()#+!|~])", r"\\\1", _inert(" ".join(text.split())))
 
 
 def _inert(text: str) -> str:
-    """Text without elements; halves of characters, which JSON may hold, become escapes."""
-    whole = _TURNS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    """Escape HTML, and halves of characters, which JSON may hold."""
+    whole = _TURNS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
     return html.escape(whole.encode("utf-8", "backslashreplace").decode(), quote=False)
 
 

@@ -1,4 +1,4 @@
-"""Whether a push would be allowed: names, the token, the owner, what there is already.
+"""The rights to push: names, the token, the owner, what there is already.
 
 The client's `create_repo(exist_ok=True)` succeeds for whoever may read the repository, so that it
 proves nothing; every right is asked for here, and nothing is created.
@@ -16,7 +16,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, Repository
 from huggingface_hub.utils import validate_repo_id
 
 from finetune.errors import FinetuneError, HubError, RecipeError, masked
-from finetune.hub.calls import ANSWER_SECONDS, Fault, Hub, status_of
+from finetune.hub.client import Fault, status_of, understood
+from finetune.publish.repository import Hub
 
 __all__ = ["MAIN", "Found", "check_names", "check_privacy", "check_rights", "find"]
 
@@ -40,7 +41,7 @@ def check_rights(repository: str, *, private: bool = False, revision: str | None
 
 @dataclass(frozen=True)
 class Found:
-    """What the hub says of the repository before anything is changed."""
+    """The repository on the hub, before anything is changed."""
 
     exists: bool
     branches: Sequence[str] = ()
@@ -52,7 +53,8 @@ def check_names(repository: str, revision: str | None) -> None:
         if masked(text) != text:  # it would be published, and stands in the hub's logs at once
             raise RecipeError(
                 f"{masked(text)}: a token or password in the place of a name; the token is read "
-                "from HF_TOKEN or the login, so leave it out, and make a new one"
+                "from HF_TOKEN or the login, so leave it out, and make a new one",
+                code="recipe.holds_secret",
             )
     bare = re.sub(r"^(hf-hub:|https?://[^/]+/)", "", repository).split("@")[0].strip("/ ")
     try:
@@ -63,35 +65,48 @@ def check_names(repository: str, revision: str | None) -> None:
         name = re.sub(r"[^\w.-]+", "-", bare.split("/")[-1]).strip("-.") or "name"
         owner = bare.split("/")[0] if bare.count("/") == 1 else _own_name() or "owner"
         raise RecipeError(
-            f"'{repository}' is no repository's name; did you mean '{owner}/{name}'?"
+            f"'{repository}' is no repository's name; did you mean '{owner}/{name}'?",
+            code="recipe.wrong_value",
         ) from None
     if revision is not None and not re.fullmatch(r"(?!-)[\w.-]+(/[\w.-]+)*", revision):
-        raise RecipeError(f"--revision: '{revision}' is no name for a branch; try 'main'")
+        raise RecipeError(
+            f"--revision: '{revision}' is no name for a branch; try 'main'",
+            code="recipe.wrong_value",
+        )
     if revision is not None and constants.REGEX_COMMIT_OID.fullmatch(revision):
-        raise RecipeError(f"--revision: {revision} is a commit, which cannot change; name a branch")
+        raise RecipeError(
+            f"--revision: {revision} is a commit, which cannot change; name a branch",
+            code="recipe.wrong_value",
+        )
 
 
 def _own_name() -> str | None:
-    """The user's name where it can be had at once, for a suggestion."""
+    """Ask for the user's name, once, for a suggestion. Returns: None where it cannot be had."""
     try:
         hub = Hub("")
-        return str(hub.once(hub.api.whoami)["name"])
-    except (FinetuneError, Fault, HfHubHTTPError, KeyError):
+        with understood(""):
+            return str(hub.once(hub.api.whoami)["name"])
+    except (FinetuneError, Fault, HfHubHTTPError):
         return None
 
 
 def find(hub: Hub, *, private: bool, revision: str) -> Found:
     """Raise the first reason for which the hub would refuse a push."""
+    with understood(hub.repository):
+        return _find(hub, private=private, revision=revision)
+
+
+def _find(hub: Hub, *, private: bool, revision: str) -> Found:
     user = _user(hub)
     owner = hub.repository.split("/")[0]
     _check_token(hub, user, owner)
     try:
         read = "reading the repository"
-        info = hub.call(read, hub.api.model_info, hub.repository, timeout=ANSWER_SECONDS)
+        info = hub.call(read, hub.api.model_info, hub.repository)
     except RepositoryNotFoundError:
         _check_owner(hub, user, owner, writes=False)
         return Found(exists=False)
-    check_privacy(hub, wanted=private, found=bool(info.private))
+    check_privacy(hub, wanted=private, is_private=bool(info.private))
     try:
         writes = "asking for write access"
         hub.call(writes, hub.api.auth_check, hub.repository, write=True)
@@ -103,19 +118,24 @@ def find(hub: Hub, *, private: bool, revision: str) -> Found:
         _check_owner(hub, user, owner, writes=known)
     refs = hub.call("reading the branches", hub.api.list_repo_refs, hub.repository)
     if revision in [tag.name for tag in refs.tags]:
-        raise RecipeError(f"--revision: {revision} is a tag, which does not move; name a branch")
+        raise RecipeError(
+            f"--revision: {revision} is a tag, which does not move; name a branch",
+            code="recipe.wrong_value",
+        )
     return Found(exists=True, branches=[branch.name for branch in refs.branches])
 
 
 def _user(hub: Hub) -> Mapping[str, Any]:
     try:
-        return hub.call("asking who you are", hub.api.whoami)
+        user = hub.call("asking who you are", hub.api.whoami)
+        return {**user, "name": user["name"]}
     except HfHubHTTPError as error:
         if status_of(error) not in (401, 403):
             raise
     raise HubError(
         f"{hub.repository}: the hub does not accept the token of {hub.token_source}; make a new "
-        f"one at {hub.api.endpoint}/settings/tokens, then `hf auth login`"
+        f"one at {hub.api.endpoint}/settings/tokens, then `hf auth login`",
+        code="hub.forbidden",
     )
 
 
@@ -127,7 +147,8 @@ def _check_token(hub: Hub, user: Mapping[str, Any], owner: str) -> None:
     if role == "read":
         raise HubError(
             f"{hub.repository}: the token of {hub.token_source} may only read; make one with "
-            f"write rights at {more}"
+            f"write rights at {more}",
+            code="hub.forbidden",
         )
     scopes = (token.get("fineGrained") or {}).get("scoped")
     if role == "fineGrained" and scopes is not None:
@@ -138,7 +159,8 @@ def _check_token(hub: Hub, user: Mapping[str, Any], owner: str) -> None:
                 return
         raise HubError(
             f"{hub.repository}: the fine-grained token of {hub.token_source} lacks write access to "
-            f"the repositories of {owner}; add it at {more}"
+            f"the repositories of {owner}; add it at {more}",
+            code="hub.forbidden",
         )
 
 
@@ -152,24 +174,28 @@ def _check_owner(hub: Hub, user: Mapping[str, Any], owner: str, *, writes: bool)
         among = f" nor one of your organisations ({known})" if known else ""
         raise HubError(
             f"{hub.repository}: '{owner}' is neither you ({name}){among}; push to {suggestion}, or "
-            "ask to be let into the organisation"
+            "ask to be let into the organisation",
+            code="hub.forbidden",
         )
     if orgs.get(owner.casefold(), {}).get("roleInOrg") == "read":
         raise HubError(
             f"{hub.repository}: you may only read in the organisation '{owner}'; ask it for the "
-            f"role 'write', or push to {suggestion}"
+            f"role 'write', or push to {suggestion}",
+            code="hub.forbidden",
         )
     if writes:
         raise HubError(
             f"{hub.repository}: it exists, and the hub does not let you ({name}) write to it; ask "
-            f"its owner, or push to another name"
+            f"its owner, or push to another name",
+            code="hub.forbidden",
         )
 
 
-def check_privacy(hub: Hub, *, wanted: bool, found: bool) -> None:
+def check_privacy(hub: Hub, *, wanted: bool, is_private: bool) -> None:
     """Refuse to push as private what is public already. Raises: HubError."""
-    if wanted and not found:
+    if wanted and not is_private:
         raise HubError(
             f"{hub.repository}: is public already, and a push does not hide it; leave --private "
-            "out, push to another name, or make it private in its settings"
+            "out, push to another name, or make it private in its settings",
+            code="hub.public",
         )

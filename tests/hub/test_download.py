@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import time
@@ -14,13 +15,15 @@ import pytest
 import timm
 import torch
 from hub_server import HubServer, point_at
+from hub_store import git_sha1
 from networks import message, timm_folder
 from ranks import forked
+from refusals import refused
 from safetensors.torch import load_file
 
 from finetune.errors import HubError
-from finetune.hub import client as hub_reads
-from finetune.hub.download import fetch, hub_file
+from finetune.hub import client
+from finetune.hub.download import checked, fetch, hub_file
 from finetune.models.weights import resolve as weights_module
 from finetune.models.weights.resolve import resolve
 from finetune.recipe.load import parse_recipe
@@ -43,8 +46,8 @@ def content_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    monkeypatch.setattr(hub_reads, "FIRST_WAIT_SECONDS", 0.01)
-    monkeypatch.setattr(hub_reads, "_said", set())
+    monkeypatch.setattr(client, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(client, "_said", set())
     with HubServer() as hub:
         hub.add_repo(NET, content_of(folder))
         hub.tag(NET, "v1")
@@ -68,7 +71,7 @@ def hub_error(name: str) -> str:
 
 
 def blob_of(hub: HubServer, filename: str) -> Path:
-    """Where the cache keeps a file's bytes."""
+    """Path of a file's bytes in the cache."""
     return hub_file(NET, filename, None)[0].resolve()
 
 
@@ -163,12 +166,12 @@ class TestCache:
         first = resolve(f"hf-hub:{NET}")
         hub.fail(".", status=503, times=None)
         assert resolve(f"hf-hub:{NET}").provenance == first.provenance
-        assert "the hub answered 503; using revision" in capsys.readouterr().err
+        assert "the hub answered 503 (injected fault); using revision" in capsys.readouterr().err
 
     def test_nothing_cached_and_nobody_there(
         self, hub: HubServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(hub_reads, "FIRST_WAIT_SECONDS", 0.5)  # as it is
+        monkeypatch.setattr(client, "FIRST_WAIT_SECONDS", 0.5)  # as it is
         hub.stop()
         started = time.monotonic()
         text = hub_error(f"hf-hub:{NET}")
@@ -225,7 +228,7 @@ class TestPassingFaults:
         assert told.count("trying again") <= 1
         assert "http://" not in told
         if kind.isdigit():
-            assert f"hf-hub:{NET}: the hub answered {kind}; trying again" in told
+            assert f"hf-hub:{NET}: the hub answered {kind} (injected fault); trying again" in told
 
     def test_a_cut_connection_is_resumed(
         self, hub: HubServer, caplog: pytest.LogCaptureFixture
@@ -240,11 +243,11 @@ class TestPassingFaults:
         self, hub: HubServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         waits: list[float] = []
-        monkeypatch.setattr(hub_reads.time, "sleep", waits.append)
+        monkeypatch.setattr(client.time, "sleep", waits.append)
         hub.fail(HEADS, status=429, retry_after=3)
         hub.fail(WEIGHTS, status=429, retry_after=3600)
         assert resolve(f"hf-hub:{NET}").state is not None
-        assert waits == [3.0, hub_reads.LONGEST_WAIT_SECONDS]
+        assert waits == [3.0, client.LONGEST_WAIT_SECONDS]
 
     @pytest.mark.parametrize("place", [HEADS, CONFIG, WEIGHTS])
     @pytest.mark.parametrize("kind", ["status", "reset"])
@@ -256,7 +259,7 @@ class TestPassingFaults:
         assert text.startswith(f"hf-hub:{NET}")
         assert "could not be fetched" in text
         assert "try again later" in text
-        assert hub.count(place) >= hub_reads.TRIES
+        assert hub.count(place) >= client.TRIES
 
     def test_cut_for_ever(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
         patient = {**vars(time), "sleep": lambda seconds: None}  # a second each time
@@ -323,7 +326,7 @@ class TestOtherBytes:
             "huggingface_hub.file_download.are_symlinks_supported", lambda *_: False
         )
         hub.fail(CONFIG, kind="corrupt", times=None)
-        with pytest.raises(HubError, match="not those of its checksum"):
+        with refused("hub.out_of_order", "checksum"):
             fetch(NET, "config.json", None)
 
 
@@ -424,3 +427,19 @@ def test_damaged_weights_are_never_trained_on(hub: HubServer, folder: Path, tmp_
     assert hub.count(WEIGHTS) == 3
     assert ends[0] == ends[1]
     assert hub.commits(NET)[0] in (tmp_path / "0" / "run.json").read_text()
+
+
+class TestChecked:
+    @pytest.mark.parametrize("name", ["sha256", "git"])
+    def test_by_the_name_in_the_cache(self, tmp_path: Path, name: str) -> None:
+        content = b"some bytes"
+        sha256 = hashlib.sha256(content).hexdigest()
+        blob = tmp_path / (sha256 if name == "sha256" else git_sha1(content))
+        blob.write_bytes(content)
+        link = tmp_path / "file"
+        link.symlink_to(blob.name)
+        assert checked(link) == (sha256 if name == "sha256" else "")
+        blob.write_bytes(b"some Bytes")
+        assert checked(link) is None
+        assert checked(blob) == ""  # a file without a link, of which nothing is known
+        assert checked(blob, etag=blob.name) is None

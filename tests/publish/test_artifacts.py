@@ -1,4 +1,4 @@
-"""What stands beside the weights: complete, the run's own, and silent about the machine."""
+"""publish/artifacts.py: the files beside the weights are complete and do not name the machine."""
 
 from __future__ import annotations
 
@@ -10,21 +10,16 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from recipe_texts import tiny_text
+from refusals import refused
 
-from finetune.errors import CheckpointError
 from finetune.files import sha256_of
-from finetune.publish.artifacts import PUBLISHED, publishable, refresh
+from finetune.publish.artifacts import PUBLISHED, _publishable_results, publishable, refresh
 from finetune.recipe.load import load_recipe, parse_recipe
 from finetune.run.directory import RunDir
 from finetune.training.train import train
 
-RECIPE = """
-model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 16,
-        args: {patch_size: 4, embed_dim: 32, depth: 1, num_heads: 2}}
-data: {source: "embedded:digits", eval: "resize(18) | center_crop"}
-optim: {lr: 3e-3, steps: 6}
-run: {precision: fp32}
-"""
+RECIPE = tiny_text("eval: 'resize(18) | center_crop'", optim="lr: 3e-3, steps: 6")
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +95,7 @@ def test_without_a_finished_model_there_is_nothing_to_refresh(runs: Path, tmp_pa
     copy = tmp_path / "copy"
     shutil.copytree(runs / "c", copy)
     (copy / "results.json").unlink()
-    with pytest.raises(CheckpointError, match="has no finished model"):
+    with refused("checkpoint.not_finished", "--resume"):
         refresh(RunDir(copy))
 
 
@@ -140,6 +135,15 @@ def test_the_published_recipe_knows_no_folders(source: str, shown: str) -> None:
 def test_the_published_recipe_names_weights_without_their_place(name: str, shown: str) -> None:
     recipe = parse_recipe(RECIPE, overrides=[f"model.name={name}"])
     assert publishable(recipe).model.name == shown
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_mistakes_are_published_without_their_folders(split: str) -> None:
+    names = ["/secret/photos/a.png", "cats/b.png"]
+    results = {split: {"top1": 0.5, "mistakes": [{"name": name, "index": 3} for name in names]}}
+    shown = _publishable_results(results)[split]
+    assert shown["top1"] == 0.5
+    assert shown["mistakes"] == [{"name": "a.png", "index": 3}, {"name": "cats/b.png", "index": 3}]
 
 
 def test_nothing_published_tells_where_it_was_made(

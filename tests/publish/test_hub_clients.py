@@ -134,7 +134,7 @@ def pushed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pushed]:
 def answers(
     request: pytest.FixtureRequest, pushed: Pushed, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
-    """What a client says of each of MODELS, in a process and with a cache of its own."""
+    """Load each of MODELS with a client, in a process and with a cache of its own."""
     if importlib.util.find_spec(request.param) is None:
         pytest.skip(f"{request.param} is not installed")
     home = tmp_path_factory.mktemp(request.param)

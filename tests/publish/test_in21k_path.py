@@ -30,6 +30,7 @@ from scipy.ndimage import zoom
 from torch import Tensor
 
 from finetune import Classifier
+from finetune.evaluation.claims import wording
 from finetune.hub.client import watching
 from finetune.models.build import build
 from finetune.publish.artifacts import PUBLISHED
@@ -253,10 +254,10 @@ def check_claims(case: Case, out: Path, said: str) -> None:
     assert tuple(row["measured"] is not None for row in answers) == case.measured
     for row in answers:
         assert (row["verdict"] == "not measured") == (row["measured"] is None)
-        found = (
-            f" ({row['how']})" if row["measured"] is None else f", measured {row['measured']:.4f}"
-        )
-        assert f"claim {row['metric']}: {row['verdict']}{found}" in said.splitlines()
+        what, _, measured = wording(row)
+        start = f"claim {what}: {row['verdict']}: "
+        (line,) = {line for line in said.splitlines() if line.startswith(start)}
+        assert (row["how"] if row["measured"] is None else measured) in line
 
 
 def check_push(hub: HubServer, destination: str, out: Path, record: dict[str, Any]) -> None:

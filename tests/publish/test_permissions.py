@@ -8,8 +8,9 @@ import pytest
 from hub_samples import OTHER, READ, WRITE, hub, slept
 from hub_server import HubServer
 from huggingface_hub import HfApi, constants
+from refusals import refused
 
-from finetune.errors import HubError, RecipeError
+from finetune.errors import HubError
 from finetune.publish.permissions import check_rights
 
 __all__ = ["hub", "slept"]  # fixtures
@@ -175,7 +176,7 @@ class TestNames:
         ],
     )
     def test_a_suggestion(self, hub: HubServer, name: str, meant: str) -> None:
-        with pytest.raises(RecipeError, match=f"did you mean '{meant}'") as caught:
+        with refused("recipe.wrong_value", f"did you mean '{meant}'") as caught:
             check_rights(name)
         assert f"'{name}'" in str(caught.value)
         assert caught.value.exit_code == 2
@@ -188,19 +189,19 @@ class TestNames:
         if token:
             monkeypatch.setenv("HF_TOKEN", token)
         owner = "bob" if token == OTHER else "owner"
-        with pytest.raises(RecipeError, match=f"did you mean '{owner}/net'"):
+        with refused("recipe.wrong_value", f"did you mean '{owner}/net'"):
             check_rights("net")
 
     @pytest.mark.parametrize("revision", ["", "a b", "-x", "a//b", "/a", SHA])
     def test_what_is_no_branch(self, hub: HubServer, revision: str) -> None:
-        with pytest.raises(RecipeError, match="--revision"):
+        with refused("recipe.wrong_value", "--revision"):
             check_rights("alice/net", revision=revision)
         assert not hub.requests
 
     def test_a_tag(self, hub: HubServer) -> None:
         hub.add_repo("alice/mine")
         hub.tag("alice/mine", "v1")
-        with pytest.raises(RecipeError, match="v1 is a tag"):
+        with refused("recipe.wrong_value", "--revision", "v1"):
             check_rights("alice/mine", revision="v1")
 
 

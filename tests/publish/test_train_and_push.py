@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hub_samples import READ, hub, slept
+from hub_samples import READ, hub, send_apart, signals_at, slept
 from hub_server import HubServer, point_at
 from ranks import command_at, two_ranks
+from recipe_texts import tiny_text
 
 from finetune.cli import main as cli
 from finetune.recipe.load import load_recipe
@@ -18,13 +20,11 @@ from finetune.training.train import train
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
-RECIPE = """
-model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 16,
-        args: {patch_size: 4, embed_dim: 32, depth: 1, num_heads: 2}}
-data: {source: "embedded:digits", eval: "resize(18) | center_crop"}
-optim: {lr: 3e-3, steps: 3}
-run: {precision: fp32, threads: 1, push_to: alice/digits}
-"""
+RECIPE = tiny_text(
+    "eval: 'resize(18) | center_crop'",
+    optim="lr: 3e-3, steps: 3",
+    run="precision: fp32, push_to: alice/digits",
+)
 __all__ = ["hub", "slept"]  # fixtures
 CANARY = "hf_canary_that_must_be_seen_nowhere"
 
@@ -104,6 +104,26 @@ def test_resuming_a_finished_run_pushes_what_was_not_pushed_and_that_only(
     mine = hub.commit("alice/digits", {"README.md": b"---\nlicense: mit\n---\nMy own words.\n"})
     assert cli.main(["train", str(recipe), "--out", str(out), "--resume"]) == 0
     assert hub.commits("alice/digits")[0] == mine
+
+
+def test_a_signal_at_the_push_costs_the_push_and_not_the_run(
+    hub: HubServer, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    monkeypatch.setattr("finetune.publish.push.send_apart", send_apart)
+    out = tmp_path / "run"
+    hub.fail("/preupload/", kind="hang", times=None)
+    with signals_at(hub, "/preupload/", [signal.SIGINT] * 2):
+        assert cli.main(["train", str(recipe), "--out", str(out)]) == 130
+    shown = capfd.readouterr().err
+    assert "Traceback" not in shown
+    assert f"push again with: finetune push {out} alice/digits" in shown
+    assert status(out)["status"] == "done"
+    assert "pushed" not in status(out)
+    assert json.loads((out / "results.json").read_text())["test"]["examples"]
+    assert len(hub.commits("alice/digits")) == 1  # the one that creates a repository
+    hub.faults.clear()
+    assert cli.main(["train", str(recipe), "--out", str(out), "--resume"]) == 0
+    assert status(out)["pushed"]["commit"] == hub.commits("alice/digits")[0]
 
 
 def test_nobody_waits_in_a_collective_for_the_push(

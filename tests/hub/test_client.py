@@ -1,29 +1,40 @@
-"""hub/client.py: the bounds of trying again, what is told, and what the client may not notice."""
+"""hub/client.py: the bounds of retries and answers, the notices, and what the client is shown."""
 
 from __future__ import annotations
 
-import hashlib
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hub_server import HubServer, point_at
-from hub_store import git_sha1
-from huggingface_hub import get_session, hf_raise_for_status
+from huggingface_hub import HfApi, close_session, get_session, hf_raise_for_status
 from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import _http
+from refusals import refused
 
 from finetune.errors import DataError, HubError, WeightsError
-from finetune.hub import client as hub_reads
-from finetune.hub.client import Fault, checked, refusal, retried, say_once, was_cut, watching
+from finetune.hub import client
+from finetune.hub.client import (
+    Fault,
+    clean,
+    refusal,
+    retried,
+    say_once,
+    status_of,
+    understood,
+    was_cut,
+    watching,
+)
 
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What would have been waited, in seconds."""
+    """The seconds of each wait; nothing waits."""
     found: list[float] = []
-    monkeypatch.setattr(hub_reads.time, "sleep", found.append)
-    monkeypatch.setattr(hub_reads, "_said", set())
+    monkeypatch.setattr(client.time, "sleep", found.append)
+    monkeypatch.setattr(client, "_said", set())
     return found
 
 
@@ -49,6 +60,32 @@ class Failing:
         return "done"
 
 
+class TestClean:
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "got Authorization: Bearer s3cret-token",
+            "the token s3cret-token is not mine",
+            "{'authorization': 'Bearer other', 'x': 's3cret-token'}",
+            "another one: hf_AbCdEfGhIjKl, and s3cret-token",
+        ],
+    )
+    def test_tokens(self, text: str) -> None:
+        found = clean(text, "s3cret-token")
+        assert "***" in found
+        for secret in ("s3cret", "other'", "hf_Ab"):
+            assert secret not in found
+
+    def test_what_is_no_token_stays(self) -> None:
+        text = "hf_hub_download found no hf_xet; the bearer of bad news"
+        assert clean(text, None) == text.replace("bearer of", "Bearer ***")
+
+    def test_one_bounded_line(self) -> None:
+        found = clean("a\n\n  b\t" + "c" * 5000 + "s3cret-token", "s3cret-token")
+        assert found.startswith("a b c")
+        assert len(found) == 300
+
+
 class TestRetried:
     def test_within_bounds(self, waits: list[float], capsys: pytest.CaptureFixture[str]) -> None:
         call = Failing(Fault("busy"), Fault("busy"), Fault("busy"))
@@ -58,13 +95,13 @@ class TestRetried:
 
     def test_no_further(self, waits: list[float]) -> None:
         call = Failing(*[Fault(f"busy {n}") for n in range(9)])
-        with pytest.raises(Fault, match="busy 3"):
+        with pytest.raises(Fault, match="busy 4"):
             retried("a thing", call)
-        assert call.calls == 4
+        assert call.calls == client.TRIES
 
     def test_as_long_as_the_hub_asks(self, waits: list[float]) -> None:
         retried("a thing", Failing(Fault("busy", seconds=4), Fault("busy", seconds=9999)))
-        assert waits == [4, hub_reads.LONGEST_WAIT_SECONDS]
+        assert waits == [4, client.LONGEST_WAIT_SECONDS]
 
     @pytest.mark.parametrize("has_copy, calls", [(False, 2), (True, 1)])
     def test_nobody_there(self, waits: list[float], has_copy: bool, calls: int) -> None:
@@ -134,11 +171,23 @@ class TestWatching:
                 assert get_session().get(f"{other.url}/statistics").status_code == 503
             assert watch.fault is None
 
-    def test_nothing_stays(self, hub: HubServer) -> None:
-        session = get_session()
+    def test_the_client_is_built_by_huggingface_hubs_factory(self, hub: HubServer) -> None:
         with watching():
-            assert "send" in vars(session)
-        assert "send" not in vars(session)
+            session = get_session()
+            assert isinstance(session, client._Client)
+        close_session()  # as it does itself after a connection that failed
+        hub.fail("GET /api/models")
+        with watching(), pytest.raises(Fault):
+            get_session().get(f"{hub.url}/api/models/someone/net")
+
+    def test_a_factory_of_the_program_stays(
+        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        close_session()
+        monkeypatch.setattr(_http, "_GLOBAL_CLIENT_FACTORY", lambda: client.httpx.Client())
+        with watching():
+            assert type(get_session()) is client.httpx.Client
+        close_session()
 
     def test_a_refusal_is_remembered(self, hub: HubServer) -> None:
         with watching() as watch:
@@ -157,20 +206,53 @@ class TestWatching:
         assert not was_cut(None)
 
 
-class TestChecked:
-    @pytest.mark.parametrize("name", ["sha256", "git"])
-    def test_by_the_name_in_the_cache(self, tmp_path: Path, name: str) -> None:
-        content = b"some bytes"
-        sha256 = hashlib.sha256(content).hexdigest()
-        blob = tmp_path / (sha256 if name == "sha256" else git_sha1(content))
-        blob.write_bytes(content)
-        link = tmp_path / "file"
-        link.symlink_to(blob.name)
-        assert checked(link) == (sha256 if name == "sha256" else "")
-        blob.write_bytes(b"some Bytes")
-        assert checked(link) is None
-        assert checked(blob) == ""  # a file without a link, of which nothing is known
-        assert checked(blob, etag=blob.name) is None
+class TestAnswers:
+    @pytest.mark.parametrize(
+        "body, problem",
+        [
+            (b"null", "TypeError"),
+            (b"[]", "TypeError"),
+            (b"7", "TypeError"),
+            (b"[" * 200_000, "nested more than 50 deep"),
+            (b'{"a":' * 60 + b"1" + b"}" * 60, "nested more than 50 deep"),
+        ],
+        ids=["null", "list", "number", "deep", "deep object"],
+    )
+    def test_of_another_shape(self, hub: HubServer, body: bytes, problem: str) -> None:
+        hub.fail("GET /api/models", status=200, body=body)
+        with (
+            refused("hub.wrong_answer", problem, "HF_ENDPOINT"),
+            watching(),
+            understood("a thing"),
+        ):
+            HfApi().model_info("someone/net")
+
+    def test_too_large(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(client, "MAX_ANSWER_BYTES", 1 << 20)
+        hub.fail("GET /api/models", status=200, body=b" " * (2 << 20))
+        with refused("hub.wrong_answer", "more than 1 MiB"), watching():
+            HfApi().model_info("someone/net")
+
+    @pytest.mark.parametrize("body", [b"null", b"[1]", b'{"errors": [1]}', b'{"errors": 5}'])
+    def test_a_refusal_of_another_shape_keeps_its_status(self, hub: HubServer, body: bytes) -> None:
+        hub.fail("GET /api/models", status=418, body=body)
+        with watching(), pytest.raises(HfHubHTTPError) as caught:
+            HfApi().model_info("someone/net")
+        assert status_of(caught.value) == 418
+
+    def test_brackets_in_texts_do_not_count(self, hub: HubServer) -> None:
+        body = json.dumps({"id": "someone/net", "sha": "[" * 500 + '\\"{', "siblings": []}).encode()
+        hub.fail("GET /api/models", status=200, body=body)
+        with watching():
+            assert HfApi().model_info("someone/net").sha == "[" * 500 + '\\"{'
+
+    def test_a_circle_of_redirects_ends_at_once(self, hub: HubServer, waits: list[float]) -> None:
+        hub.fail("GET /api/models", status=302, times=None, headers={"Location": "/api/models/x/y"})
+        with watching(), pytest.raises(client.httpx.TooManyRedirects) as caught:
+            retried("a thing", lambda: HfApi().model_info("someone/net"))
+        assert waits == []
+        with refused("hub.wrong_answer", "from one address to another"):
+            raise refusal(caught.value, "here", None, missing=DataError) or AssertionError
 
 
 class TestRefusal:

@@ -9,7 +9,8 @@ import yaml
 from hub_store import check_card
 from huggingface_hub import ModelCard
 
-from finetune.publish.model_card import Facts, write_card
+from finetune.evaluation.intervals import wilson
+from finetune.publish.model_card import Facts, licence_keys, write_card
 from finetune.recipe.load import Recipe, parse_recipe
 
 RECIPE = parse_recipe(
@@ -100,6 +101,39 @@ def test_the_figures_are_the_runs_and_seeds_have_a_spread() -> None:
     assert "step 4" in text
 
 
+def test_figures_on_few_images_carry_their_uncertainty() -> None:
+    few = {**TEST, "top1": 0.75, "examples": 20}
+    many = {**TEST, "examples": 1000}
+    text = write_card(facts(results={"steps": 5, "best_step": 4, "val": few, "test": TEST}))
+    low, high = (f"{100 * end:.1f}" for end in wilson(15, 20))
+    assert f"{low}–{high} % (validation)" in text
+    assert "97.1–99.6 % (test)" in text
+    assert "> **Too few images** to judge the model by: 20 images of validation." in text
+    assert "No test split" not in text
+    alone = write_card(facts(results={"steps": 5, "best_step": 4, "val": many}))
+    assert "95 % interval" not in alone
+    assert "Too few images" not in alone
+    assert "No test split was measured." in alone
+    assert "images like those of the validation split" in alone
+
+
+@pytest.mark.parametrize("num_classes", [2, 5, 6])
+def test_five_classes_have_no_top5(num_classes: int) -> None:
+    config = {**facts().config, "label_names": [f"class {i}" for i in range(num_classes)]}
+    text = write_card(facts(config=config))
+    assert ("top-5" in text) == (num_classes > 5)
+    assert "| test | 355 | 0.9877 |" in text
+
+
+def test_a_temperature_that_does_harm_is_advised_against() -> None:
+    scaled = {"temperature": 0.05, "ece": 0.03, "loss": 0.4}
+    results = {"steps": 5, "best_step": 4, "test": {**TEST, "calibrated": scaled}}
+    text = write_card(facts(results=results))
+    assert "Do not divide the logits by 0.05" in text
+    assert "0.4000 in place of 0.1000" in text
+    assert "Dividing the logits" not in text
+
+
 def test_a_reader_finds_what_he_needs_to_judge_and_to_repeat() -> None:
     results = {
         "steps": 5,
@@ -122,7 +156,8 @@ def test_a_reader_finds_what_he_needs_to_judge_and_to_repeat() -> None:
         'timm.create_model("hf-hub:alice/my-vit", pretrained=True)',
         'finetune.Classifier.load("hf-hub:alice/my-vit")',
         'pipeline("image-classification", model="alice/my-vit")',
-        "a temperature fitted on the validation split, brings the test calibration error to 0.0110",
+        "a temperature fitted on the validation split, changes the test loss from 0.1000 to 0.0900",
+        "and the calibration error from 0.0200 to 0.0110",
         "| test.top1 | A paper, table 5 | 98.95 % ± 0.15 % | 98.77 % | not met |",
         "- val: 100 images; they alone chose the weights",
         "- test: 355 images, read once",
@@ -200,3 +235,19 @@ def test_what_must_be_known_first_stands_first() -> None:
     body = write_card(facts(recipe=recipe)).split("---\n", 2)[2]
     lines = [line for line in body.splitlines() if line]
     assert lines[1] == "> not &lt;b&gt;the&lt;/b&gt; experiment"
+
+
+@pytest.mark.parametrize(
+    "licence,keys",
+    [
+        ("apache-2.0", {"license": "apache-2.0"}),
+        ("other", {"license": "other"}),
+        ("dinov3-license", {"license": "other", "license_name": "dinov3-license"}),
+        ("Not For Sale!", {"license": "other", "license_name": "not-for-sale"}),
+        ("!", {"license": "other", "license_name": "unknown"}),
+        (None, {}),
+        ("", {}),
+    ],
+)
+def test_licence_keys(licence: str | None, keys: dict[str, str]) -> None:
+    assert licence_keys(licence) == keys

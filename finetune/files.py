@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,14 +21,14 @@ from safetensors import SafetensorError
 from finetune.errors import SetupError, visible
 
 __all__ = [
+    "CacheFolder",
+    "NewFile",
+    "UntrustedCacheError",
     "cache_folder",
     "disk_errors",
     "kind_of",
-    "leftovers",
     "make_folder",
-    "make_room",
     "open_regular",
-    "published",
     "sha256_of",
     "sync",
     "sync_folder",
@@ -64,7 +66,7 @@ def open_regular(path: Path, *, limit_bytes: int | None = None) -> IO[bytes]:
 
 
 def kind_of(mode: int) -> str:
-    """What something is that is no regular file, for people, from its `st_mode`."""
+    """Name what is no regular file, for people, from its `st_mode`."""
     return "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
 
 
@@ -92,7 +94,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def make_folder(folder: Path, *, option: str) -> None:
-    """Make a folder with those above it, unless it is there.
+    """Make a folder and its parents, unless it exists.
 
     Args:
         folder: to be written into.
@@ -104,10 +106,14 @@ def make_folder(folder: Path, *, option: str) -> None:
             folder.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
             raise SetupError(
-                f"{option}: '{folder}' is not a folder; choose another place"
+                f"{option}: '{folder}' is not a folder; choose another place",
+                code="setup.not_writable",
             ) from error
     if not os.access(folder, os.W_OK):
-        raise SetupError(f"{option}: '{folder}' cannot be written into; choose another place")
+        raise SetupError(
+            f"{option}: '{folder}' cannot be written into; choose another place",
+            code="setup.not_writable",
+        )
 
 
 @contextlib.contextmanager
@@ -130,7 +136,8 @@ def disk_errors(path: Path, *, needed: int, option: str = "--out") -> Iterator[N
         if number in _NO_SPACE:
             raise SetupError(
                 f"{path}: the disk is full ({needed:,} bytes are needed); what was saved before is "
-                "kept: free space, then run it again (training with --resume)"
+                "kept: free space, then run it again (training with --resume)",
+                code="setup.disk_full",
             ) from error
         raise _refused(path, os.strerror(number), option) from error
     except ValueError as error:
@@ -140,11 +147,14 @@ def disk_errors(path: Path, *, needed: int, option: str = "--out") -> Iterator[N
 
 
 def _refused(path: Path, why: str, option: str) -> SetupError:
-    return SetupError(f"{visible(str(path))}: cannot be written ({why}); choose another {option}")
+    return SetupError(
+        f"{visible(str(path))}: cannot be written ({why}); choose another {option}",
+        code="setup.not_writable",
+    )
 
 
 def _can_be_named(path: Path) -> bool:
-    """Whether a path is one to the system, be it there or not: none holds a NUL."""
+    """True if the system takes a path, even of no file: none holds a NUL."""
     try:
         os.lstat(path)
     except OSError:
@@ -158,8 +168,8 @@ def _number_of(error: Exception) -> int:
     """The system's number of a refusal; safetensors has it in its text only. Returns: 0 if none."""
     if isinstance(error, OSError):
         return error.errno or 0
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    return int(found.group(1)) if found else 0
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    return int(match.group(1)) if match else 0
 
 
 def sync(file: IO[Any]) -> None:
@@ -177,68 +187,265 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-_LEFTOVER = re.compile(r"\.[0-9a-f]{64}\..+\.tmp")
+# --- the cache ------------------------------------------------------------------------------------
+
+_LEFTOVER = re.compile(r"\.[0-9a-f]{64}\.(?:.+\.tmp|lock)")
 _LEFTOVER_SECONDS = 24 * 3600  # what is still being written is younger
+_POLL_SECONDS = 0.25
+_SILENT_SECONDS = 1.0  # for which a lock is waited for without a word
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def cache_folder(kind: str) -> Path:
-    """The folder of one kind of content, such as `features`; it need not be there."""
+    """The folder of one kind of content, such as `features`; it need not exist."""
     if own := os.environ.get("FINETUNE_CACHE"):
-        return Path(own).expanduser() / kind
+        return Path(own).expanduser().absolute() / kind
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(caches).expanduser() / "finetune" / kind
+    return Path(caches).expanduser().absolute() / "finetune" / kind
 
 
-@contextlib.contextmanager
-def published(folder: Path, key: str) -> Iterator[tuple[Path, list[str]]]:
-    """Write a file that others see whole or not at all.
+class UntrustedCacheError(OSError):
+    """A file or folder of the cache that another user made or can change; it is not used."""
+
+
+@dataclass
+class NewFile:
+    """A file of the cache that is being written.
+
+    Attributes:
+        descriptor: open for reading and writing.
+        name: that it gets at the end; it is removed where there is none.
+    """
+
+    descriptor: int
+    name: str | None = None
+
+
+class CacheFolder:
+    """A folder of the cache: the only way to a file that another run may have written.
+
+    The folder, the one that it lies in, and its files belong to this user or to root, and nobody
+    else can write to them. Files are opened in the folder that was checked, without following a
+    link or waiting at a pipe. All names but those of files that are finished begin with a dot.
 
     Args:
-        folder: made if it is not there.
-        key: hexadecimal sha256 of what the content depends on.
-    Yields: a path to write to, and a list; the file gets the name that the list holds at the end,
-        or is removed where there is none. Whoever writes brings it to the disk.
-    Raises: OSError where it cannot be written.
+        path: made, for this user alone, if it is not there.
+    Raises: OSError if it cannot be made or read; UntrustedCacheError if it is not this user's.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".{key}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
-    name: list[str] = []
-    try:
-        yield temporary, name
-        if name:
-            os.replace(temporary, folder / name[0])
-    finally:
-        temporary.unlink(missing_ok=True)
 
-
-def leftovers(folder: Path, key: str) -> list[Path]:
-    """What is being written under a key, or was left there by processes that were killed."""
-    return sorted(folder.glob(f".{key}.*.tmp"))
-
-
-def make_room(folder: Path, max_bytes: int, *, keep: str, names: re.Pattern[str]) -> None:
-    """Remove what was not used for longest, and what killed processes left half written.
-
-    Args:
-        folder: of one kind of content.
-        max_bytes: that all of its files may have together.
-        keep: the name of a file that stays.
-        names: of the files that belong to the cache.
-    """
-    files: list[tuple[float, int, Path]] = []
-    for path in folder.iterdir():
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.lstat(path.parent).st_uid not in (os.geteuid(), 0):  # of a link
+            raise UntrustedCacheError(_why_untrusted(path.parent, os.lstat(path.parent)))
+        parent = os.open(path.parent, _FOLDER)  # may be a link of the user's to another disk
         try:
-            state = path.stat()
-            if _LEFTOVER.fullmatch(path.name) and time.time() - state.st_mtime > _LEFTOVER_SECONDS:
-                path.unlink()
-        except FileNotFoundError:
-            continue  # another process was faster
-        if names.fullmatch(path.name):
-            files.append((state.st_mtime, state.st_size, path))
-    total = sum(size for _, size, _ in files)
-    for _, size, path in sorted(files):
-        if total <= max_bytes:
-            return
-        if path.name != keep:
-            path.unlink(missing_ok=True)
-            total -= size
+            _check_owner(parent, path.parent)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path.name, 0o700, dir_fd=parent)
+            self._folder = os.open(path.name, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
+        except OSError as error:
+            raise _named(error, path) from None
+        finally:
+            os.close(parent)
+        try:
+            _check_owner(self._folder, path)
+        except BaseException:
+            os.close(self._folder)
+            raise
+
+    def __enter__(self) -> CacheFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._folder)
+
+    def open(self, name: str) -> int:
+        """Open a file to read.
+
+        Returns: a descriptor, which the caller closes.
+        Raises: FileNotFoundError; UntrustedCacheError for anything but a regular file of this
+            user's; OSError if it cannot be opened.
+        """
+        return self._open(name, os.O_RDONLY)
+
+    def _open(self, name: str, flags: int) -> int:
+        try:
+            descriptor = os.open(name, flags | _FILE, 0o600, dir_fd=self._folder)
+        except OSError as error:
+            raise _named(error, self.path / name) from None
+        try:
+            mode = os.fstat(descriptor).st_mode
+            if not stat.S_ISREG(mode):
+                cause = f"is {kind_of(mode)}, not a file"
+                raise UntrustedCacheError(f"{self.path / name}: {cause}; remove it")
+            _check_owner(descriptor, self.path / name)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def read(self, name: str, *, limit_bytes: int) -> bytes:
+        """Read a whole file.
+
+        Raises: as `open`; ValueError if it is larger than the limit.
+        """
+        with os.fdopen(self.open(name), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > limit_bytes:
+                raise ValueError(f"{size:,} bytes are more than the {limit_bytes:,} that are read")
+            return file.read(size)
+
+    @contextlib.contextmanager
+    def write(self, key: str) -> Iterator[NewFile]:
+        """Write a file that others see whole or not at all.
+
+        Args:
+            key: hexadecimal sha256 of what the content depends on.
+        Raises: OSError where it cannot be written.
+        """
+        temporary = f".{key}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+        new = NewFile(self._open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL))
+        try:
+            yield new
+            if new.name:
+                os.fsync(new.descriptor)  # else a power cut could leave the name without the bytes
+                both = {"src_dir_fd": self._folder, "dst_dir_fd": self._folder}
+                os.replace(temporary, new.name, **both)
+        finally:
+            os.close(new.descriptor)
+            self.remove(temporary)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, unless it is gone or cannot be removed."""
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=self._folder)
+
+    def touch(self, name: str) -> None:
+        """Note that a file was used: those that were not used for longest go first."""
+        with contextlib.suppress(OSError):  # a folder that can be read only serves as well
+            os.utime(name, dir_fd=self._folder, follow_symlinks=False)
+
+    def names(self, key: str, suffix: str) -> list[str]:
+        """The files of a key, sorted: `suffix` is ".tmp" for those that are being written."""
+        start = f".{key}." if suffix == ".tmp" else key
+        return sorted(
+            name
+            for name in os.listdir(self._folder)
+            if name.startswith(start) and name.endswith(suffix)
+        )
+
+    def is_begun(self, key: str) -> bool:
+        """True if some process has written the file of a key, or is at it."""
+        return any(key in name for name in os.listdir(self._folder))
+
+    @contextlib.contextmanager
+    def lock(
+        self, key: str, *, notice: Callable[[str], None], stalled_seconds: float
+    ) -> Iterator[bool]:
+        """Let one process at a time make the file of a key.
+
+        Args:
+            key: as for `write`.
+            notice: told when another process is waited for.
+            stalled_seconds: for which what that process writes may stay as it is.
+        Yields: False if the lock was given up on.
+        Raises: UntrustedCacheError if the lock is another user's.
+        """
+        name, sign, is_said = f".{key}.lock", None, False
+        started = changed = time.monotonic()
+        while (held := self._locked(name)) is None:
+            now = time.monotonic()
+            if not is_said and now - started >= min(_SILENT_SECONDS, stalled_seconds):
+                notice(f"{self.path}: another process makes the same file; waiting for it")
+                is_said = True
+            before, sign = sign, self._progress(key)
+            changed = now if sign != before else changed
+            if now - changed > stalled_seconds:
+                yield False
+                return
+            time.sleep(_POLL_SECONDS)
+        try:
+            yield True
+        finally:
+            self.remove(name)  # while it is held: whoever waits for it looks for a link to it
+            fcntl.flock(held, fcntl.LOCK_UN)  # also that of the processes forked meanwhile
+            os.close(held)
+
+    def _locked(self, name: str) -> int | None:
+        """The descriptor of a lock, or None while another process holds it."""
+        lock = self._open(name, os.O_RDWR | os.O_CREAT)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(lock).st_nlink:
+                return lock
+        os.close(lock)
+        return None
+
+    def _progress(self, key: str) -> list[tuple[str, int]]:
+        """Name and time of each file that is being written under a key: they show progress."""
+        signs = []
+        for name in self.names(key, ".tmp"):
+            with contextlib.suppress(FileNotFoundError):
+                state = os.stat(name, dir_fd=self._folder, follow_symlinks=False)
+                signs.append((name, state.st_mtime_ns))
+        return signs
+
+    def has_room(self, num_bytes: int, *, share: float) -> bool:
+        """True if a file takes no more than a share of what is free on the disk."""
+        state = os.fstatvfs(self._folder)
+        return num_bytes < state.f_bavail * state.f_frsize * share
+
+    def make_room(self, max_bytes: int, *, keep: str, names: re.Pattern[str]) -> None:
+        """Remove what was not used for longest, and what killed processes left half written.
+
+        Args:
+            max_bytes: that all files may have together.
+            keep: the name of a file that stays.
+            names: of the files that belong to the cache.
+        """
+        files: list[tuple[float, int, str]] = []
+        for name in os.listdir(self._folder):
+            try:
+                state = os.stat(name, dir_fd=self._folder, follow_symlinks=False)
+            except FileNotFoundError:
+                continue  # another process was faster
+            is_old = time.time() - state.st_mtime > _LEFTOVER_SECONDS
+            if _LEFTOVER.fullmatch(name) and is_old:
+                self.remove(name)
+            if names.fullmatch(name):
+                files.append((state.st_mtime, state.st_size, name))
+        total = sum(size for _, size, _ in files)
+        for _, size, name in sorted(files):
+            if total <= max_bytes:
+                return
+            if name != keep:
+                self.remove(name)
+                total -= size
+
+
+def _named(error: OSError, path: Path) -> OSError:
+    """The same refusal with the whole path; a link in a file's place is one that is not trusted."""
+    if isinstance(error, UntrustedCacheError):
+        return error
+    if error.errno == errno.ELOOP or (error.errno == errno.ENOTDIR and path.is_symlink()):
+        return UntrustedCacheError(f"{path}: is a link; remove it")
+    return type(error)(error.errno, error.strerror, str(path))
+
+
+def _check_owner(descriptor: int, path: Path) -> None:
+    """Raises: UntrustedCacheError for what another user owns or can write to."""
+    state = os.fstat(descriptor)
+    if state.st_uid not in (os.geteuid(), 0) or state.st_mode & _OTHERS_WRITE:
+        raise UntrustedCacheError(_why_untrusted(path, state))
+
+
+def _why_untrusted(path: Path, state: os.stat_result) -> str:
+    if state.st_uid not in (os.geteuid(), 0):
+        cause, remedy = f"belongs to user {state.st_uid}", "take it over with chown"
+    else:
+        mode = stat.S_IMODE(state.st_mode)
+        cause, remedy = f"others can write to it (mode {mode:o})", f"chmod go-w {path}"
+    return f"{path}: {cause}; {remedy}, or set FINETUNE_CACHE to a folder of your own"

@@ -1,4 +1,4 @@
-"""Which column of a table is what, and labels of any type as indices of class names."""
+"""The image and label columns of a table, and labels of any type as indices of class names."""
 
 # N rows
 
@@ -12,13 +12,12 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from finetune.data.decode import notice
+from finetune.data.notices import notice
 from finetune.errors import DataError, nearest
 
 __all__ = [
     "SPLITS",
     "declared_names",
-    "features_of",
     "find_columns",
     "in_order",
     "integers",
@@ -34,25 +33,27 @@ _Value = TypeVar("_Value")
 
 
 def in_order(splits: dict[str, _Value]) -> dict[str, _Value]:
-    """Put train first, then val, then test."""
+    """Order splits: train, val, test."""
     return {name: splits[name] for name in ("train", "val", "test") if name in splits}
 
 
-def features_of(schema: pa.Schema) -> dict[str, Any]:
-    """The column types as `datasets` recorded them, {} if something else wrote the file."""
+def _features(schema: pa.Schema) -> dict[str, dict[str, Any]]:
+    """Return the column types as `datasets` recorded them; {} if something else wrote the file."""
     recorded = (schema.metadata or {}).get(b"huggingface")
     try:
         info = (json.loads(recorded) if recorded else {}).get("info") or {}
-        return dict(info.get("features") or {})
+        features = dict(info.get("features") or {})
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
-            f"the metadata that `datasets` left in this table is damaged ({error}); write it again"
+            f"the metadata that `datasets` left in this table is damaged ({error}); write it again",
+            code="data.damaged",
         ) from error
+    return {name: entry for name, entry in features.items() if isinstance(entry, dict)}
 
 
 def find_columns(schema: pa.Schema, image: str | None, label: str | None) -> tuple[str, str]:
-    """The image and the label column: as named, else by usual names, else by recorded type."""
-    typed = {name: feature.get("_type") for name, feature in _feature_items(features_of(schema))}
+    """Find the image and the label column: as named, else by usual names, else by type."""
+    typed = {name: feature.get("_type") for name, feature in _features(schema).items()}
     images = [name for name in schema.names if typed.get(name) == "Image"]
     classes = [name for name in schema.names if typed.get(name) == "ClassLabel"]
     return (
@@ -61,36 +62,35 @@ def find_columns(schema: pa.Schema, image: str | None, label: str | None) -> tup
     )
 
 
-def _feature_items(features: dict[str, Any]) -> Iterable[tuple[str, dict[str, Any]]]:
-    return ((name, entry) for name, entry in features.items() if isinstance(entry, dict))
-
-
 def _column(
-    key: str, named: str | None, usual: Sequence[str], typed: list[str], there: list[str]
+    key: str, named: str | None, usual: Sequence[str], typed: list[str], columns: list[str]
 ) -> str:
-    columns = ", ".join(there)
+    known = ", ".join(columns)
     if named is not None:
-        if named not in there:
-            hint = nearest(named, there)
-            raise DataError(f"data.{key}: no column {named!r}{hint}; the columns are: {columns}")
+        if named not in columns:
+            message = f"no column {named!r}{nearest(named, columns)}; the columns are: {known}"
+            raise DataError(f"data.{key}: {message}", code="data.no_column")
         return named
-    by_name = {name.lower(): name for name in there}
-    found = [by_name[name] for name in usual if name in by_name] or typed
-    if not found:
-        raise DataError(f"data.{key}: not found; name one of the columns: {columns}")
-    return found[0]
+    by_name = {name.lower(): name for name in columns}
+    candidates = [by_name[name] for name in usual if name in by_name] or typed
+    if not candidates:
+        message = f"data.{key}: not found; name one of the columns: {known}"
+        raise DataError(message, code="data.no_column")
+    return candidates[0]
 
 
-def declared_names(features: dict[str, Any], label: str) -> list[str] | None:
-    """The class names that the data set declares, in its order."""
-    feature = dict(_feature_items(features)).get(label, {})
+def declared_names(schema: pa.Schema, label: str) -> list[str] | None:
+    """Return the class names that the data set declares, in its order; None if it has none."""
+    feature = _features(schema).get(label, {})
     if feature.get("_type") != "ClassLabel":
         return None
     number = feature.get("num_classes")
     names = feature.get("names") or list(map(str, range(number if isinstance(number, int) else 0)))
     if not names or not all(isinstance(name, str) for name in names):
         raise DataError(
-            f"the metadata of column {label!r} names no classes ({str(names)[:60]}); write it again"
+            f"the metadata of column {label!r} names no classes ({str(names)[:60]}); write it "
+            "again",
+            code="data.damaged",
         )
     return list(names)
 
@@ -111,7 +111,8 @@ def number_labels(
         if other != names:
             raise DataError(
                 f"split '{split}': its class names differ from the other splits'; write all splits "
-                "with the same names in the same order"
+                "with the same names in the same order",
+                code="data.split_mismatch",
             )
     arrays = {split: _label_array(column, split) for split, column in columns.items()}
     if names is None:
@@ -126,27 +127,30 @@ def number_labels(
             raise DataError(
                 f"split '{split}': {len(wrong)} of {len(array)} labels are outside 0 to "
                 f"{len(names) - 1}; the first is {array[wrong[0]]} in row {wrong[0]}; correct the "
-                "labels or leave these rows out"
+                "labels or leave these rows out",
+                code="data.wrong_labels",
             )
     return {split: array.astype(np.int64) for split, array in arrays.items()}, list(names)
 
 
 def integers(array: pa.Array) -> np.ndarray:
-    """An array of integers without nulls, as int64; pyarrow's own way would import pandas."""
+    """Return integers without nulls as int64; `pa.Array.to_numpy` would import pandas."""
     return np.from_dlpack(array).astype(np.int64)
 
 
 def _label_array(column: pa.ChunkedArray, split: str) -> np.ndarray:
-    """A label column as (N,) int64 or as (N,) objects of str."""
+    """Return a label column as (N,) int64 or as (N,) objects of str."""
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     if len(column) == 0:
-        raise DataError(f"split '{split}' is empty: it has no rows; add some or remove its file")
+        message = f"split '{split}' is empty: it has no rows; add some or remove its file"
+        raise DataError(message, code="data.empty")
     if column.null_count:
         row = np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0]
         raise DataError(
             f"split '{split}': {column.null_count} of {len(column)} labels are missing; "
-            f"the first in row {row}; add the labels or leave these rows out"
+            f"the first in row {row}; add the labels or leave these rows out",
+            code="data.no_labels",
         )
     if pa.types.is_integer(column.type):
         return np.concatenate([integers(chunk) for chunk in column.chunks])
@@ -156,7 +160,8 @@ def _label_array(column: pa.ChunkedArray, split: str) -> np.ndarray:
         return np.asarray(column.to_pylist(), dtype=object)
     raise DataError(
         f"split '{split}': labels of type {column.type}; expected integers or strings, one for "
-        "each image; convert the column, or name another with data.label_column"
+        "each image; convert the column, or name another with data.label_column",
+        code="data.wrong_labels",
     )
 
 
@@ -165,7 +170,8 @@ def _number_unnamed(arrays: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray
     if len({array.dtype.kind for array in arrays.values()}) > 1:
         raise DataError(
             "the label column holds integers in one split and strings in another; write all splits "
-            "with the same type"
+            "with the same type",
+            code="data.split_mismatch",
         )
     every = sorted({label for array in arrays.values() for label in np.unique(array).tolist()})
     for split, array in arrays.items():
@@ -173,7 +179,8 @@ def _number_unnamed(arrays: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray
         if len(wrong):
             raise DataError(
                 f"split '{split}': {len(wrong)} of {len(array)} labels are below 0; the first is "
-                f"{array[wrong[0]]} in row {wrong[0]}; correct the labels or leave these rows out"
+                f"{array[wrong[0]]} in row {wrong[0]}; correct the labels or leave these rows out",
+                code="data.wrong_labels",
             )
     refuse_alike([str(label) for label in every], "the label column")
     number = {label: index for index, label in enumerate(every)}
@@ -195,5 +202,6 @@ def refuse_alike(names: Iterable[str], where: str) -> None:
         if seen.setdefault(key, name) != name:
             raise DataError(
                 f"{where}: the classes {seen[key]!r} and {name!r} differ only in case, Unicode "
-                "form or spaces; rename or merge them"
+                "form or spaces; rename or merge them",
+                code="data.duplicate_class",
             )

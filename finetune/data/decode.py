@@ -5,17 +5,15 @@ Canonical form: uint8, (H, W, 3), RGB, turned upright. What is done to get there
   - transparency of any kind (alpha, transparent palette entry or colour) is laid on white;
   - 16-bit grey is scaled to 8 bit (65535 -> 255), where a plain conversion would clip it to white;
   - float pixels must lie in 0..1 and are scaled; CMYK, YCbCr, palettes and 1-bit are converted;
-  - of an animation or a file of several pages the first is taken, and that is said once.
+  - of an animation or a file of several pages the first is taken, with one notice.
 """
 
-# H W pixels
 # H W pixels, C channels
 
 from __future__ import annotations
 
 import functools
 import io
-import logging
 import os
 import struct
 import warnings
@@ -30,94 +28,30 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from finetune.errors import DataError, visible
+from finetune.data.notices import notice
+from finetune.errors import DataError
 from finetune.files import open_regular
 from finetune.text import printable
 
-__all__ = ["LIMIT_PIXELS", "decode", "notice", "open_data", "planes", "read_jpeg", "relay_notices"]
-
-_LEAST_SIDE = 4  # below, five eighths of a size can be as many pixels as half of it
-
-
-def read_jpeg(
-    body: bytes, size: tuple[int, int], room: NDArray[np.uint8] | None
-) -> NDArray[np.uint8] | None:
-    """Decode a JPEG to the pixels that PIL would give.
-
-    Args:
-        body: the file, grey or in three colours; of several pictures in it the first is taken.
-        size: (W, H): its own, or an eighth, a quarter or half of that, rounded up.
-        room: (n,), to decode into where the pixels fit; contiguous.
-    Returns: (H, W, 3), not turned upright, not to be written to; None for anything damaged, even if
-        much of it could be decoded, and for a file of another size: PIL has the word on these.
-    """
-    if max(size) < _LEAST_SIDE:
-        return None
-    width, height = size
-    num_bytes = height * width * 3
-    buffer = room[:num_bytes] if room is not None and room.size >= num_bytes else None
-    try:
-        pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(
-            body, min_height=height, min_width=width, buffer=buffer
-        )
-    except ValueError:
-        return None
-    pixels.flags.writeable = False
-    return pixels if pixels.shape == (height, width, 3) else None
-
-
-# what is decoded may be Python's bytes, or a mapped file; nobody writes to it
-warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-
-
-def planes(image: NDArray[np.uint8]) -> Tensor:
-    """An image, (H, W, C), as (C, H, W) of the same memory: whoever batches it has to copy it."""
-    return torch.from_numpy(image).permute(2, 0, 1)
-
+__all__ = ["LIMIT_PIXELS", "decode", "open_data", "planes", "read_jpeg"]
 
 LIMIT_PIXELS = 64_000_000
 # An allow-list: PIL would also start Ghostscript for an EPS, guess at unsigned files, and decode
 # the picture inside an ICO while opening it, before its size can be looked at.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "MPO")
 _ADDRESSES = {"http:", "https:", "ftp:", "s3:", "gs:", "hf:", "file:"}
+_LEAST_SIDE = 4  # pixels of a JPEG; below, 5/8 of a side can be as many pixels as half of it
 _MOST_BYTES = 2**26  # of a JPEG; of a longer one PIL reads a piece at a time
 _ORIENTATION = 0x0112
 _TILE_TAGS = (322, 323)  # TIFF's TileWidth and TileLength
 _TIFF_NUMBERS = {3: 2, 4: 4}  # bytes of a SHORT and of a LONG, the types that TIFF 6.0 allows them
 _EXIF_KEYS = ("exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif")
-_log = logging.getLogger("finetune")
 # the limit here is lower and an error; PIL's warning would come besides it
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 # its others are of metadata, and come with the path and the line of PIL's source
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
-_said: set[str] = set()
-_relayed: list[tuple[str, str | None]] | None = None  # a list in the processes that only decode
-
-
-def notice(message: str, *, key: str | None = None) -> None:
-    """Tell the user something once per process.
-
-    Args:
-        message: the whole notice.
-        key: notices with the same key count as one; the message itself by default.
-    """
-    if (key or message) not in _said:
-        _said.add(key or message)
-        if _relayed is None:
-            _log.warning(visible(message))
-        else:
-            _relayed.append((message, key))
-
-
-def relay_notices() -> list[tuple[str, str | None]]:
-    """Leave it to another process to say notices, of which each of several would say its own.
-
-    Returns: those since the last call, as arguments for `notice` over there; from the first call
-        on nothing is said here any more.
-    """
-    global _relayed
-    held, _relayed = _relayed or [], []
-    return held
+# decoded pixels may lie in read-only memory, such as a mapped file; nobody writes to them
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 
 def decode(
@@ -138,8 +72,8 @@ def decode(
         name: what to call it in errors; a function is called only then.
         room: (n,) uint8, memory that is free to decode into; the result lies at its start, or
             elsewhere.
-    Returns: (H, W, 3) uint8, contiguous; not to be written to.
-    Raises: DataError, whatever is wrong with the image.
+    Returns: (H, W, 3) uint8, contiguous; read-only.
+    Raises: DataError for any image that cannot be decoded.
     """
     try:
         if isinstance(data, Image.Image):
@@ -149,13 +83,18 @@ def decode(
         with open_data(Path(data)) as stream:
             return _from_stream(stream, size, limit_pixels, room)
     except DataError as error:
-        cause = str(error)
+        cause, code = str(error), error.code
     # PIL's readers raise nearly everything on damaged files: a bare struct.error, KeyError, ...
     except Exception as error:
-        cause = f"cannot be decoded ({type(error).__name__}: {error})"
+        cause, code = f"cannot be decoded ({type(error).__name__}: {error})", "data.damaged"
     if name is None:
         name = printable(data) if isinstance(data, str | Path) else "image"
-    raise DataError(f"{name() if callable(name) else name}: {cause}")
+    raise DataError(f"{name() if callable(name) else name}: {cause}", code=code)
+
+
+def planes(image: NDArray[np.uint8]) -> Tensor:
+    """Return an image (H, W, C) as a (C, H, W) tensor of the same memory."""
+    return torch.from_numpy(image).permute(2, 0, 1)
 
 
 def open_data(path: Path) -> IO[bytes]:
@@ -164,18 +103,20 @@ def open_data(path: Path) -> IO[bytes]:
         return open_regular(path)
     except FileNotFoundError:
         if _ADDRESSES.intersection(path.parts):  # Path makes one slash of two
-            raise DataError("addresses are not read; download it and give its path") from None
-        link = path.is_symlink()
-        raise DataError("a link to nothing" if link else "no such file") from None
+            message = "addresses are not read; download it and give its path"
+            raise DataError(message, code="data.not_a_file") from None
+        cause = "a link to nothing" if path.is_symlink() else "no such file"
+        raise DataError(cause, code="data.not_found") from None
     except OSError as error:
-        raise DataError(f"cannot be opened ({error.strerror or error})") from None
+        message = f"cannot be opened ({error.strerror or error})"
+        raise DataError(message, code="data.unreadable") from None
     except ValueError as error:
-        raise DataError(str(error)) from None
+        raise DataError(str(error), code="data.not_a_file") from None
 
 
 @functools.lru_cache(maxsize=1)
 def _formats() -> list[str]:
-    """Those of the formats that the installed PIL was built with."""
+    """List the formats that the installed PIL was built with."""
     Image.init()
     return [name for name in _FORMATS if name in Image.OPEN]
 
@@ -188,9 +129,9 @@ def _from_stream(
         image = Image.open(stream, formats=_formats())
     except UnidentifiedImageError:
         stream.seek(0)
-        raise DataError(_what_instead(stream.read(256))) from None
+        raise _not_an_image(stream.read(256)) from None
     except Image.DecompressionBombError as error:
-        raise DataError(f"too large to be decoded ({error})") from None
+        raise DataError(f"too large to be decoded ({error})", code="data.too_large") from None
     with image:
         frames = 1 if image.format in ("JPEG", "MPO") else getattr(image, "n_frames", 1)
         if frames > 1:
@@ -199,7 +140,7 @@ def _from_stream(
 
 
 def _read_jpeg(stream: IO[bytes], room: np.ndarray | None, image: Image.Image) -> np.ndarray | None:
-    """Decode an opened JPEG without PIL. Returns: (H, W, 3) uint8; None for what PIL has to."""
+    """Decode an opened JPEG without PIL. Returns: (H, W, 3) uint8; None if PIL has to do it."""
     if image.format not in ("JPEG", "MPO") or image.mode not in ("RGB", "L"):
         return None
     if stream.seek(0, os.SEEK_END) > _MOST_BYTES:
@@ -208,20 +149,49 @@ def _read_jpeg(stream: IO[bytes], room: np.ndarray | None, image: Image.Image) -
     return read_jpeg(stream.read(), image.size, room)
 
 
-def _what_instead(head: bytes) -> str:
-    """Say what a file is that is no image, from its first bytes."""
+def read_jpeg(
+    body: bytes, size: tuple[int, int], room: NDArray[np.uint8] | None
+) -> NDArray[np.uint8] | None:
+    """Decode a JPEG to the pixels that PIL would give.
+
+    Args:
+        body: the file, grey or in three colours; of several pictures in it the first is taken.
+        size: (W, H): its own, or an eighth, a quarter or half of that, rounded up.
+        room: (n,), to decode into where the pixels fit; contiguous.
+    Returns: (H, W, 3), not turned upright, read-only; None for anything damaged, even if much of it
+        could be decoded, and for a file of another size: PIL decides about these.
+    """
+    if max(size) < _LEAST_SIDE:
+        return None
+    width, height = size
+    num_bytes = height * width * 3
+    buffer = room[:num_bytes] if room is not None and room.size >= num_bytes else None
+    try:
+        pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(
+            body, min_height=height, min_width=width, buffer=buffer
+        )
+    except ValueError:
+        return None
+    pixels.flags.writeable = False
+    return pixels if pixels.shape == (height, width, 3) else None
+
+
+def _not_an_image(head: bytes) -> DataError:
+    """Return the error for a file that is no image, recognised by its first bytes."""
     text = head.lstrip().lower()
     if not head:
-        return "zero bytes"
+        return DataError("zero bytes", code="data.damaged")
     if text.startswith(b"version https://git-lfs"):
-        return "a Git LFS pointer, not the image itself; fetch it with `git lfs pull`"
-    if text.startswith((b"<!doctype html", b"<html")):
-        return "an HTML page, not an image; download it again"
-    if head[4:12] in (b"ftypheic", b"ftypheix", b"ftypmif1", b"ftypmsf1"):
-        return "a HEIC photo, which is not supported; convert it to JPEG"
-    if head.startswith(b"\0\0\1\0"):
-        return "an icon, which is not supported; convert it to PNG"
-    return f"not an image, or of an unsupported format (it begins with {head[:12]!r})"
+        cause = "a Git LFS pointer, not the image itself; fetch it with `git lfs pull`"
+    elif text.startswith((b"<!doctype html", b"<html")):
+        cause = "an HTML page, not an image; download it again"
+    elif head[4:12] in (b"ftypheic", b"ftypheix", b"ftypmif1", b"ftypmsf1"):
+        cause = "a HEIC photo, which is not supported; convert it to JPEG"
+    elif head.startswith(b"\0\0\1\0"):
+        cause = "an icon, which is not supported; convert it to PNG"
+    else:
+        cause = f"not an image, or of an unsupported format (it begins with {head[:12]!r})"
+    return DataError(cause, code="data.wrong_format")
 
 
 def _pixels(
@@ -233,17 +203,18 @@ def _pixels(
     """Convert an opened PIL image. Returns: (H, W, 3) uint8.
 
     Args:
-        read: asked first for its pixels, (H, W, 3) uint8.
+        read: a faster decoder, tried before PIL; None if it cannot decode the image.
     """
     width, height = image.size
     if width * height > limit_pixels:
         raise DataError(
-            f"{width} x {height} pixels, more than the limit of {limit_pixels:,}; make it smaller"
+            f"{width} x {height} pixels, more than the limit of {limit_pixels:,}; make it smaller",
+            code="data.too_large",
         )
     if image.format == "TIFF":
         _check_tiles(image, limit_pixels)
     if width * height == 0:
-        raise DataError(f"an image of {width} x {height} pixels")
+        raise DataError(f"an image of {width} x {height} pixels", code="data.damaged")
     if size is not None:
         image.draft(None, (size, size))
     pixels = read(image)
@@ -260,7 +231,7 @@ def _check_tiles(image: Image.Image, limit_pixels: int) -> None:
 
     Raises: DataError, also for sizes of another type than TIFF 6.0 allows.
     """
-    if not getattr(image, "tile", None):  # decoded already, by whoever opened it
+    if not getattr(image, "tile", None):  # the caller has decoded it already
         return
     fp = image.fp  # type: ignore[attr-defined]
     fp.seek(0)
@@ -276,7 +247,8 @@ def _check_tiles(image: Image.Image, limit_pixels: int) -> None:
         if tag not in _TILE_TAGS:
             continue
         if kind not in _TIFF_NUMBERS:
-            raise DataError(f"the size of its tiles is of TIFF's type {kind}; save it anew")
+            message = f"the size of its tiles is of TIFF's type {kind}; save it anew"
+            raise DataError(message, code="data.damaged")
         value = entry[12 if is_big else 8 :][: _TIFF_NUMBERS[kind]]
         number = int.from_bytes(value, "little" if order == "<" else "big")
         largest[tag] = max(largest[tag], number)
@@ -284,7 +256,8 @@ def _check_tiles(image: Image.Image, limit_pixels: int) -> None:
     if width * height > limit_pixels:
         raise DataError(
             f"tiles of {width} x {height} pixels, more than the limit of {limit_pixels:,}; save it "
-            "with smaller ones"
+            "with smaller ones",
+            code="data.too_large",
         )
 
 
@@ -316,13 +289,14 @@ def _scale_grey(grey: np.ndarray, mode: str) -> np.ndarray:
     low, high = float(grey.min()), float(grey.max())
     if not (low >= 0 and high <= white):  # written so that NaN fails too
         raise DataError(
-            f"grey values from {low:g} to {high:g}; expected 0 to {white:g}; save it as 8-bit"
+            f"grey values from {low:g} to {high:g}; expected 0 to {white:g}; save it as 8-bit",
+            code="data.wrong_format",
         )
     return np.rint(grey.astype(np.float64) * (255.0 / white)).astype(np.uint8)
 
 
 def _orientation(image: Image.Image) -> int:
-    """The EXIF orientation still to be applied, 1 to 8 (PIL's TIFF reader applies it itself)."""
+    """Return the EXIF orientation to apply, 1 to 8 (PIL's TIFF reader applies it itself)."""
     # parsing EXIF costs as much as decoding a small JPEG: only where there is some
     if image.format != "TIFF" and not any(key in image.info for key in _EXIF_KEYS):
         return 1

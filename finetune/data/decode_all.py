@@ -1,4 +1,4 @@
-"""Look at a whole data set: what is in it, what cannot be read, and all of it decoded at once."""
+"""Look at every image of a data set: what is in it, and what cannot be read."""
 
 # N images, H W pixels
 
@@ -11,10 +11,9 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
-from finetune.data.decode import notice, relay_notices
-from finetune.data.pixel_file import Canvas, Ragged, arranged
+from finetune.console import terminal_bar
+from finetune.data.notices import notice, relay_notices
 from finetune.data.source import Source, Split
 from finetune.data.worker_pool import WorkerStatus, spread
 from finetune.errors import DataError
@@ -24,11 +23,11 @@ __all__ = [
     "SMALL_BYTES",
     "TIMEOUT_SECONDS",
     "decoded_bytes",
+    "expected_size",
     "info",
-    "load_images",
-    "paint",
     "readable",
     "scan",
+    "visit",
     "without_unreadable",
 ]
 
@@ -89,6 +88,12 @@ def info(source: Source) -> dict[str, Any]:
     }
 
 
+def expected_size(split: Split) -> tuple[int, int] | None:
+    """The size (H, W) that all images of a sample have; None where they differ."""
+    sizes = set(_sample(split, 16)[0])
+    return sizes.pop() if len(sizes) == 1 else None
+
+
 def decoded_bytes(split: Split) -> int:
     """Memory in bytes that the decoded images need, estimated from a sample."""
     sizes, _ = _sample(split, 16)
@@ -97,7 +102,7 @@ def decoded_bytes(split: Split) -> int:
     )
 
 
-def _visit(
+def visit(
     split: Split,
     keep: Callable[[int, np.ndarray], None] | None = None,
     *,
@@ -121,12 +126,12 @@ def _visit(
     status = WorkerStatus(workers)
 
     def decode_some(task: int) -> _Done:
-        relay = relay_notices if status.taken else list[tuple[str, str | None]]
+        relay = relay_notices if status.is_worker else list[tuple[str, str | None]]
         relay()
         failed = []
         for index in range(task * chunk, min((task + 1) * chunk, len(split))):
             try:
-                with status.at_work(index):
+                with status.decoding(index):
                     image = split.read(index)
             except DataError as error:
                 failed.append((index, str(error)))
@@ -145,8 +150,7 @@ def _visit(
         done = spread(decode_some, range(num_tasks), **order)
     else:
         done = (decode_some(task) for task in range(num_tasks))
-    # disable=None: no bar where standard error is not a terminal
-    bar = tqdm(total=len(split), desc=split.name, unit="image", disable=None if progress else True)
+    bar = terminal_bar(len(split), label=split.name, shown=progress)
     failed: list[tuple[int, str]] = []
     with contextlib.closing(done), bar:
         for number, some in enumerate(done):
@@ -167,8 +171,7 @@ def scan(source: Source, workers: int = 2, *, progress: bool = True) -> list[dic
     """
     unreadable = []
     for split in source.splits.values():
-        found = _visit(split, workers=workers, progress=progress)
-        for index, message in found:
+        for index, message in visit(split, workers=workers, progress=progress):
             name = split.name_of(index)
             unreadable.append(
                 {
@@ -182,66 +185,6 @@ def scan(source: Source, workers: int = 2, *, progress: bool = True) -> list[dic
     return unreadable
 
 
-def paint(
-    split: Split,
-    file: int | None = None,
-    *,
-    workers: int,
-    progress: bool,
-    timeout_seconds: float = TIMEOUT_SECONDS,
-) -> tuple[Canvas, list[tuple[int, str]]]:
-    """Decode a whole split once.
-
-    Args:
-        file: a descriptor, open for reading and writing; None for memory.
-        workers, progress, timeout_seconds: as for `load_images`.
-    Returns: the canvas, and (index, message) of the images that could not be read, in order.
-    Raises: OSError if there is no room; DataError and SetupError as `load_images`.
-    """
-    sizes = set(_sample(split, 16)[0])
-    size = sizes.pop() if len(sizes) == 1 else None
-    canvas = Canvas(len(split), size=size, num_bytes=decoded_bytes(split), file=file)
-    failed = _visit(
-        split, canvas.keep, workers=workers, progress=progress, timeout_seconds=timeout_seconds
-    )
-    return canvas, failed
-
-
-def load_images(
-    split: Split,
-    *,
-    workers: int = 2,
-    unreadable: Literal["stop", "quarantine"] = "stop",
-    progress: bool = True,
-    timeout_seconds: float = TIMEOUT_SECONDS,
-) -> tuple[np.ndarray | Ragged, np.ndarray]:
-    """Decode a whole split once, into memory.
-
-    Args:
-        workers: processes; a small split needs none.
-        unreadable: what to do about images that cannot be read: stop, naming them all, or leave
-            them out, saying so.
-        progress: a bar on standard error where that is a terminal.
-        timeout_seconds: for which some images are waited for before a process counts as hanging.
-    Returns: images, (M, H, W, 3) uint8 if all are of one size, else M arrays (H, W, 3); and the
-        (M,) int64 indices into the split that they belong to, ascending.
-    Raises: DataError: unreadable images, a class with no image left, not enough memory, or an
-        image that crashes the decoder; SetupError if a process was killed or hangs.
-    """
-    try:
-        canvas, failed = paint(
-            split, workers=workers, progress=progress, timeout_seconds=timeout_seconds
-        )
-    except (OSError, MemoryError) as error:
-        raise DataError(
-            f"split '{split.name}': {decoded_bytes(split) / 2**30:.0f} GiB of decoded images do "
-            "not fit in memory; set data.keep: none"
-        ) from error
-    kept = without_unreadable(split, failed, unreadable)
-    rows = canvas.close_up(kept)
-    return arranged(canvas.images(), rows), kept
-
-
 def readable(
     split: Split,
     *,
@@ -252,11 +195,17 @@ def readable(
 ) -> np.ndarray:
     """Decode a whole split once and keep nothing.
 
-    Args: as for `load_images`.
+    Args:
+        workers: processes; a small split needs none.
+        unreadable: what to do about images that cannot be read: stop, naming them all, or leave
+            them out, saying so.
+        progress: a bar on standard error where that is a terminal.
+        timeout_seconds: for which some images are waited for before a process counts as hanging.
     Returns: (M,) int64, the indices of the images that can be read, ascending.
-    Raises: as `load_images`.
+    Raises: DataError: unreadable images, a class with no image left, or an image that crashes the
+        decoder; SetupError if a process was killed or hangs.
     """
-    failed = _visit(split, workers=workers, progress=progress, timeout_seconds=timeout_seconds)
+    failed = visit(split, workers=workers, progress=progress, timeout_seconds=timeout_seconds)
     return without_unreadable(split, failed, unreadable)
 
 
@@ -266,11 +215,11 @@ def without_unreadable(split: Split, failed: list[tuple[int, str]], unreadable: 
     Args:
         failed: (index, message) in order.
         unreadable: "stop" or "quarantine".
-    Returns: (M,) int64, the indices of the others, ascending; what is left out is said.
+    Returns: (M,) int64, the indices of the others, ascending. A notice lists what is left out.
     Raises: DataError naming them all, or a class with no image left.
     """
     if failed and unreadable == "stop":
-        raise DataError(_unreadable_message(split, failed))
+        raise DataError(_unreadable_message(split, failed), code="data.unreadable")
     kept = np.setdiff1d(np.arange(len(split)), [index for index, _ in failed]).astype(np.int64)
     emptied = np.setdiff1d(split.labels, split.labels[kept])
     if len(emptied):
@@ -278,7 +227,8 @@ def without_unreadable(split: Split, failed: list[tuple[int, str]], unreadable: 
             f"split '{split.name}': no readable image is left of "
             f"{counted(len(emptied), 'class', 'classes')} (labels "
             f"{', '.join(str(label) for label in emptied[:5])}); the first of {len(failed)} "
-            f"unreadable: {failed[0][1]}"
+            f"unreadable: {failed[0][1]}",
+            code="data.unreadable",
         )
     if failed:
         notice(_unreadable_message(split, failed, quarantined=True))

@@ -1,7 +1,4 @@
-"""Batches of vectors that stand for images: what `Loader` gives, when a table holds the features.
-
-The same samples form the same steps. Nothing is decoded, and nothing is random.
-"""
+"""Batches of features in the place of images; the samples of each step are those of `Loader`."""
 
 # B batch, N images, D width
 
@@ -26,16 +23,16 @@ _DEVICE_SHARE = 0.25  # of what is free on the device
 
 
 class FeatureLoader:
-    """Batches of a split whose images are rows of a table.
+    """Makes batches of a split from the features of its images.
 
     Args:
-        split: the images that the rows stand for.
-        values_ND: float32, which may be mapped from a file.
+        split: the images.
+        values_ND: their features, float32, which may be read-only.
         num_classes: K.
-        device: where batches are needed; the whole table is there if it has room.
+        device: of the batches; it holds all the features if it has room.
 
     Attributes:
-        store: the split with its pixels in their files; nothing reads them.
+        store: the split, whose pixels are never read.
         labels: (N,) int64 on the device.
     """
 

@@ -1,9 +1,9 @@
-"""The data that a recipe or the caller names, with the splits that are taken from it."""
+"""Open the data that a recipe or a command names, with the splits that the recipe takes."""
 
 from __future__ import annotations
 
 from finetune.data.source import Source, open_source
-from finetune.data.splits import merge_val, split_train, take_train
+from finetune.data.splits import keep_classes, merge_val, split_train, take
 from finetune.errors import RecipeError
 from finetune.recipe.load import DataSection, Recipe
 
@@ -14,42 +14,57 @@ def data_of(section: DataSection, seed: int) -> Source:
     """Open the data of a recipe as training sees it; no image is decoded yet.
 
     Args:
-        section: names the source, and what to take from its splits.
-        seed: the run's, where the section has none for its splits.
-    Raises: DataError or HubError for what cannot be opened or taken.
+        section: names the source, and how its splits are made.
+        seed: the run's, for a section without `split_seed`.
+    Raises: DataError or HubError if the source cannot be opened or split.
     """
-    seed = seed if section.split_seed is None else section.split_seed
-    source = whole_data_of(section)
+    source = whole_data_of(section, seed)
+    seed = _split_seed(section, seed)
     if section.merge_val:
         source = merge_val(source)
-    return split_train(take_train(source, section.num_train, seed), section.val_fraction, seed)
+    source = take(source, "train", section.num_train, seed)
+    source = split_train(source, section.val_fraction, seed)
+    return take(source, "val", section.num_val, seed)
 
 
 def section_of(model: str, recipe: Recipe | None, data: str | None) -> tuple[DataSection, int]:
-    """How a model's data is read where it is measured on `data`.
+    """Return the data section and the seed with which a model is measured on `data`.
 
     Args:
         model: for the message.
         recipe: of the run that the model is; None for any other model.
         data: a source string; None for the run's own.
     Returns: for the run's own data its section and seed, so that the splits are those of training;
-        for other data a section whose pixels are made as the run makes them, and 0.
-    Raises: RecipeError if there is no data to take.
+        for other data a section with the run's preprocessing, and 0.
+    Raises: RecipeError if no data is named.
     """
     if recipe is not None and data in (None, recipe.data.source):
         return recipe.data, recipe.run.seed
     if data is None:
-        raise RecipeError(f"{model}: is not a run directory; say what to measure it on with --data")
-    pixels = recipe.data.model_dump(include={"eval", "decode_size"}) if recipe else {}
-    return DataSection(source=data, **pixels), 0
+        raise RecipeError(
+            f"{model}: is not a run directory; say what to measure it on with --data",
+            code="recipe.missing_option",
+        )
+    preprocessing = recipe.data.model_dump(include={"eval", "decode_size"}) if recipe else {}
+    return DataSection(source=data, **preprocessing), 0
 
 
-def whole_data_of(section: DataSection) -> Source:
-    """Open the data of a recipe with the splits that it has by itself."""
-    return open_source(
+def whole_data_of(section: DataSection, seed: int) -> Source:
+    """Open the data of a recipe with the splits of its source: of its classes, and its test images.
+
+    Args:
+        section, seed: as for `data_of`.
+    """
+    source = open_source(
         section.source,
         image_column=section.image_column,
         label_column=section.label_column,
         streaming=section.streaming,
         decode_size=section.decode_size,
     )
+    source = keep_classes(source, section.classes)
+    return take(source, "test", section.num_test, _split_seed(section, seed))
+
+
+def _split_seed(section: DataSection, seed: int) -> int:
+    return seed if section.split_seed is None else section.split_seed

@@ -1,4 +1,4 @@
-"""Data sets of the hub: loaded at one commit, through faults, and never at another one."""
+"""Data sets of the hub, loaded at one commit, with retries, and never at another commit."""
 
 from __future__ import annotations
 
@@ -12,13 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, constants, get_token, is_offline_mode
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HFValidationError, HTTPError
 
-from finetune.errors import DataError, HubError
-from finetune.hub.calls import clean
-from finetune.hub.client import Fault, checked, refusal, retried, say_once, was_cut, watching
+from finetune.errors import DataError, FinetuneError, HubError
+from finetune.hub.client import (
+    Fault,
+    clean,
+    refusal,
+    retried,
+    say_once,
+    understood,
+    was_cut,
+    watching,
+)
+from finetune.hub.download import checked
 
-__all__ = ["asked_for", "explained", "last_seen", "load_hub", "offline", "snapshot_of"]
+__all__ = ["cached_commit", "load_hub", "offline", "resolve_commit", "snapshot_of", "user_error"]
 
 _ANSWER_SECONDS = 10.0
 
@@ -28,8 +37,8 @@ def load_hub(
 ) -> tuple[Any, str | None]:
     """Load a data set through `datasets`, at the commit that a revision stands for.
 
-    Where `datasets` fails on the way it takes the newest copy in its cache, of whatever revision;
-    here the commit of what it gives is compared with the one that was asked for.
+    If the connection fails, `datasets` takes the newest copy in its cache, of any revision. So the
+    commit of the loaded data is compared with the commit of the revision.
 
     Args:
         where: what the user wrote, for messages.
@@ -37,69 +46,73 @@ def load_hub(
         config: None for the only one, or the default.
         revision: branch, tag or commit; None for the newest.
     Returns: the splits, a `datasets.DatasetDict`; and the commit, None where it is not recorded.
-    Raises: DataError: no such data set, revision or configuration; HubError for a refused token,
-        no access, and a hub that does not answer when nothing is cached.
+    Raises: DataError: no such data set, revision or configuration; HubError: a refused token, no
+        access, or no answer of the hub and nothing cached.
     """
     if is_offline_mode():
         return _from_cache(where, name, config, revision)
     has_copy = bool(_copies(name))
     try:
-        return retried(where, lambda: _try(where, name, config, revision), has_copy=has_copy)
+        return retried(where, lambda: _load(where, name, config, revision), has_copy=has_copy)
     except Fault as fault:
         with offline():
             return _from_cache(where, name, config, revision, fault)
 
 
-def _try(where: str, name: str, config: str | None, revision: str | None) -> tuple[Any, str]:
+def _load(where: str, name: str, config: str | None, revision: str | None) -> tuple[Any, str]:
     import datasets
 
     loaded, error, started = None, None, time.time()
     with watching(everywhere=True) as watch:
-        commit = asked_for(where, name, revision)
+        commit = resolve_commit(where, name, revision)
         try:
             loaded = datasets.load_dataset(name, config, revision=revision)
-        except Exception as caught:  # it lets through what its builders and readers raise
+        except Exception as caught:  # its builders and readers raise errors of any type
             error = caught
     _refuse_damaged(name, commit, loaded, started)
-    found = _commit(loaded) if loaded is not None else None
-    if error is None and found in (None, commit):
+    loaded_commit = _recorded_commit(loaded) if loaded is not None else None
+    if error is None and loaded_commit in (None, commit):
         return loaded, commit
     if watch.fault is not None or was_cut(error):
         raise watch.fault or Fault("the connection was cut")
     if error is None:
         raise Fault(f"the revision became {commit} while it was read")
-    raise explained(where, revision, watch.refusal() or error) from None
+    raise user_error(where, revision, watch.refusal() or error) from None
 
 
-def asked_for(where: str, name: str, revision: str | None) -> str:
-    """The commit that a revision stands for now; definite refusals are told apart here.
+def resolve_commit(where: str, name: str, revision: str | None) -> str:
+    """Ask the hub for the commit of a revision.
 
     Args: as for `load_hub`.
     Raises: as `load_hub`; Fault under `watching`.
     """
     failure: Exception
     try:
-        info = HfApi().dataset_info(name, revision=revision, timeout=_ANSWER_SECONDS)
+        with understood(where):
+            info = HfApi().dataset_info(name, revision=revision, timeout=_ANSWER_SECONDS)
         return str(info.sha)
-    except (HfHubHTTPError, HFValidationError) as error:
+    except (HTTPError, HFValidationError) as error:
         failure = error
-    raise explained(where, revision, failure)
+    raise user_error(where, revision, failure)
 
 
-def explained(where: str, revision: str | None, error: Exception) -> Exception:
-    """The user's error for what the client or `datasets` raised."""
+def user_error(where: str, revision: str | None, error: Exception) -> Exception:
+    """Return the error to show for one that the client or `datasets` raised."""
     answer: BaseException | None = error
-    while answer is not None and not isinstance(answer, HfHubHTTPError):
+    while answer is not None and not isinstance(answer, (HTTPError, FinetuneError)):
         answer = answer.__cause__
+    if isinstance(answer, FinetuneError):
+        return answer
     known = refusal(answer, where, revision, missing=DataError, noun="data set")
     if known is not None:
         return known
     detail = clean(str(error), get_token())
-    return DataError(f"{where}: cannot be loaded ({detail}); check its name and configuration")
+    message = f"{where}: cannot be loaded ({detail}); check its name and configuration"
+    return DataError(message, code="data.not_loadable")
 
 
 def _refuse_damaged(name: str, commit: str, loaded: Any, started: float) -> None:
-    """Check the files that came during this call, and drop what was made of damaged ones."""
+    """Check the files downloaded by this call; delete damaged ones and what was made of them."""
     snapshot = snapshot_of(name, commit)
     files = [path for path in snapshot.rglob("*") if path.is_file()]
     fresh = [path for path in files if path.stat().st_mtime >= started - 1]
@@ -108,9 +121,9 @@ def _refuse_damaged(name: str, commit: str, loaded: Any, started: float) -> None
         return
     for path in damaged:
         path.resolve().unlink(missing_ok=True)
-    for made in _copies(name):
-        if made.name == commit:
-            shutil.rmtree(made, ignore_errors=True)
+    for copy in _copies(name):
+        if copy.name == commit:
+            shutil.rmtree(copy, ignore_errors=True)
     raise Fault(f"{damaged[0].name} came with bytes that are not those of its checksum")
 
 
@@ -120,40 +133,47 @@ def _refuse_damaged(name: str, commit: str, loaded: Any, started: float) -> None
 def _from_cache(
     where: str, name: str, config: str | None, revision: str | None, fault: Fault | None = None
 ) -> tuple[Any, str | None]:
-    """What `datasets` has of a revision; without a fault it is the user who set the hub offline."""
+    """Load a revision from the cache of `datasets`.
+
+    Args:
+        fault: of the hub; None if the user has set it offline.
+    """
     import datasets
 
-    wanted = last_seen(name, revision)
+    wanted = cached_commit(name, revision)
     for copy in _copies(name):
         if copy.name == wanted:
-            os.utime(copy)  # `datasets` takes the newest one, whichever was asked for
+            os.utime(copy)  # `datasets` takes the newest copy, of any revision
     cause = "HF_HUB_OFFLINE is set" if fault is None else str(fault)
     try:
         loaded = datasets.load_dataset(name, config, revision=revision)
     except ConnectionError:
         raise HubError(
             f"{where}: the hub cannot be reached and nothing is cached ({cause}); connect once, or "
-            "use parquet: or folder: with a local copy"
+            "use parquet: or folder: with a local copy",
+            code="hub.unreachable",
         ) from None
     except Exception as error:
         if fault is None:
-            raise explained(where, revision, error) from None
+            raise user_error(where, revision, error) from None
         detail = clean(str(error), get_token())
-        raise HubError(f"{where}: {cause}, and not cached ({detail}); try again later") from None
-    commit = _commit(loaded)
+        message = f"{where}: {cause}, and not cached ({detail}); try again later"
+        raise HubError(message, code="hub.unreachable") from None
+    commit = _recorded_commit(loaded)
     if commit is None:
         return loaded, None
     if commit != (wanted if revision else wanted or commit):
         only = f"only revision {commit} is cached"
         if fault is None:
-            raise DataError(f"{where}: {only}; connect to fetch this one")
-        raise HubError(f"{where}: {cause}, and {only}; try again later")
+            raise DataError(f"{where}: {only}; connect to fetch this one", code="data.not_cached")
+        message = f"{where}: {cause}, and {only}; try again later"
+        raise HubError(message, code="hub.unreachable")
     say_once(f"{where}: {cause}; using revision {commit} from the cache")
     return loaded, commit
 
 
-def last_seen(name: str, revision: str | None) -> str | None:
-    """The commit that a revision stood for when the hub was last asked."""
+def cached_commit(name: str, revision: str | None) -> str | None:
+    """Return the commit of a revision when the hub was last asked; None if it never was."""
     if revision and re.fullmatch(r"[0-9a-f]{40}", revision):
         return revision
     reference = _repository(name) / "refs" / (revision or "main")
@@ -161,7 +181,7 @@ def last_seen(name: str, revision: str | None) -> str | None:
 
 
 def snapshot_of(name: str, commit: str) -> Path:
-    """Where the client keeps the files of a commit, whether or not there are any."""
+    """Return the folder in which the client keeps the files of a commit; it may not exist."""
     return _repository(name) / "snapshots" / commit
 
 
@@ -170,7 +190,7 @@ def _repository(name: str) -> Path:
 
 
 def _copies(name: str) -> list[Path]:
-    """What `datasets` made of a data set, by configuration, version and commit."""
+    """List the folders that `datasets` made of a data set, by configuration, version, commit."""
     from datasets import config
     from datasets.naming import camelcase_to_snakecase
 
@@ -179,31 +199,28 @@ def _copies(name: str) -> list[Path]:
     return [p for p in top.glob(f"{owner}___{camelcase_to_snakecase(short)}/*/*/*") if p.is_dir()]
 
 
-def _commit(loaded: Any) -> str | None:
-    """The commit that a loaded data set came from, where `datasets` recorded it."""
+def _recorded_commit(loaded: Any) -> str | None:
+    """Return the commit of a loaded data set; None if `datasets` did not record it."""
     for dataset in loaded.values():
         for url in dataset.info.download_checksums or {}:
             match = re.search(r"@([0-9a-f]{40})/", url)
             if match:
                 return match.group(1)
         for file in dataset.cache_files:
-            made = Path(file["filename"]).parent.name
-            if re.fullmatch(r"[0-9a-f]{40}", made):
-                return made
+            folder = Path(file["filename"]).parent.name
+            if re.fullmatch(r"[0-9a-f]{40}", folder):
+                return folder
     return None
 
 
 @contextlib.contextmanager
 def offline() -> Iterator[None]:
-    """Let `datasets` look in its cache alone, without waiting for a hub that does not answer."""
+    """Let `datasets` use its cache only, without waiting for a hub that does not answer."""
     from datasets import config
 
-    places = ((constants, "HF_HUB_OFFLINE"), (config, "HF_HUB_OFFLINE"))
-    before = [getattr(owner, key) for owner, key in places]
+    before = constants.HF_HUB_OFFLINE, config.HF_HUB_OFFLINE
     try:
-        for owner, key in places:
-            setattr(owner, key, True)
+        constants.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE = True
         yield
     finally:
-        for (owner, key), value in zip(places, before, strict=True):
-            setattr(owner, key, value)
+        constants.HF_HUB_OFFLINE, config.HF_HUB_OFFLINE = before

@@ -1,18 +1,13 @@
-"""Decoded images kept on disk between two runs, and shared by all processes of a host.
+"""A split's decoded images: read from the cache if an earlier run wrote them, else decoded.
 
-A file of `pixels/` in the cache (see `cache_folder`) holds one split: the pixels, then a table of
-where each image is, then a footer. It is named after what the pixels depend on: the split's
-fingerprint, the decoder, its size, and what is done about unreadable images. (The fingerprint of
-more than 1 GiB of images is over names and sizes: clear the cache if such images change without
-changing size.) One process decodes, those that want the same images meanwhile wait for it; all map
-the file, so that the system keeps one copy in memory for all, or a part where it is larger than
-that.
+A file of `pixels/` in the cache (see `cache_folder`) holds one split, laid out by `pixel_file`. It
+is named after what the pixels depend on: the contents of the split's images, the decoder, its size,
+and what is done about unreadable images. One process decodes, and those that want the same images
+wait for it; all read one file, of which the system keeps one copy in memory for all.
 
-What is checked when a file is opened: its footer, the sha256 of its table, that the pixels end
-where the table begins, and the checksums of 256 MiB of images spread over it. So a file that is
-cut off, half written or overwritten is found, and up to 256 MiB every bit. In a larger one a single
-wrong bit can be missed: reading all of 100 GB would take longer than the check is worth, and disks
-have checksums of their own. A damaged file is removed and made again.
+Nothing is used unproved: the folder and the file are this user's, the table fits its sha256 and the
+file's length, and each image its checksum when it is first read. An image that does not is decoded
+again, and the next run makes the file anew.
 """
 
 # N images, M of them readable, H W pixels
@@ -20,19 +15,15 @@ have checksums of their own. A damaged file is removed and made again.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import re
-import struct
-import threading
 import time
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import PIL
@@ -42,98 +33,193 @@ from PIL import features
 
 from finetune import __version__
 from finetune.data.decode import LIMIT_PIXELS
-from finetune.data.decode_all import paint, without_unreadable
-from finetune.data.pixel_file import ROW, Ragged, Rows, arranged, mapped
+from finetune.data.decode_all import expected_size, visit, without_unreadable
+from finetune.data.notices import notice
+from finetune.data.pixel_file import Canvas, Images, Place, Table, read_table, write_table
+from finetune.data.shared_memory import shared_memory
 from finetune.data.source import Split
-from finetune.errors import SetupError
-from finetune.files import cache_folder, leftovers, make_room, published
+from finetune.errors import DataError
+from finetune.files import CacheFolder, UntrustedCacheError, cache_folder
+from finetune.text import byte_size
 
-__all__ = ["Kept", "kept_pixels", "room_for"]
+__all__ = ["Decoded", "How", "cached_images", "decode_images"]
 
 MAX_BYTES = 64 * 2**30
 _DISK_SHARE = 0.5  # of what is free: the rest is for the run itself, and for others
-_CHECKED_BYTES = 2**28
-_POLL_SECONDS = 0.5
 _HEAD_START_SECONDS = 3.0  # for the rank that shows the progress
+_POLL_SECONDS = 0.25
 _NAME = re.compile(r"[0-9a-f]{64}\.pixels")
-_FOOTER = struct.Struct("<8s32sqqq")  # magic, sha256 of the table, its bytes, M, bytes of pixels
-_MAGIC = b"pixels-1"
-_alone = threading.Lock()  # the lock of a file is between processes only
+_REMEDY = "free space, or set FINETUNE_CACHE to another folder"
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Images of a split in a file.
+class How:
+    """The way that a split is decoded.
 
     Attributes:
-        images: (M, H, W, 3) uint8 if all are of one size, else M arrays (H, W, 3); read-only.
-        indices: (M,) int64, of the split, ascending.
-        path: where they are mapped from.
+        workers: processes; a small split needs none.
+        unreadable: what to do about images that cannot be read: stop, naming them all, or leave
+            them out, saying so.
+        progress: show a bar on standard error where that is a terminal.
+        timeout_seconds: for which some images are waited for before a process counts as hanging.
     """
 
-    images: NDArray[np.uint8] | Ragged
+    workers: int
+    unreadable: Literal["stop", "quarantine"]
+    progress: bool
+    timeout_seconds: float
+
+
+class Decoded(NamedTuple):
+    """The images of a split that can be read, and their (M,) indices in it, ascending."""
+
+    images: Images
     indices: NDArray[np.int64]
-    path: Path
 
 
-def room_for(num_bytes: int, folder: Path) -> bool:
-    """Whether a disk has room for a file and leaves as much to others."""
-    there = next(each for each in (folder, *folder.parents) if each.exists())
-    state = os.statvfs(there)
-    return num_bytes < state.f_bavail * state.f_frsize * _DISK_SHARE
-
-
-def kept_pixels(
-    split: Split,
-    *,
-    num_bytes: int,
-    workers: int,
-    unreadable: Literal["stop", "quarantine"],
-    progress: bool,
-    notice: Callable[[str], None],
-    timeout_seconds: float,
-) -> Kept | str:
-    """Map a split's decoded images, after decoding them unless that was done before.
+def cached_images(
+    split: Split, how: How, *, num_bytes: int, tell: Callable[[str], None]
+) -> Decoded | str:
+    """Take a split's images from the cache, after decoding them into it unless they are there.
 
     Args:
-        split: labelled items.
-        num_bytes: about as many as its images take.
-        workers: processes that decode.
-        unreadable: as for `load_images`.
-        progress: show a progress bar.
-        notice: told of a damaged file, and of another process that this one waits for.
-        timeout_seconds: for which a process that decodes may give no sign.
-    Returns: where they are; or why nothing can be kept: no room, or a folder that is read-only.
-    Raises: DataError as `load_images`; SetupError if a process was killed or hangs.
+        num_bytes: that the decoded images are expected to take.
+        tell: told of a damaged file, and of another process that this one waits for.
+    Returns: the images; or why they cannot be kept: the disk has no room, the folder is read-only
+        or another user's, or another process holds the lock.
+    Raises: as `decode_images`.
     """
-    folder = cache_folder("pixels")
-    key = _key(split, unreadable)
-    path = folder / f"{key}.pixels"
+    path, key = cache_folder("pixels"), _key(split, how.unreadable)
+    name = f"{key}.pixels"
     try:
-        found = _opened(path, split, unreadable, notice)
-        if found is not None:
-            return found
-        with _turn(path, key, notice, timeout_seconds) as mine:
-            found = _opened(path, split, unreadable, notice)
-            if found is not None:
-                return found
-            if not mine:  # someone removed it at once
-                return f"{folder}: what another process decoded could not be used"
-            for left in leftovers(folder, key):  # nobody writes it: it is our turn
-                left.unlink(missing_ok=True)
-            if not room_for(num_bytes, folder):
-                return f"{folder}: too little room for {_mebibytes(num_bytes)}"
-            return _made(
-                split,
-                path,
-                key,
-                unreadable=unreadable,
-                workers=workers,
-                progress=progress,
-                timeout_seconds=timeout_seconds,
-            )
+        with CacheFolder(path) as folder:
+            images = _read(folder, key, split, how, tell)
+            if images is not None:
+                return images
+            _let_first_rank_begin(folder, key)
+            with folder.lock(key, notice=tell, stalled_seconds=how.timeout_seconds) as is_mine:
+                images = _read(folder, key, split, how, tell)
+                if images is not None:
+                    return images
+                if not is_mine:
+                    return f"{path}: another process that makes this file has come to a halt"
+                for unfinished in folder.names(key, ".tmp"):  # nobody writes: we hold the lock
+                    folder.remove(unfinished)
+                if not folder.has_room(num_bytes, share=_DISK_SHARE):
+                    return f"{path}: too little room for {byte_size(num_bytes)}; {_REMEDY}"
+                with folder.write(key) as new:
+                    table = _decode(split, new.descriptor, how, num_bytes=num_bytes)
+                    write_table(new.descriptor, table, key)
+                    images = _images(new.descriptor, table, split, path / name)
+                    if split.is_unchanged():
+                        new.name = name
+                    else:
+                        tell(f"split '{split.name}': changed while it was decoded; it is not kept")
+                folder.make_room(MAX_BYTES, keep=name, names=_NAME)
+                return images
+    except UntrustedCacheError as error:
+        return str(error)
     except OSError as error:
-        return f"{folder}: {error.strerror or error} ({_mebibytes(num_bytes)} are needed)"
+        cause = error.strerror or error
+        return f"{path}: {cause} ({byte_size(num_bytes)} are needed); {_REMEDY}"
+
+
+def decode_images(split: Split, how: How, *, num_bytes: int) -> Decoded:
+    """Decode a whole split once, into memory.
+
+    Args:
+        num_bytes: that the decoded images are expected to take.
+    Raises: DataError: unreadable images, a class with no image left, not enough memory, or an
+        image that crashes the decoder; SetupError if a process was killed or hangs.
+    """
+    try:
+        memory = _reserved(num_bytes)
+        return _images(memory, _decode(split, memory, how, num_bytes=num_bytes), split)
+    except (OSError, MemoryError) as error:
+        raise DataError(
+            f"split '{split.name}': {byte_size(num_bytes)} of decoded images do not fit in "
+            "memory; set data.keep: none",
+            code="data.memory",
+        ) from error
+
+
+def _reserved(num_bytes: int) -> NDArray[np.uint8]:
+    """Memory for processes to share: more than is expected, as a sample may mislead."""
+    try:
+        return shared_memory(16 * num_bytes + 2**30)
+    except OSError:  # where the system promises no more than it has
+        return shared_memory(2 * num_bytes + 2**20)
+
+
+def _decode(split: Split, place: Place, how: How, *, num_bytes: int) -> Table:
+    """Decode a split into its place. Raises: OSError where there is no room; others as above."""
+    canvas = Canvas(place, len(split), size=expected_size(split), num_bytes=num_bytes)
+    failed = visit(
+        split,
+        canvas.keep,
+        workers=how.workers,
+        progress=how.progress,
+        timeout_seconds=how.timeout_seconds,
+    )
+    kept = without_unreadable(split, failed, how.unreadable)
+    # the causes alone: the same images may have other names next time
+    causes = [(index, text.removeprefix(f"{split.name_of(index)}: ")) for index, text in failed]
+    return Table(canvas.close_up(kept), kept, causes)
+
+
+def _read(
+    folder: CacheFolder, key: str, split: Split, how: How, tell: Callable[[str], None]
+) -> Decoded | None:
+    """Open a file of the cache, if it is there and whole; a damaged one is removed."""
+    name = f"{key}.pixels"
+    try:
+        file = folder.open(name)
+    except FileNotFoundError:
+        return None
+    try:
+        table = read_table(file, key, len(split))
+        folder.touch(name)
+        failed = [(index, f"{split.name_of(index)}: {cause}") for index, cause in table.failed]
+        without_unreadable(split, failed, how.unreadable)
+        return _images(file, table, split, folder.path / name)
+    except ValueError as error:
+        tell(f"{folder.path / name}: is damaged ({error}); its images are decoded again")
+        folder.remove(name)
+        return None
+    finally:
+        os.close(file)
+
+
+def _images(place: Place, table: Table, split: Split, path: Path | None = None) -> Decoded:
+    """The images of a file or in memory; those that are not what was written are decoded again.
+
+    Args:
+        path: of the file in the cache; None for memory.
+    """
+
+    is_removed = path is None
+
+    def decode_again(place: int) -> NDArray[np.uint8]:
+        nonlocal is_removed
+        index = int(table.indices[place])
+        if path is not None and not is_removed:
+            is_removed = True  # once: the next file of this name is another run's
+            notice(
+                f"{path}: is damaged ({split.name_of(index)} is not what was written); such images "
+                "are decoded again, and the next run makes the file anew"
+            )
+            with contextlib.suppress(OSError), CacheFolder(path.parent) as folder:
+                folder.remove(path.name)
+        image = split.read(index)
+        if image.shape != (table.rows["height"][place], table.rows["width"][place], 3):
+            raise DataError(
+                f"{split.name_of(index)}: has another size than when it was decoded; images must "
+                "not change while a run reads them: restore it and start again",
+                code="data.changed",
+            )
+        return image
+
+    return Decoded(Images(place, table.rows, decode_again), table.indices)
 
 
 def _key(split: Split, unreadable: str) -> str:
@@ -149,159 +235,9 @@ def _key(split: Split, unreadable: str) -> str:
     return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
 
 
-def _mebibytes(num_bytes: int) -> str:
-    return f"about {-(-num_bytes // 2**20)} MiB"
-
-
-@contextlib.contextmanager
-def _turn(
-    path: Path, key: str, notice: Callable[[str], None], timeout_seconds: float
-) -> Iterator[bool]:
-    """Wait until no other process makes the file. Yields: False if it has appeared meanwhile."""
-    folder = path.parent
-    folder.mkdir(parents=True, exist_ok=True)
+def _let_first_rank_begin(folder: CacheFolder, key: str) -> None:
+    """Wait a little on the other ranks of a host, so that the one with the bar decodes."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         until = time.monotonic() + _HEAD_START_SECONDS
-        while time.monotonic() < until and not (path.exists() or leftovers(folder, key)):
+        while time.monotonic() < until and not folder.is_begun(key):
             time.sleep(_POLL_SECONDS)
-    with _alone, (folder / "lock").open("a+b") as lock:
-        # One byte of the file for each key. It is the process's own, not its children's, and the
-        # system gives it back however the process ends.
-        sign, since = None, time.monotonic()
-        while not _locked(lock.fileno(), int(key[:15], 16)):
-            if path.exists():
-                yield False
-                return
-            before, sign = sign, _sign(folder, key)
-            if before is None:
-                notice(f"{path}: another process decodes the same images; waiting for it")
-            if sign != before:
-                since = time.monotonic()
-            if time.monotonic() - since > timeout_seconds:
-                raise SetupError(
-                    f"{path}: the process that decodes these images has given no sign for "
-                    f"{timeout_seconds:g} seconds; end it, or raise run.timeout_seconds (half of "
-                    "it is waited for); continue with --resume"
-                )
-            time.sleep(_POLL_SECONDS)
-        yield True
-
-
-def _locked(lock: int, place: int) -> bool:
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
-    except (BlockingIOError, PermissionError):
-        return False
-    return True
-
-
-def _sign(folder: Path, key: str) -> list[tuple[str, int]]:
-    """What changes as long as some process writes the images of a key."""
-    found = []
-    for path in leftovers(folder, key):
-        with contextlib.suppress(FileNotFoundError):
-            found.append((path.name, path.stat().st_mtime_ns))
-    return found
-
-
-def _made(
-    split: Split,
-    path: Path,
-    key: str,
-    *,
-    unreadable: str,
-    workers: int,
-    progress: bool,
-    timeout_seconds: float,
-) -> Kept:
-    """Decode the split into its file."""
-    with published(path.parent, key) as (temporary, name):
-        file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            canvas, failed = paint(
-                split,
-                file,
-                workers=workers,
-                progress=progress,
-                timeout_seconds=timeout_seconds,
-            )
-            kept = without_unreadable(split, failed, unreadable)
-            rows = canvas.close_up(kept)
-            _finish(file, rows, kept, _without_names(split, failed))
-            os.fsync(file)  # else a power cut could leave the name without the bytes
-            images = arranged(mapped(file), rows)
-        finally:
-            os.close(file)
-        name.append(path.name)
-    make_room(path.parent, MAX_BYTES, keep=path.name, names=_NAME)
-    return Kept(images, kept, path)
-
-
-def _without_names(split: Split, failed: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    """The causes alone: the same images may have other names next time."""
-    return [(index, text.removeprefix(f"{split.name_of(index)}: ")) for index, text in failed]
-
-
-def _finish(
-    file: int, rows: Rows, kept_M: NDArray[np.int64], failed: list[tuple[int, str]]
-) -> None:
-    """Write the table and the footer behind the pixels."""
-    num_bytes = os.fstat(file).st_size
-    table = rows.tobytes() + kept_M.astype("<i8").tobytes() + json.dumps(failed).encode()
-    digest = hashlib.sha256(table).digest()
-    footer = _FOOTER.pack(_MAGIC, digest, len(table), len(rows), num_bytes)
-    with open(os.dup(file), "wb") as stream:
-        stream.seek(num_bytes)
-        stream.write(table + footer)
-
-
-def _opened(
-    path: Path, split: Split, unreadable: str, notice: Callable[[str], None]
-) -> Kept | None:
-    """Map a file, if it is there and intact; a damaged one is removed."""
-    try:
-        with path.open("rb") as stream:
-            flat = mapped(stream.fileno())
-    except FileNotFoundError:
-        return None
-    try:
-        rows, kept, failed = _table(flat)
-        if len(split) != len(rows) + len(failed) or not _is_intact(flat, rows):
-            raise ValueError
-    except (ValueError, struct.error):
-        notice(f"{path}: is damaged; it is removed and the images are decoded again")
-        path.unlink(missing_ok=True)
-        return None
-    with contextlib.suppress(OSError):  # a folder that can be read only serves as well
-        os.utime(path)  # the least recently used go first
-    named = [(index, f"{split.name_of(index)}: {cause}") for index, cause in failed]
-    without_unreadable(split, named, unreadable)
-    return Kept(arranged(flat, rows), kept, path)
-
-
-def _table(flat: NDArray[np.uint8]) -> tuple[Rows, NDArray[np.int64], list[tuple[int, str]]]:
-    """Read the end of a file. Raises: ValueError or struct.error for one that is not whole."""
-    footer = flat[-_FOOTER.size :].tobytes()
-    magic, digest, length, number, num_bytes = _FOOTER.unpack(footer)
-    if magic != _MAGIC or num_bytes + length + _FOOTER.size != len(flat):
-        raise ValueError("not a whole file")
-    table = flat[num_bytes : num_bytes + length].tobytes()
-    if hashlib.sha256(table).digest() != digest:
-        raise ValueError("the table is damaged")
-    ends = number * ROW.itemsize, number * (ROW.itemsize + 8)
-    rows = np.frombuffer(table[: ends[0]], dtype=ROW)
-    kept = np.frombuffer(table[ends[0] : ends[1]], dtype="<i8").astype(np.int64)
-    return rows, kept, [(index, cause) for index, cause in json.loads(table[ends[1] :])]
-
-
-def _is_intact(flat: NDArray[np.uint8], rows: Rows) -> bool:
-    """Compare the checksums of as many images as are looked at, spread over the file."""
-    sizes = rows["height"].astype(np.int64) * rows["width"] * 3
-    total = int(sizes.sum())
-    number = len(rows) if total <= _CHECKED_BYTES else -(-len(rows) * _CHECKED_BYTES // total)
-    chosen = np.unique(np.linspace(0, len(rows) - 1, number).astype(np.int64))
-    for index in chosen.tolist() if len(rows) else ():
-        start = int(rows["offset"][index])
-        if zlib.crc32(flat[start : start + int(sizes[index])].data) != rows["crc"][index]:
-            return False
-    return True

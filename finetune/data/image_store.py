@@ -1,4 +1,4 @@
-"""Where decoded pixels live: on the device, in memory, in a mapped file, or still encoded.
+"""The place of decoded pixels: on the device, in memory, in a file; or nowhere, decoded as needed.
 
 Images are decoded once and kept as uint8; sets for which there is no room are decoded by workers in
 every epoch, to the same pixels.
@@ -9,11 +9,12 @@ every epoch, to the same pixels.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, Literal, overload
+from collections.abc import Callable, Generator, Iterable
+from typing import Literal
 
 import numpy as np
 import torch
@@ -21,22 +22,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from finetune.data.decode import planes
-from finetune.data.decode_all import (
-    SMALL_BYTES,
-    TIMEOUT_SECONDS,
-    decoded_bytes,
-    load_images,
-    readable,
-)
-from finetune.data.device_copy import uploaded
-from finetune.data.image_cache import Kept, kept_pixels
-from finetune.data.pixel_file import Ragged
+from finetune.data.decode_all import SMALL_BYTES, TIMEOUT_SECONDS, decoded_bytes, readable
+from finetune.data.device_copy import copy_ahead
+from finetune.data.image_cache import Decoded, How, cached_images, decode_images
+from finetune.data.pixel_file import Images
 from finetune.data.shared_memory import Put, Slots
 from finetune.data.source import Split
 from finetune.data.streaming.prefetch import is_streamed, prefetch_of
 from finetune.data.worker_pool import WorkerStatus, spread
 from finetune.errors import DataError
+from finetune.files import cache_folder
 from finetune.processes import total_bytes
+from finetune.text import byte_size
 from finetune.transforms.random import on_device
 
 __all__ = ["Store", "open_store"]
@@ -46,41 +43,21 @@ _DEVICE_SHARE = 0.25  # of what is free on the device
 _AHEAD = 3  # batches for each worker: it need not wait for another whose batch comes first
 _SPREAD_OF_SIZES = 4  # how much more than the mean a batch may take; memory is only promised
 _MOST = 32  # processes that decode at once
-_REMEDY = "free space, or set FINETUNE_CACHE to another folder"
-
-
-class _Planes(Sequence[Tensor]):
-    """Images of several sizes, (C, H, W) each, made when they are asked for."""
-
-    def __init__(self, images: Ragged) -> None:
-        self._images = images
-
-    def __len__(self) -> int:
-        return len(self._images)
-
-    @overload
-    def __getitem__(self, index: int) -> Tensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> _Planes: ...
-    def __getitem__(self, index: int | slice) -> Tensor | _Planes:
-        if isinstance(index, slice):
-            return _Planes(self._images[index])
-        return planes(self._images[int(index)])
 
 
 class Store:
-    """Where a split's pixels live: one tensor, a list of tensors, or still in their files.
+    """A split with its pixels: one tensor, images in a file, or none that are decoded yet.
 
     Attributes:
         split: the labelled items, without those in quarantine.
-        images: (N, H, W, C) uint8 when all have one size, a sequence of (C, H, W) when not, or
-            None. Never to be written to: it may be a mapped file.
+        images: (N, H, W, C) uint8 on the device or in memory; or a file that is read; or None.
+            Never to be written to.
     """
 
     def __init__(
         self,
         split: Split,
-        images: Tensor | Sequence[Tensor] | None,
+        images: Tensor | Images | None,
         *,
         workers: int = 0,
         timeout_seconds: float = TIMEOUT_SECONDS,
@@ -111,14 +88,17 @@ class Store:
                 yield chosen.permute(0, 3, 1, 2).contiguous()
         elif self.images is not None:
             for indices in batches:
-                yield [self.images[i] for i in indices]
+                batch = self.images.batch(indices)
+                if isinstance(batch, Tensor):
+                    batch = batch.permute(0, 3, 1, 2).contiguous()
+                yield batch
         elif self.prefetch is not None:
             with contextlib.closing(self.prefetch.read_all(batches)) as read_ahead:
                 yield from read_ahead
         elif self.workers:
             with contextlib.closing(self._from_workers(batches)) as read:
                 if self.device.type == "cuda":
-                    yield from uploaded(read, self.device)
+                    yield from copy_ahead(read, self.device)
                 else:
                     for images in read:
                         yield [planes(image) for image in images]
@@ -143,7 +123,7 @@ class Store:
         slots = Slots(self.workers * _AHEAD + 1, largest)
 
         def decode(index: int, room: NDArray[np.uint8]) -> NDArray[np.uint8]:
-            with status.at_work(index):
+            with status.decoding(index):
                 return self.split.read(index, room)
 
         def decode_all(task: tuple[int, NDArray[np.int64]]) -> tuple[int, Put | str]:
@@ -167,7 +147,7 @@ class Store:
         with contextlib.closing(read):
             for slot, put in read:
                 if isinstance(put, str):
-                    raise DataError(put)
+                    raise DataError(put, code="data.unreadable")
                 yield slots.take(slot, put)
 
 
@@ -187,15 +167,15 @@ def open_store(
 
     Args:
         split: labelled items.
-        keep: "device" or "memory" (both kept on disk, too, and mapped, unless the set is small or
-            the disk has no room), "none", or "auto" for the first that has room.
+        keep: "device" or "memory" (both kept on disk, too, and read from there, unless the set is
+            small or the disk has no room), "none", or "auto" for the first that has room.
         device: where training runs.
         workers: processes that decode; a set that is kept is decoded by at least as many as there
             are cores. 0 for none.
         unreadable: "stop" or "quarantine".
         local_processes: processes that share this host's memory.
         progress: show a progress bar.
-        notice: told where the pixels went when that is not what was asked.
+        notice: told if the pixels are kept in another place than `keep` says.
         timeout_seconds: for which a batch is waited for before a worker counts as hanging.
     Returns: the store.
     Raises: DataError listing every image that cannot be read, or if there is no memory for what is
@@ -204,57 +184,44 @@ def open_store(
     if is_streamed(split):  # what cannot be read shows when it is read
         return Store(split, None, workers=workers, timeout_seconds=timeout_seconds)
     needed, memory = decoded_bytes(split), total_bytes()
-    size = f"{split.name}: about {needed / 2**30:.1f} GiB decoded"
-    decoding: dict[str, Any] = {
-        "unreadable": unreadable,
-        "progress": progress,
-        "timeout_seconds": timeout_seconds,
-    }
-    kept: Kept | str = ""
+    size = f"{split.name}: about {byte_size(needed)} decoded"
+    how = How(workers, unreadable, progress, timeout_seconds)
+    decoded: Decoded | str = ""
     if keep != "none" and needed >= SMALL_BYTES:
-        every = min(max(workers * local_processes, _cores()), _MOST) if workers else 0
-        kept = kept_pixels(split, num_bytes=needed, workers=every, notice=notice, **decoding)
-    if isinstance(kept, Kept):
-        if needed >= memory * _MEMORY_SHARE:
-            notice(f"{size} do not fit in memory; they are read from {kept.path} as needed")
-        split = split.subset(kept.indices) if len(kept.indices) < len(split) else split
-        return Store(split, _placed(kept.images, keep, device))
-    unkept = f" are not kept on disk ({kept})" if kept else ""
-    if keep == "auto" and needed >= memory * _MEMORY_SHARE / local_processes:
-        both = f"{unkept} and" if unkept else ""
-        notice(f"{size}{both} do not fit in memory; {workers} workers decode it in every epoch")
-        keep = "none"
-    elif unkept:
-        notice(f"{size}{unkept}, so the next run decodes them again; {_REMEDY}")
-    if keep != "none" and needed > memory:
-        raise DataError(f"{size} do not fit in memory; set data.keep: none")
-    return _decoded_anew(split, keep, needed=needed, device=device, workers=workers, **decoding)
-
-
-def _decoded_anew(
-    split: Split,
-    keep: str,
-    *,
-    needed: int,
-    device: torch.device,
-    workers: int,
-    timeout_seconds: float,
-    **decoding: Any,
-) -> Store:
-    """A split that is not on disk: in this process's memory, or checked and left encoded."""
-    decoding = {"workers": workers, "timeout_seconds": timeout_seconds, **decoding}
-    if keep == "none":
-        return Store(
-            split.subset(readable(split, **decoding)),
-            None,
-            workers=workers,
-            timeout_seconds=timeout_seconds,
-            image_bytes=-(-needed // max(len(split), 1)),
-            device=device,
-        )
-    images, indices = load_images(split, **decoding)
+        everybody = min(max(workers * local_processes, _cores()), _MOST) if workers else 0
+        by_all = dataclasses.replace(how, workers=everybody)
+        decoded = cached_images(split, by_all, num_bytes=needed, tell=notice)
+    if isinstance(decoded, str):
+        unkept = f" are not kept on disk ({decoded})" if decoded else ""
+        if keep == "auto" and needed >= memory * _MEMORY_SHARE / local_processes:
+            both = f"{unkept} and" if unkept else ""
+            notice(f"{size}{both} do not fit in memory; {workers} workers decode it in every epoch")
+            keep = "none"
+        elif unkept:
+            notice(f"{size}{unkept}, so the next run decodes them again")
+        if keep == "none":
+            return _undecoded(split, how, num_bytes=needed, device=device)
+        if needed > memory:
+            raise DataError(f"{size} do not fit in memory; set data.keep: none", code="data.memory")
+        decoded = decode_images(split, how, num_bytes=needed)
+    elif needed >= memory * _MEMORY_SHARE:
+        place = cache_folder("pixels")
+        notice(f"{size} do not fit in memory; they are read from {place} as needed")
+    images, indices = decoded
     split = split.subset(indices) if len(indices) < len(split) else split
     return Store(split, _placed(images, keep, device))
+
+
+def _undecoded(split: Split, how: How, *, num_bytes: int, device: torch.device) -> Store:
+    """A store that keeps nothing, of the images that can be read."""
+    return Store(
+        split.subset(readable(split, **dataclasses.asdict(how))),
+        None,
+        workers=how.workers,
+        timeout_seconds=how.timeout_seconds,
+        image_bytes=-(-num_bytes // max(len(split), 1)),
+        device=device,
+    )
 
 
 def _cores() -> int:
@@ -262,15 +229,12 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _placed(
-    images: NDArray[np.uint8] | Ragged, keep: str, device: torch.device
-) -> Tensor | _Planes:
+def _placed(images: Images, keep: str, device: torch.device) -> Tensor | Images:
     """Images as a store has them, on the device where they are to be there or there is room."""
-    if isinstance(images, Ragged):
-        return _Planes(images)
-    tensor = torch.from_numpy(images)
+    if images.size is None:
+        return images
     if device.type == "cuda" and keep in ("auto", "device"):
         free, _ = torch.cuda.mem_get_info(device)
-        if keep == "device" or tensor.numel() < free * _DEVICE_SHARE:
-            return tensor.to(device)
-    return tensor
+        if keep == "device" or images.num_bytes < free * _DEVICE_SHARE:
+            return images.to(device)
+    return images.whole() if images.is_in_memory else images

@@ -1,10 +1,11 @@
-"""Encoded images in a fixed order, wherever they are: rows of a table, files, or an array."""
+"""Encoded images in a fixed order: rows of a table, files, or an array."""
 
 # N images, H W pixels
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import os
 from collections import Counter
@@ -19,6 +20,7 @@ import pyarrow.compute as pc
 
 from finetune.data.columns import integers
 from finetune.data.decode import decode, open_data
+from finetune.data.fingerprint import states_of
 from finetune.errors import DataError
 from finetune.text import printable
 
@@ -42,7 +44,16 @@ class Items(Protocol):
     """Encoded images in a fixed order. Cheap to pickle, and safe to read from several threads.
 
     The size and the room that are given to `read` are those of `decode`.
+
+    Attributes:
+        origin: the name of the files that the images are in, on this machine.
+        has_file_each: True if each image is a file of its own.
     """
+
+    @property
+    def origin(self) -> str: ...
+    @property
+    def has_file_each(self) -> bool: ...
 
     def __len__(self) -> int: ...
     def content(self, row: int) -> bytes: ...
@@ -51,24 +62,26 @@ class Items(Protocol):
     ) -> np.ndarray: ...
     def name_of(self, row: int) -> str: ...
     def sizes(self) -> np.ndarray: ...
+    def states(self, rows: np.ndarray) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some rows of one table: their encoded images, and what to call them."""
+    """Some rows of one table: their encoded images, and the names of these."""
 
     title: str
     first_row: int
     content: pa.Array
     paths: pa.Array | None
     folders: tuple[Path, ...]  # only files below these are read; relative paths start at the first
+    rows: np.ndarray | None = None  # counted from first_row; None: one after the other
 
     def path(self, offset: int) -> str | None:
-        """The picture's own file name or path, where the table has one."""
+        """Return the image's own file name or path; None if the table has none."""
         return None if self.paths is None else self.paths[offset].as_py()
 
     def file(self, path: str) -> Path:
-        """The file that a path of the table means, links resolved.
+        """Resolve a path of the table, links included.
 
         Raises: DataError outside the folders: a table from elsewhere must not name any local file.
         """
@@ -76,18 +89,32 @@ class Chunk:
             file = Path(os.path.realpath(self.folders[0] / path))
             if any(file.is_relative_to(os.path.realpath(folder)) for folder in self.folders):
                 return file
-        where = " or ".join(str(folder) for folder in self.folders) or "the table"
+        allowed = " or ".join(str(folder) for folder in self.folders) or "the table"
         raise DataError(
-            f"this path leads outside {where} and is not read; put the image there, or its bytes "
-            "into the table"
+            f"this path leads outside {allowed} and is not read; put the image there, or its bytes "
+            "into the table",
+            code="data.unsafe",
         )
 
 
 class RowItems:
-    """Encoded images in Arrow memory. Only the way to load them is pickled, never the images."""
+    """Encoded images in Arrow memory. Only the way to load them is pickled, never the images.
 
-    def __init__(self, load: Callable[[], list[Chunk]]) -> None:
+    Args:
+        load: reads the tables.
+        files: that it reads; none if they are not known.
+        column: of the images.
+    """
+
+    has_file_each = False
+
+    def __init__(
+        self, load: Callable[[], list[Chunk]], files: Iterable[Path] = (), column: str = ""
+    ) -> None:
         self._load = load
+        self._files = [os.fspath(file) for file in files]
+        self._states = states_of(self._files)  # from before they are read
+        self.origin = "\n".join([column, *self._files])
         self._chunks: list[Chunk] | None = None
         self._starts: list[int] = []
         self._open()
@@ -97,11 +124,11 @@ class RowItems:
             chunks = self._load()
             lengths = (len(chunk.content) for chunk in chunks)
             self._starts = list(itertools.accumulate(lengths, initial=0))
-            self._chunks = chunks  # last: another thread takes it as the sign that all is there
+            self._chunks = chunks  # last: other threads do not wait once it is set
         return self._chunks
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_load": self._load, "_chunks": None, "_starts": []}
+        return {**self.__dict__, "_chunks": None, "_starts": []}
 
     def __len__(self) -> int:
         self._open()
@@ -113,14 +140,14 @@ class RowItems:
         return chunks[number], row - self._starts[number]
 
     def content(self, row: int) -> bytes:
-        """The encoded image of a row. Raises: DataError where it has none."""
+        """Return the encoded image of a row. Raises: DataError if it has none."""
         chunk, offset = self._locate(row)
         body: bytes | None = chunk.content[offset].as_py()
         if body is not None:
             return body
         path = chunk.path(offset)
         if not path:
-            raise DataError("no image in this row")
+            raise DataError("no image in this row", code="data.no_image")
         with open_data(chunk.file(path)) as stream:  # the hub's image folders: paths only
             return stream.read()
 
@@ -129,18 +156,33 @@ class RowItems:
         try:
             body = self.content(row)
         except DataError as error:
-            raise DataError(f"{self.name_of(row)}: {error}") from None
+            raise DataError(f"{self.name_of(row)}: {error}", code=error.code) from None
         return decode(body, size=size, name=lambda: self.name_of(row), room=room)
 
     def name_of(self, row: int) -> str:
-        """File and row, and the picture's own file name if the table has it."""
+        """Return file and row, and the image's own file name if the table has it."""
         chunk, offset = self._locate(row)
         path = chunk.path(offset)
-        return f"{chunk.title} row {chunk.first_row + offset}" + (f" ({path})" if path else "")
+        number = chunk.first_row + (offset if chunk.rows is None else int(chunk.rows[offset]))
+        return f"{chunk.title} row {number}" + (f" ({path})" if path else "")
 
     def sizes(self) -> np.ndarray:
-        """(N,) int64, the encoded images' sizes in bytes."""
+        """Return (N,) int64, the encoded images' sizes in bytes."""
         return np.concatenate([_chunk_sizes(chunk) for chunk in self._open()])
+
+    def states(self, rows: np.ndarray) -> np.ndarray:
+        """Return (F, 5) as `states_of`: of the tables, and of files that these rows name."""
+        tables = self._states.copy()
+        # tables in memory stay as they were read, whatever becomes of their files
+        tables[np.any(states_of(self._files) != tables, axis=1), 0] = -1
+        files = []
+        if any(chunk.content.null_count for chunk in self._open()):
+            for row in rows.tolist():
+                chunk, offset = self._locate(row)
+                if not chunk.content[offset].is_valid and (path := chunk.path(offset)):
+                    with contextlib.suppress(DataError):
+                        files.append(chunk.file(path))
+        return np.concatenate([tables, states_of(files)])
 
 
 def _chunk_sizes(chunk: Chunk) -> np.ndarray:
@@ -159,8 +201,11 @@ def _chunk_sizes(chunk: Chunk) -> np.ndarray:
 class FileItems:
     """Image files under a folder. The paths are bytes in one Arrow array: quick to pickle."""
 
+    has_file_each = True
+
     def __init__(self, root: Path, paths: list[str]) -> None:
         self._root = root
+        self.origin = os.fspath(root)
         self._paths = _binaries([os.fsencode(path) for path in paths])
 
     def __len__(self) -> int:
@@ -170,7 +215,7 @@ class FileItems:
         return self._root / os.fsdecode(self._paths[row].as_py())
 
     def content(self, row: int) -> bytes:
-        """The file's bytes. Raises: DataError for anything but a readable file."""
+        """Return the file's bytes. Raises: DataError for anything but a readable file."""
         with open_data(self._path(row)) as stream:
             return stream.read()
 
@@ -179,16 +224,24 @@ class FileItems:
         return decode(self._path(row), size=size, name=lambda: self.name_of(row), room=room)
 
     def name_of(self, row: int) -> str:
-        """The path in the folder, printable also when it is not UTF-8."""
+        """Return the path in the folder; what is not UTF-8 is escaped."""
         return printable(os.fsdecode(self._paths[row].as_py()))
 
     def sizes(self) -> np.ndarray:
-        """(N,) int64 in bytes; 0 for what cannot be looked at."""
+        """Return (N,) int64 in bytes; 0 for a file whose size cannot be read."""
         return np.array([_size(self._path(row)) for row in range(len(self))], dtype=np.int64)
+
+    def states(self, rows: np.ndarray) -> np.ndarray:
+        """Return (rows, 5) as `states_of`."""
+        root = os.fsencode(self._root)
+        buffers = [None, pa.py_buffer(np.ascontiguousarray(rows, dtype=np.int64))]
+        places = pa.Array.from_buffers(pa.int64(), len(rows), buffers)  # as `_binaries`
+        paths = self._paths.take(places).to_pylist()
+        return states_of(os.path.join(root, path) for path in paths)
 
 
 def _binaries(values: list[bytes]) -> pa.LargeBinaryArray:
-    """An array of them; pyarrow's own way would import pandas."""
+    """Return an Arrow array; `pa.array` would import pandas."""
     ends = np.cumsum([0, *map(len, values)], dtype=np.int64)
     buffers = [None, pa.py_buffer(ends), pa.py_buffer(b"".join(values))]
     return pa.Array.from_buffers(pa.large_binary(), len(values), buffers)
@@ -202,7 +255,7 @@ def _size(path: Path) -> int:
 
 
 class Links:
-    """Refuses links that lead from one class into another: an image would get a wrong label."""
+    """Refuses links that lead from one class into another: images would get a wrong label."""
 
     def __init__(self, class_folders: Iterable[Path], source: str) -> None:
         self._source = source
@@ -231,7 +284,8 @@ class Links:
         if target in self._above or places & others:
             raise DataError(
                 f"{self._source}: the link {printable(link)} leads to {printable(target)}, which "
-                "is another class or holds one; its images would count twice: remove the link"
+                "is another class or holds one; its images would count twice: remove the link",
+                code="data.wrong_link",
             )
 
 
@@ -239,9 +293,9 @@ def walk_images(folder: Path, ignored: Counter[str], links: Links | None = None)
     """List the image files below a folder, following links to folders but never in circles.
 
     Args:
-        folder: where to begin; hidden files and folders are passed over.
+        folder: the top; hidden files and folders are skipped.
         ignored: counts the names of files that are no images.
-        links: what checks each link; None to follow them all.
+        links: checks each link; None to follow them all.
     Returns: their paths, in no order. A file is an image by its suffix; nothing is opened.
     Raises: DataError for a folder that cannot be listed, or a link that is refused.
     """
@@ -254,7 +308,7 @@ def walk_images(folder: Path, ignored: Counter[str], links: Links | None = None)
             continue
         seen.add(identity)
         folders = []
-        for entry in _listed(parent):
+        for entry in _list_folder(parent):
             hidden = entry.name.startswith(".")
             is_folder = _is_folder(entry)
             if hidden and is_folder:
@@ -271,12 +325,13 @@ def walk_images(folder: Path, ignored: Counter[str], links: Links | None = None)
         waiting += reversed(folders)
 
 
-def _listed(folder: str) -> list[os.DirEntry[str]]:
+def _list_folder(folder: str) -> list[os.DirEntry[str]]:
     try:
-        with os.scandir(folder) as entries:  # tells links and folders apart without looking at each
+        with os.scandir(folder) as entries:  # knows links and folders without a stat of each
             return sorted(entries, key=lambda entry: entry.name)
     except OSError as error:
-        raise DataError(f"{printable(folder)}: cannot be listed ({error.strerror})") from None
+        message = f"{printable(folder)}: cannot be listed ({error.strerror})"
+        raise DataError(message, code="data.unreadable") from None
 
 
 def _suffix(name: str) -> str:
@@ -291,7 +346,10 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 class ArrayItems:
-    """Images already decoded."""
+    """Images that are decoded already."""
+
+    origin = ""
+    has_file_each = False
 
     def __init__(self, images: np.ndarray, title: str) -> None:
         self._images = images.view()  # (N, H, W, 3) uint8
@@ -302,17 +360,21 @@ class ArrayItems:
         return len(self._images)
 
     def content(self, row: int) -> bytes:
-        """The pixels' bytes."""
+        """Return the pixels' bytes."""
         return bytes(self._images[row].tobytes())
 
     def read(self, row: int, size: int | None = None, room: np.ndarray | None = None) -> np.ndarray:
-        """One image. Returns: (H, W, 3) uint8, not to be written to."""
+        """Return one image, (H, W, 3) uint8, read-only."""
         return self._images[row]
 
     def name_of(self, row: int) -> str:
-        """Title and number."""
+        """Return title and number."""
         return f"{self._title} row {row}"
 
     def sizes(self) -> np.ndarray:
-        """(N,) int64 in bytes."""
+        """Return (N,) int64 in bytes."""
         return np.full(len(self), self._images[0].nbytes, dtype=np.int64)
+
+    def states(self, rows: np.ndarray) -> np.ndarray:
+        """Return (0, 5): there are no files."""
+        return states_of([])

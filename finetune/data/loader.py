@@ -1,4 +1,4 @@
-"""Which samples form step s on rank r, and how their pixels get there.
+"""The samples of step s on rank r, and the batches made of them.
 
 Training is one endless stream: epoch after epoch, each in its own order. Step s takes positions
 [s*B, (s+1)*B) of it, and every rank a slice of those. So there is no sampler state and no padding,
@@ -31,7 +31,7 @@ __all__ = ["Batch", "Loader", "Sampler", "crosses_epoch"]
 
 
 def crosses_epoch(step: int, *, batch_size: int, num_samples: int) -> bool:
-    """Tell whether the `step`-th optimiser step (counted from 1) completes an epoch."""
+    """True if the `step`-th optimiser step (counted from 1) completes an epoch."""
     return step * batch_size // num_samples > (step - 1) * batch_size // num_samples
 
 
@@ -63,7 +63,7 @@ class Sampler:
         self._orders: dict[int, NDArray[np.int64]] = {}
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """The permutation of an epoch. Returns: (num_samples,)."""
+        """Return the permutation of an epoch, (num_samples,)."""
         if epoch not in self._orders:
             # A batch touches two epochs, or more when it is larger than the data set.
             self._orders = {e: o for e, o in self._orders.items() if e >= epoch - 1}
@@ -79,13 +79,13 @@ class Sampler:
     def micro_batches(
         self, step: int, *, rank: int = 0, world: int = 1, micro_batch: int | None = None
     ) -> list[tuple[NDArray[np.uint64], NDArray[np.int64]]]:
-        """The samples of one rank in one step (counted from 0), cut to what fits at once.
+        """Return the samples of one rank in one step (counted from 0), in micro-batches.
 
         Args:
             step: number of optimiser steps done before.
             rank, world: this process and how many there are.
-            micro_batch: largest number of images at once, one image (or pair) more where the
-                shares are uneven; None for the whole share.
+            micro_batch: largest number of images at once, one image (or pair) more if the shares
+                are uneven; None for the whole share.
         Returns: for each micro-batch the keys of its augmentation (B,) uint64 and its sample
             indices (B,) int64; the number of micro-batches is the same on every rank.
         Raises: RecipeError if there is less than one image (or pair) for each process.
@@ -94,7 +94,8 @@ class Sampler:
         if units < world:
             raise RecipeError(
                 f"data.batch_size: {self.batch_size} is too small for {world} processes; "
-                f"set at least {world * self.unit}"
+                f"set at least {world * self.unit}",
+                code="recipe.wrong_value",
             )
         share = -(-units // world)
         at_once = max((micro_batch or self.batch_size) // self.unit, 1)
@@ -107,7 +108,7 @@ class Sampler:
         return [self._at(step, first, last) for first, last in itertools.pairwise(edges)]
 
     def _at(self, step: int, first: int, last: int) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-        """Positions `first`..`last` of a step's global batch, as (keys, indices)."""
+        """Return positions `first`..`last` of a step's global batch, as (keys, indices)."""
         positions = np.arange(step * self.batch_size + first, step * self.batch_size + last)
         epochs, places = np.divmod(positions, self.num_samples)
         indices, keys = np.empty_like(places), np.empty(len(places), dtype=np.uint64)
@@ -120,18 +121,18 @@ class Sampler:
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all loaders of a device: cuBLAS keeps 32 MiB for each stream that ever multiplied."""
+    """Return one stream for all loaders of a device: cuBLAS keeps 32 MiB for each stream."""
     return torch.cuda.Stream(device, priority=-1)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What the network sees.
+    """One batch of the network's input.
 
     Attributes:
         images_BCHW: normalised pixels on the device.
-        labels_B: class indices; fewer than images when the rest only keeps ranks in step.
-        targets_BK: class weights when images are mixed, else None.
+        labels_B: class indices; fewer than images if some images only keep the ranks in step.
+        targets_BK: class weights if images are mixed, else None.
         indices: (B,), in evaluation: places in the split of the images that have a label.
     """
 
@@ -178,7 +179,7 @@ class Loader:
         world: int = 1,
         micro_batch: int | None = None,
     ) -> Generator[tuple[int, Iterator[Batch]], None, None]:
-        """Yield each step's number of micro-batches, and the micro-batches, made as they are read.
+        """Yield each step's number of micro-batches, and an iterator that makes them.
 
         Args: as for `Sampler.micro_batches`; `steps` are those still to be done.
         Closing the generator ends the workers, once no micro-batch is held.
@@ -187,20 +188,20 @@ class Loader:
             sampler.micro_batches(step, rank=rank, world=world, micro_batch=micro_batch)
             for step in steps
         )
-        ahead, behind = itertools.tee(plans)  # workers read ahead of the step they are asked for
-        pixels = self.store.read_all(indices for plan in ahead for _, indices in plan)
-        for plan in behind:
-            yield len(plan), (self._beside(self._batch, pixels, *each) for each in plan)
+        read_ahead, current = itertools.tee(plans)  # workers are ahead of the step that is made
+        pixels = self.store.read_all(indices for plan in read_ahead for _, indices in plan)
+        for plan in current:
+            yield len(plan), (self._make(self._train_batch, pixels, *each) for each in plan)
 
-    def _beside(
+    def _make(
         self,
         make: Callable[..., Batch],
         pixels: Iterator[Tensor | list[Tensor]],
         *arguments: NDArray[Any],
     ) -> Batch:
-        """Make a batch; on a GPU beside the computation before, in a stream of its own.
+        """Make a batch; on a GPU in a side stream, parallel to the network's computation.
 
-        The host waits for small copies on the way, and would there wait for all of that.
+        Making a batch waits for small copies; in the main stream it would wait for the network.
         """
         if self._side is None:
             return make(next(pixels), *arguments)
@@ -210,10 +211,10 @@ class Loader:
         main.wait_stream(self._side)
         for tensor in (batch.images_BCHW, batch.labels_B, batch.targets_BK):
             if tensor is not None:
-                tensor.record_stream(main)  # its memory is the side stream's
+                tensor.record_stream(main)  # it was allocated in the side stream
         return batch
 
-    def _batch(
+    def _train_batch(
         self,
         pixels: Tensor | list[Tensor],
         keys: NDArray[np.uint64],
@@ -232,8 +233,8 @@ class Loader:
     def once(self, *, rank: int = 0, world: int = 1, batch_size: int = 256) -> Iterator[Batch]:
         """Yield this rank's share of the split, each image exactly once over all ranks.
 
-        Every rank yields the same number of batches, since a sharded network computes in step; one
-        that has no image left repeats the first one without a label.
+        Every rank yields the same number of batches, since the ranks of a sharded network compute
+        in step; a rank without images left yields the first image without a label.
         """
         total = len(self.labels)
         largest_share = -(-total // world)
@@ -243,9 +244,9 @@ class Loader:
         padded = [batch if len(batch) else np.zeros(1, dtype=np.int64) for batch in batches]
         with contextlib.closing(self.store.read_all(padded)) as pixels:
             for batch in batches:
-                yield self._beside(self._evaluated, pixels, batch)
+                yield self._make(self._eval_batch, pixels, batch)
 
-    def _evaluated(self, pixels: Tensor | list[Tensor], indices: NDArray[np.int64]) -> Batch:
+    def _eval_batch(self, pixels: Tensor | list[Tensor], indices: NDArray[np.int64]) -> Batch:
         images = self.pipeline(pixels, keys=None, dtype=torch.float32, device=self.device)
         labels = self.labels[on_device(indices, self.device)]
         return Batch(images, labels, indices=indices)

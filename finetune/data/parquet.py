@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import glob
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,47 +17,46 @@ import pyarrow.parquet as pq
 from finetune.data.columns import (
     SPLITS,
     declared_names,
-    features_of,
     find_columns,
     in_order,
     number_labels,
 )
-from finetune.data.decode import notice, open_data
+from finetune.data.decode import open_data
 from finetune.data.hub import load_hub
 from finetune.data.items import Chunk, RowItems
+from finetune.data.notices import notice
 from finetune.data.streaming.hub_index import find_shards
 from finetune.data.streaming.parquet_shards import chunk_of, label_column, open_shards
 from finetune.data.streaming.remote_file import HubFile, LocalFile
 from finetune.data.streaming.row_groups import ShardItems
-from finetune.errors import DataError, nearest
+from finetune.errors import DataError
 from finetune.text import counted
 
-__all__ = ["Tables", "read_hub", "read_parquet"]
+__all__ = ["Columns", "Tables", "read_hub", "read_parquet"]
 
 # Above this the files are not held in memory: `datasets` turns them into memory-mapped Arrow once.
 _MEMORY_BYTES = 2 * 2**30
 _BATCH_ROWS = 4096  # keeps a chunk of nested binary far below Arrow's 2 GiB
-_Found = TypeVar("_Found")
+_Data = TypeVar("_Data")
+Columns = tuple[str | None, str | None]  # of images and of labels, as the user names them
 
 
 @dataclass
 class Tables:
-    """What was found in tables, by split."""
+    """Images and labels of tables, by split."""
 
-    items: dict[str, RowItems] | dict[str, ShardItems]
+    items: dict[str, RowItems | ShardItems]
     labels: dict[str, np.ndarray]
     class_names: list[str]
     description: str
 
 
-def read_parquet(
-    path: str, image_column: str | None, label_column: str | None, *, streaming: bool = False
-) -> Tables:
+def read_parquet(path: str, columns: Columns, *, streaming: bool = False) -> Tables:
     """Read a parquet file, a glob of them, or a folder in the hub's layout.
 
     Args:
         path: what follows `parquet:`.
-        image_column, label_column: None to find them.
+        columns: of images and labels; None to find them.
         streaming: leave the images in their files, whatever their size.
     Raises: DataError for anything missing or damaged.
     """
@@ -66,88 +65,111 @@ def read_parquet(
         _refuse_other(file)
     if streaming:
         local = {split: [LocalFile.at(file) for file in group] for split, group in files.items()}
-        return _streamed(local, image_column, label_column)
+        return _streamed(local, columns)
     if sum(file.stat().st_size for group in files.values() for file in group) > _MEMORY_BYTES:
         # paths in a table start from its folder, which `datasets` does not keep
         parents = {file.parent for group in files.values() for file in group}
         folders = tuple(parents) if len(parents) == 1 else ()
         loaded = _memory_mapped(files)
-        return _from_datasets(loaded, f"parquet:{path}", image_column, label_column, folders)
-    schemas = {split: _schema(group[0]) for split, group in files.items()}
-    image, label = find_columns(next(iter(schemas.values())), image_column, label_column)
-    labels = {split: _label_column(group, label) for split, group in files.items()}
-    names = {split: declared_names(features_of(schema), label) for split, schema in schemas.items()}
-    numbered, class_names = number_labels(labels, names)
-    items = {
-        split: RowItems(functools.partial(_load_files, tuple(files[split]), image))
-        for split in numbered
-    }
+        return _from_datasets(loaded, f"parquet:{path}", columns, folders)
+    tables = _tables(
+        {split: _schema(group[0]) for split, group in files.items()},
+        columns,
+        lambda split, label, _: _label_column(files[split], label),
+        lambda split, image: RowItems(
+            functools.partial(_load_files, tuple(files[split]), image), files[split], image
+        ),
+    )
     number = sum(len(group) for group in files.values())
-    description = f"{counted(number, 'parquet file')}, columns {image!r} and {label!r}"
-    return Tables(items, numbered, class_names, description)
+    tables.description = f"{counted(number, 'parquet file')}, {tables.description}"
+    return tables
+
+
+def _tables(
+    schemas: Mapping[str, pa.Schema],
+    columns: Columns,
+    read_labels: Callable[[str, str, str], pa.ChunkedArray],
+    make_items: Callable[[str, str], RowItems | ShardItems],
+) -> Tables:
+    """Find the columns, read and number the labels, and make the items of each split.
+
+    Args:
+        schemas: by split.
+        columns: of images and labels; None to find them.
+        read_labels: from split, label column and image column to the labels.
+        make_items: from split and image column to the images.
+    """
+    image, label = find_columns(next(iter(schemas.values())), *columns)
+    labels = {split: read_labels(split, label, image) for split in schemas}
+    declared = {split: declared_names(schema, label) for split, schema in schemas.items()}
+    numbered, class_names = number_labels(labels, declared)
+    items = {split: make_items(split, image) for split in numbered}
+    return Tables(items, numbered, class_names, f"columns {image!r} and {label!r}")
 
 
 def _find_files(path: str) -> list[Path]:
-    """The parquet files that a path means, sorted."""
-    given = Path(path).expanduser().absolute()
-    if given.is_file():
-        return [given]
-    if given.is_dir():
+    """List the parquet files that a path means, sorted."""
+    root = Path(path).expanduser().absolute()
+    if root.is_file():
+        return [root]
+    if root.is_dir():
         # the hub's layouts: *.parquet, data/*.parquet, CONFIG/*.parquet, CONFIG/SPLIT/*.parquet
-        parents = {file.parent for file in given.glob("*.parquet")}
-        parents = parents or {file.parent for file in given.glob("*/*.parquet")}
-        parents = parents or {file.parent for file in given.glob("*/*/*.parquet")}
+        for pattern in ("*.parquet", "*/*.parquet", "*/*/*.parquet"):
+            if parents := {file.parent for file in root.glob(pattern)}:
+                break
         if len(parents) > 1 and not all(parent.name in SPLITS for parent in parents):
             names = ", ".join(sorted(str(parent) for parent in parents))
-            raise DataError(f"parquet:{path}: several data sets; name one of: {names}")
+            raise DataError(
+                f"parquet:{path}: several data sets; name one of: {names}", code="data.ambiguous"
+            )
         files = sorted(file for parent in parents for file in parent.glob("*.parquet"))
     else:
-        files = sorted(Path(file) for file in glob.glob(str(given), recursive=True))
+        files = sorted(Path(file) for file in glob.glob(str(root), recursive=True))
         files = [file for file in files if file.is_file()]
-        if not files and not glob.has_magic(path):
-            siblings = [p.name for p in given.parent.iterdir()] if given.parent.is_dir() else []
-            hint = nearest(given.name, siblings) or "; check it"
-            raise DataError(f"parquet:{path}: no such path{hint}")
     if not files:
-        raise DataError(f"parquet:{path}: no parquet file there; name one, or a folder of some")
+        message = f"parquet:{path}: no parquet file there; name one, or a folder of some"
+        raise DataError(message, code="data.empty")
     return files
 
 
 def _split_files(files: Sequence[Path], path: str) -> dict[str, list[Path]]:
-    """Group files by the split that their name begins with, or that their folder is called."""
-    found: dict[str, list[Path]] = {}
+    """Group files by the split that begins their name, or is the name of their folder."""
+    groups: dict[str, list[Path]] = {}
     rest = []
     for file in files:
         words = [re.split(r"[-_.]", file.name)[0].lower(), file.parent.name.lower()]
         split = next((SPLITS[word] for word in words if word in SPLITS), None)
         if split:
-            found.setdefault(split, []).append(file)
+            groups.setdefault(split, []).append(file)
         else:
             rest.append(file)
-    if not found:
+    if not groups:
         return {"train": rest}
     if rest:
         names = ", ".join(file.name for file in rest[:3])
         notice(f"parquet:{path}: {counted(len(rest), 'file')} of no known split left out: {names}")
-    return in_order(found)
+    return in_order(groups)
 
 
 def _refuse_other(file: Path) -> None:
-    """Refuse what is found under the name of a parquet file: a pointer, a page, nothing."""
+    """Refuse a Git LFS pointer, a web page or an empty file under the name of a parquet file."""
     try:
         with open_data(file) as stream:
             head = stream.read(256).lstrip().lower()
     except DataError as error:
-        raise DataError(f"{file}: {error}") from None
+        raise DataError(f"{file}: {error}", code=error.code) from None
     if head.startswith(b"version https://git-lfs"):
-        raise DataError(f"{file}: a Git LFS pointer, not the file itself; run `git lfs pull`")
+        message = f"{file}: a Git LFS pointer, not the file itself; run `git lfs pull`"
+        raise DataError(message, code="data.wrong_format")
     if head.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
         raise DataError(
             f"{file}: a web page, not a parquet file; download the file itself (on the hub: "
-            "/resolve/ in the address, not /blob/)"
+            "/resolve/ in the address, not /blob/)",
+            code="data.wrong_format",
         )
     if not head:
-        raise DataError(f"{file}: zero bytes, not a parquet file; download it again")
+        message = f"{file}: zero bytes, not a parquet file; download it again"
+        raise DataError(message, code="data.damaged")
 
 
 def _schema(file: Path) -> pa.Schema:
@@ -155,7 +177,8 @@ def _schema(file: Path) -> pa.Schema:
         return pq.read_schema(file)
     except (pa.ArrowException, OSError) as error:
         raise DataError(
-            f"{file}: not a parquet file, or a damaged one ({error}); download it again"
+            f"{file}: not a parquet file, or a damaged one ({error}); download it again",
+            code="data.damaged",
         ) from None
 
 
@@ -165,7 +188,8 @@ def _label_column(files: Iterable[Path], column: str) -> pa.ChunkedArray:
         columns = [table.column(column) for table in tables]
         return pa.chunked_array([c for part in columns for c in part.chunks], columns[0].type)
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
-        raise DataError(f"{column}: this column cannot be read ({error})") from None
+        message = f"{column}: this column cannot be read ({error})"
+        raise DataError(message, code="data.damaged") from None
 
 
 def _load_files(files: Iterable[Path], column: str) -> list[Chunk]:
@@ -178,44 +202,47 @@ def _load_files(files: Iterable[Path], column: str) -> list[Chunk]:
                 row += batch.num_rows
         except KeyError:
             raise DataError(
-                f"{file}: has no column {column!r}, which others have; write all alike"
+                f"{file}: has no column {column!r}, which others have; write all alike",
+                code="data.no_column",
             ) from None
         except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{file}: damaged parquet file ({error}); download it again") from None
+            message = f"{file}: damaged parquet file ({error}); download it again"
+            raise DataError(message, code="data.damaged") from None
     return chunks
 
 
-def read_hub(
-    text: str, image_column: str | None, label_column: str | None, *, streaming: bool = False
-) -> Tables:
+def read_hub(text: str, columns: Columns, *, streaming: bool = False) -> Tables:
     """Load a data set of the hub, from the cache when it is there.
 
     Args:
         text: `owner/name[@revision][:config]`.
-        image_column, label_column: None to find them.
+        columns: of images and labels; None to find them.
         streaming: leave the images on the hub.
     Raises: DataError: no such data set, revision or configuration; HubError: no access, or no hub.
     """
     match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([^:]+))?(?::(.+))?", text)
     if not match:
-        raise DataError(f"hub:{text}: expected hub:owner/name[@revision][:config]")
+        raise DataError(
+            f"hub:{text}: expected hub:owner/name[@revision][:config]", code="data.wrong_source"
+        )
     name, revision, config = match.groups()
     if Path(name).is_dir():  # `datasets` would read it instead of the hub
-        raise DataError(f"hub:{text}: there is a folder {name!r} here; use parquet: or folder:")
+        message = f"hub:{text}: there is a folder {name!r} here; use parquet: or folder:"
+        raise DataError(message, code="data.ambiguous")
     commit: str | None
     if streaming:
         shards = find_shards(f"hub:{text}", name, config, revision)
         files, commit = _known_splits(shards.files, f"hub:{text}"), shards.commit
-        tables = _streamed(files, image_column, label_column, shards.schema)
+        tables = _streamed(files, columns, shards.schema)
     else:
         loaded, commit = load_hub(f"hub:{text}", name, config, revision)
-        tables = _from_datasets(loaded, f"hub:{text}", image_column, label_column, _caches())
+        tables = _from_datasets(loaded, f"hub:{text}", columns, _caches())
     tables.description += f", revision {commit or revision or 'unknown'}"
     return tables
 
 
 def _caches() -> tuple[Path, ...]:
-    """Where the library unpacks and downloads to: an image folder's rows are paths below it."""
+    """List the folders in which `datasets` keeps the files that rows may name."""
     from datasets import config
     from huggingface_hub import constants
 
@@ -226,67 +253,63 @@ def _caches() -> tuple[Path, ...]:
 def _memory_mapped(files: dict[str, list[Path]]) -> Any:
     import datasets
 
-    named = {split: [str(file) for file in group] for split, group in files.items()}
-    return datasets.load_dataset("parquet", data_files=named)
+    paths = {split: [str(file) for file in group] for split, group in files.items()}
+    return datasets.load_dataset("parquet", data_files=paths)
 
 
-def _from_datasets(
-    loaded: Any,
-    title: str,
-    image_column: str | None,
-    label_column: str | None,
-    folders: tuple[Path, ...],
-) -> Tables:
-    """Take the splits that we know out of a `datasets.DatasetDict`; for folders see Chunk."""
-    found = _known_splits(loaded, title)
-    schemas = {split: data.features.arrow_schema for split, data in found.items()}
-    image, label = find_columns(next(iter(schemas.values())), image_column, label_column)
-    names = {split: declared_names(features_of(schema), label) for split, schema in schemas.items()}
-    labels = {split: data.data.column(label) for split, data in found.items()}
-    numbered, class_names = number_labels(labels, names)
-    items = {
-        split: RowItems(functools.partial(_load_dataset, data, image, f"{title} {split}", folders))
-        for split, data in found.items()
-        if split in numbered
-    }
-    return Tables(items, numbered, class_names, f"columns {image!r} and {label!r}")
+def _from_datasets(loaded: Any, title: str, columns: Columns, folders: tuple[Path, ...]) -> Tables:
+    """Take the known splits out of a `datasets.DatasetDict`; for `folders` see `Chunk`."""
+    splits = _known_splits(loaded, title)
+
+    def make_items(split: str, image: str) -> RowItems:
+        args = splits[split], image, f"{title} {split}", folders
+        files = [entry["filename"] for entry in splits[split].cache_files]
+        return RowItems(functools.partial(_load_dataset, *args), files, image)
+
+    return _tables(
+        {split: data.features.arrow_schema for split, data in splits.items()},
+        columns,
+        lambda split, label, _: splits[split].data.column(label),
+        make_items,
+    )
 
 
-def _known_splits(there: Mapping[str, _Found], title: str) -> dict[str, _Found]:
-    """The splits that we know, by our names for them."""
-    found = in_order({SPLITS[name]: data for name, data in there.items() if name in SPLITS})
-    if not found and len(there) == 1:
-        found = {"train": next(iter(there.values()))}
-    if not found:
-        raise DataError(f"{title}: no split is called train, validation or test: {list(there)}")
-    others = [name for name in there if name not in SPLITS]
-    if others and len(there) > 1:
+def _known_splits(splits: Mapping[str, _Data], title: str) -> dict[str, _Data]:
+    """Return the splits train, val and test; the only split of a set is train."""
+    known = in_order({SPLITS[name]: data for name, data in splits.items() if name in SPLITS})
+    if not known and len(splits) == 1:
+        known = {"train": next(iter(splits.values()))}
+    if not known:
+        message = f"{title}: no split is called train, validation or test: {list(splits)}"
+        raise DataError(message, code="data.no_split")
+    others = [name for name in splits if name not in SPLITS]
+    if others and len(splits) > 1:
         notice(f"{title}: splits of unknown use are left out: {', '.join(others)}")
-    return found
+    return known
 
 
 def _streamed(
     files: Mapping[str, Sequence[LocalFile | HubFile]],
-    image_column: str | None,
-    named_label: str | None,
+    columns: Columns,
     declared: pa.Schema | None = None,
 ) -> Tables:
-    """Tables of which only the labels are read; `declared` is what a data set's card says."""
+    """Read the labels of tables and leave the images; `declared` is the schema of a set's card."""
     shards = {split: open_shards(group) for split, group in files.items()}
-    schemas = {split: declared or group[0].schema for split, group in shards.items()}
-    image, label = find_columns(next(iter(schemas.values())), image_column, named_label)
-    labels = {split: label_column(group, label, image) for split, group in shards.items()}
-    names = {split: declared_names(features_of(schema), label) for split, schema in schemas.items()}
-    numbered, class_names = number_labels(labels, names)
-    items = {split: ShardItems(shards[split], image) for split in numbered}
-    groups = counted(sum(len(one.starts) - 1 for one in items.values()), "row group")
-    number = counted(sum(map(len, shards.values())), "parquet file")
-    description = f"{number}, columns {image!r} and {label!r}, streamed in {groups}"
-    return Tables(items, numbered, class_names, description)
+    tables = _tables(
+        {split: declared or group[0].schema for split, group in shards.items()},
+        columns,
+        lambda split, label, image: label_column(shards[split], label, image),
+        lambda split, image: ShardItems(shards[split], image),
+    )
+    num_groups = sum(len(one.lengths()) for split in tables.items for one in shards[split])
+    files_text = counted(sum(map(len, shards.values())), "parquet file")
+    groups_text = counted(num_groups, "row group")
+    tables.description = f"{files_text}, {tables.description}, streamed in {groups_text}"
+    return tables
 
 
 def _load_dataset(dataset: Any, column: str, title: str, folders: tuple[Path, ...]) -> list[Chunk]:
-    # straight from its memory-mapped Arrow table: `datasets` would decode, and turn by EXIF, itself
+    # straight from its memory-mapped Arrow table: `datasets` would decode images, and turn them
     chunks = []
     row = 0
     for array in dataset.data.column(column).chunks:

@@ -1,7 +1,7 @@
-"""Memory in which workers hand over their images: written once, read once, and used again.
+"""Shared memory through which workers return images, used again and again.
 
-A tensor that a worker sends costs a new piece of shared memory, whose pages the system first has to
-find and clear: as much as half of decoding. Pages that are used again cost nothing.
+A tensor that a worker sends takes a new piece of shared memory, whose pages the system first has to
+find and clear: as much work as half of decoding. Pages that are used again cost nothing.
 """
 
 # B batch, C channels, H W pixels
@@ -24,9 +24,9 @@ _MAP_NORESERVE = 0x4000  # Linux, mmap(2); Python 3.13 has a name for it
 
 
 def shared_memory(num_bytes: int) -> NDArray[np.uint8]:
-    """Zeros that processes forked from here share; what is not written to takes no memory.
+    """Return zeros that forked processes share; pages without a write take no memory.
 
-    Raises: OSError where the system promises no more than it has.
+    Raises: OSError on a system without overcommit that has too little memory.
     """
     flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     memory = mmap.mmap(-1, max(num_bytes, 1), flags=flags)
@@ -37,8 +37,8 @@ class Slots:
     """Places for batches of images, shared with the processes that are forked after this.
 
     Args:
-        number: how many batches are under way at once.
-        num_bytes: of the largest batch that is expected; a larger one goes its own way.
+        number: batches under way at once.
+        num_bytes: of the largest batch expected; images beyond it are pickled.
     """
 
     def __init__(self, number: int, num_bytes: int) -> None:
@@ -49,9 +49,9 @@ class Slots:
         """Put images into a slot, one after the other.
 
         Args:
-            reads: the slot's room that is left, (n,) → an image, (H, W, 3), at its start if it was
-                decoded there.
-        Returns: what `take` needs; with the images themselves where the slot has no room for them.
+            reads: from the slot's free room, (n,), to an image, (H, W, 3), which may lie at its
+                start.
+        Returns: the argument of `take`: each image's shape, or the image if it did not fit.
         """
         place, start = self._slots[slot], 0
         put: Put = []
@@ -68,18 +68,18 @@ class Slots:
         return put
 
     def take(self, slot: int, put: Put) -> list[NDArray[np.uint8]]:
-        """Look at the images of a slot, which are there until it is used again.
+        """Return views of the images of a slot, valid until it is used again.
 
         Args:
             put: what `put` returned in the worker.
         Returns: (H, W, 3) each.
         """
-        place, start, found = self._slots[slot], 0, []
-        for one in put:
-            if isinstance(one, np.ndarray):
-                found.append(one)
+        place, start, images = self._slots[slot], 0, []
+        for item in put:
+            if isinstance(item, np.ndarray):
+                images.append(item)
                 continue
-            size = math.prod(one)
-            found.append(place[start : start + size].reshape(one))
-            start += size
-        return found
+            end = start + math.prod(item)
+            images.append(place[start:end].reshape(item))
+            start = end
+        return images

@@ -1,4 +1,4 @@
-"""A source string -> labelled splits of images, decoded when read.
+"""From a source string to labelled splits of images, which are decoded when they are read.
 
     hub:owner/name[@revision][:config]    a data set of the hub
     parquet:PATH                          a file, a glob, or a folder in the hub's layout
@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import hashlib
 import os
-import struct
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,18 +23,16 @@ from pathlib import Path
 import numpy as np
 
 from finetune.data.columns import SPLITS, in_order, refuse_alike
-from finetune.data.decode import notice
+from finetune.data.fingerprint import are_known, fingerprint_by_names, fingerprint_of
 from finetune.data.items import ArrayItems, FileItems, Items, Links, walk_images
-from finetune.data.parquet import read_hub, read_parquet
+from finetune.data.notices import notice
+from finetune.data.parquet import Columns, read_hub, read_parquet
 from finetune.data.streaming.row_groups import ShardItems
-from finetune.errors import DataError, nearest
+from finetune.errors import DataError
+from finetune.recipe.local import check_source
 from finetune.text import counted, printable
 
 __all__ = ["Source", "Split", "open_source"]
-
-_KINDS = ("hub", "parquet", "folder", "embedded")
-# Fingerprints of larger splits are over names and sizes: hashing 150 GB would take minutes.
-_FINGERPRINT_BYTES = 2**30
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,45 +70,66 @@ class Split:
         return self.items.read(self._row(index), self.decode_size, room)
 
     def name_of(self, index: int) -> str:
-        """What to call an image: its path in the folder, or file and row."""
+        """Return an image's name: its path in the folder, or file and row."""
         return self.items.name_of(self._row(index))
 
     def subset(self, indices: np.ndarray) -> Split:
-        """The same split with only these images, in this order."""
+        """Return the split with only these images, in this order."""
         chosen = np.asarray(indices, dtype=np.int64)
         rows = chosen if self.rows is None else self.rows[chosen]
         return dataclasses.replace(self, labels=self.labels[chosen], rows=rows)
 
+    @property
+    def _rows(self) -> np.ndarray:
+        return np.arange(len(self)) if self.rows is None else self.rows
+
     @functools.cached_property
+    def _hashed(self) -> tuple[str, np.ndarray]:
+        return fingerprint_of(self.items, self._rows, self.labels)
+
+    @property
     def fingerprint(self) -> str:
-        """SHA-256 over every image's encoded bytes and label, in order.
+        """SHA-256 over every image's encoded bytes and label, in order, see `fingerprint_of`.
 
-        Above 1 GiB of images, names and sizes in bytes stand for the bytes themselves, and for
-        those that are streamed the names of their shards' contents. Images that cannot be opened
-        count as such.
+        Of streamed images it is over the names of their shards' contents.
         """
-        rows = np.arange(len(self)) if self.rows is None else self.rows
         if isinstance(self.items, ShardItems):
-            return self.items.fingerprint(rows, self.labels)
-        sizes = self.items.sizes()
-        whole = int(sizes[rows].sum()) <= _FINGERPRINT_BYTES
-        digest = hashlib.sha256(b"content" if whole else b"names and sizes")
-        for row, label in zip(rows.tolist(), self.labels.tolist(), strict=True):
-            if whole:
-                body, size = _content(self.items, row)
-            else:
-                body, size = self.items.name_of(row).encode(), int(sizes[row])
-            digest.update(struct.pack("<qqq", size, len(body), label))
-            digest.update(body)
-        return digest.hexdigest()
+            return self.items.fingerprint(self._rows, self.labels)
+        return self._hashed[0]
 
+    @property
+    def former_fingerprint(self) -> str | None:
+        """The fingerprint that earlier versions took of more than 1 GiB; None if it is the same."""
+        if isinstance(self.items, ShardItems):
+            return None
+        return fingerprint_by_names(self.items, self._rows, self.labels)
 
-def _content(items: Items, row: int) -> tuple[bytes, int]:
-    try:
-        body = items.content(row)
-    except DataError:
-        return b"", -1
-    return body, len(body)
+    @functools.cached_property
+    def cache_key(self) -> str:
+        """A SHA-256 that is another one as soon as an image may be another one.
+
+        It is the fingerprint, and for streamed shards on this machine also their files' states.
+        """
+        return self._cache_key()
+
+    def _cache_key(self) -> str:
+        if not isinstance(self.items, ShardItems):
+            return self.fingerprint
+        states = self.items.states(self._rows)
+        nonce = b"" if are_known(states) or not len(states) else os.urandom(16)
+        return hashlib.sha256(self.fingerprint.encode() + states.tobytes() + nonce).hexdigest()
+
+    def is_unchanged(self) -> bool:
+        """True if the images are still those of the fingerprint; only fresh ones are read again.
+
+        Streamed shards that were written a moment ago count as changed.
+        """
+        if isinstance(self.items, ShardItems):
+            return self._cache_key() == self.cache_key
+        fingerprint, before = self._hashed
+        if are_known(before) and np.array_equal(self.items.states(self._rows), before):
+            return True
+        return fingerprint_of(self.items, self._rows, self.labels)[0] == fingerprint
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,26 +167,19 @@ def open_source(
     Returns: the splits that the source has; see split_train for a missing validation split.
     Raises: DataError: no such source, or one that cannot be trained on.
     """
-    kind, colon, rest = source.partition(":")
-    if kind not in _KINDS or not rest:
-        hint = nearest(kind, _KINDS)
-        if not colon and Path(source).expanduser().exists():
-            hint = f"; did you mean 'folder:{source}' or 'parquet:{source}'?"
-        elif kind in _KINDS:
-            hint = f": the PATH behind '{kind}:' is missing"
-        raise DataError(
-            f"data.source: cannot read {source!r}{hint}; expected hub:owner/name, parquet:PATH, "
-            "folder:PATH or embedded:digits"
-        )
+    check_source(source)
+    kind, _, rest = source.partition(":")
     if kind in ("folder", "embedded") and (image_column or label_column):
         raise DataError(
-            f"data.image_column, data.label_column: {kind}: sources have no columns; remove them"
+            f"data.image_column, data.label_column: {kind}: sources have no columns; remove them",
+            code="data.no_column",
         )
     try:
-        opened = _open(source, kind, rest, image_column, label_column, streaming=streaming)
+        opened = _open(source, kind, rest, (image_column, label_column), streaming=streaming)
     except (OSError, ValueError) as error:  # a name that no system takes, a folder of others
         cause = getattr(error, "strerror", None) or error
-        raise DataError(f"{source[:200]!r}: cannot be read ({cause}); check the path") from error
+        message = f"{source[:200]!r}: cannot be read ({cause}); check the path"
+        raise DataError(message, code="data.unreadable") from error
     _check(opened)
     splits = {
         name: dataclasses.replace(split, decode_size=decode_size)
@@ -177,31 +188,24 @@ def open_source(
     return dataclasses.replace(opened, splits=splits)
 
 
-def _open(
-    source: str,
-    kind: str,
-    rest: str,
-    image_column: str | None,
-    label_column: str | None,
-    *,
-    streaming: bool,
-) -> Source:
+def _open(source: str, kind: str, rest: str, columns: Columns, *, streaming: bool) -> Source:
     if kind == "folder":
         return _open_folder(source, rest)
     if kind == "embedded":
         return _open_embedded(source, rest)
     read = read_hub if kind == "hub" else read_parquet
-    tables = read(rest, image_column, label_column, streaming=streaming)
+    tables = read(rest, columns, streaming=streaming)
     splits = {name: Split(name, tables.labels[name], tables.items[name]) for name in tables.labels}
     return Source(source, splits, tables.class_names, tables.description)
 
 
 def _check(source: Source) -> None:
-    """Refuse what cannot be trained on or would be measured wrongly."""
+    """Refuse a set that cannot be trained on or would be measured wrongly."""
     if len(source.class_names) < 2:
         raise DataError(
             f"{source.name}: only one class, {source.class_names}; two are needed: add "
-            "images of another, or name another column of a table with data.label_column"
+            "images of another, or name another column of a table with data.label_column",
+            code="data.one_class",
         )
     train = source.splits.get("train")
     if train is None:
@@ -213,7 +217,10 @@ def _check(source: Source) -> None:
             names = ", ".join(source.class_names[label] for label in unknown[:5])
             number = counted(len(unknown), "class", "classes")
             cause = f"{number} in '{name}' but not in 'train': {names}"
-            raise DataError(f"{source.name}: {cause}; add training images or remove these")
+            raise DataError(
+                f"{source.name}: {cause}; add training images or remove these",
+                code="data.split_mismatch",
+            )
     missing = [name for label, name in enumerate(source.class_names) if label not in known]
     if missing:
         number = counted(len(missing), "declared class", "declared classes")
@@ -224,24 +231,23 @@ def _open_folder(source: str, path: str) -> Source:
     """Open a folder of splits of classes, or of classes."""
     root = Path(path).expanduser().absolute()
     if not root.is_dir():
-        siblings = [p.name for p in root.parent.iterdir()] if root.parent.is_dir() else []
-        absent = f"no such folder{nearest(root.name, siblings)}"
-        cause = "a file, not a folder" if root.exists() else absent
-        raise DataError(f"{source}: {cause}; expected a folder with a folder per class in it")
+        message = f"{source}: a file, not a folder; expected a folder with a folder per class in it"
+        raise DataError(message, code="data.wrong_format")
     ignored: Counter[str] = Counter()
     folders = _split_folders(root, source)
     links = Links((one for folder in folders.values() for one in _subfolders(folder)), source)
-    found = {split: _classes(folders[split], source, ignored, links) for split in folders}
+    classes_of = {split: _classes(folders[split], source, ignored, links) for split in folders}
     if ignored:
         examples = ", ".join(sorted(ignored)[:5])
         notice(f"{source}: ignored {counted(ignored.total(), 'file')} of other kinds: {examples}")
-    class_names = sorted({name for classes in found.values() for name in classes})
+    class_names = sorted({name for classes in classes_of.values() for name in classes})
     if not class_names:
-        raise DataError(f"{source}: no images in class folders; expected {path}/CLASS/IMAGE.jpg")
+        message = f"{source}: no images in class folders; expected {path}/CLASS/IMAGE.jpg"
+        raise DataError(message, code="data.empty")
     refuse_alike(class_names, source)
     number = {name: label for label, name in enumerate(class_names)}
     splits = {}
-    for split, classes in found.items():
+    for split, classes in classes_of.items():
         files = sorted((file, number[name]) for name, listed in classes.items() for file in listed)
         labels = np.array([label for _, label in files], dtype=np.int64)
         items = FileItems(root, [file.removeprefix(f"{root}{os.sep}") for file, _ in files])
@@ -250,33 +256,34 @@ def _open_folder(source: str, path: str) -> Source:
 
 
 def _subfolders(folder: Path) -> list[Path]:
-    """Visible folders, sorted by name; `__MACOSX` is what archives leave behind."""
-    there = [p for p in folder.iterdir() if not p.name.startswith(".") and p.name != "__MACOSX"]
-    return sorted(p for p in there if p.is_dir())
+    """List the visible folders, sorted by name; `__MACOSX` comes with archives made on a Mac."""
+    visible = [p for p in folder.iterdir() if not p.name.startswith(".") and p.name != "__MACOSX"]
+    return sorted(p for p in visible if p.is_dir())
 
 
 def _split_folders(root: Path, source: str) -> dict[str, Path]:
-    """Which folder holds which split; one folder of classes is all train."""
+    """Find the folder of each split; without one, the folder of classes is all train."""
     folders = _subfolders(root)
     splits = [folder for folder in folders if folder.name.lower() in SPLITS]
     others = [folder.name for folder in folders if folder not in splits]
     if not splits:
         return {"train": root}
-    found: dict[str, Path] = {}
+    folder_of: dict[str, Path] = {}
     for folder in splits:
         split = SPLITS[folder.name.lower()]
-        if split in found:
-            both = f"{found[split].name!r} and {folder.name!r} are both {split}"
-            raise DataError(f"{source}: {both}; keep one")
-        found[split] = folder
-    if others and "train" not in found:
+        if split in folder_of:
+            both = f"{folder_of[split].name!r} and {folder.name!r} are both {split}"
+            raise DataError(f"{source}: {both}; keep one", code="data.ambiguous")
+        folder_of[split] = folder
+    if others and "train" not in folder_of:
         raise DataError(
             f"{source}: {splits[0].name!r} stands beside class folders ({', '.join(others[:3])}); "
-            "move these into 'train'"
+            "move these into 'train'",
+            code="data.ambiguous",
         )
     if others:
         notice(f"{source}: folders that are no split are ignored: {', '.join(others[:5])}")
-    return in_order(found)
+    return in_order(folder_of)
 
 
 def _classes(
@@ -296,24 +303,24 @@ def _classes(
     empty = [name for name, files in classes.items() if not files]
     if not classes:
         raise DataError(
-            f"{source}: no class folders in {printable(folder)}; make one for each class"
+            f"{source}: no class folders in {printable(folder)}; make one for each class",
+            code="data.empty",
         )
     if empty:
         raise DataError(
             f"{source}: {counted(len(empty), 'class folder')} without images in "
-            f"{printable(folder)}: {', '.join(empty[:5])}; fill or remove them"
+            f"{printable(folder)}: {', '.join(empty[:5])}; fill or remove them",
+            code="data.empty",
         )
     return classes
 
 
 def _open_embedded(source: str, name: str) -> Source:
-    """scikit-learn's digits: 8x8 pixels of 0..16 scaled to 0..255, grey as RGB.
+    """Open scikit-learn's digits: 8x8 pixels of 0..16 scaled to 0..255, grey as RGB.
 
     Every fifth image of each class, in scikit-learn's order, is the test split.
     Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998.
     """
-    if name != "digits":
-        raise DataError(f"{source}: no such embedded data set{nearest(name, ['digits'])}")
     from sklearn.datasets import load_digits
 
     grey, labels = load_digits(return_X_y=True)

@@ -1,23 +1,26 @@
-"""Which images are trained on and which choose: the splits that a recipe takes from train."""
+"""The part of a data set that a recipe takes: some classes, fewer images, a validation split."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
 from finetune.data.columns import in_order
-from finetune.data.decode import notice
 from finetune.data.items import Items
+from finetune.data.notices import notice
 from finetune.data.source import Source, Split
 from finetune.data.streaming.row_groups import ShardItems
-from finetune.errors import DataError
+from finetune.errors import DataError, RecipeError, nearest
 
-__all__ = ["merge_val", "split_train", "take_train"]
+__all__ = ["keep_classes", "merge_val", "split_train", "take"]
+
+_KINDS = {"train": "training", "val": "validation", "test": "test"}
 
 
 def merge_val(source: Source) -> Source:
-    """Make the source's own validation images training images, behind those that it has.
+    """Append the source's own validation images to its training images.
 
     Returns: the source without "val".
     Raises: DataError unless it has both splits.
@@ -26,7 +29,8 @@ def merge_val(source: Source) -> Source:
     if not {"train", "val"} <= set(splits):
         raise DataError(
             f"data.merge_val: {source.name} brings no validation split to add to train, only "
-            f"{', '.join(splits)}; remove the key"
+            f"{', '.join(splits)}; remove the key",
+            code="data.no_split",
         )
     train, val = splits["train"], splits.pop("val")
     rows = [np.arange(len(one)) if one.rows is None else one.rows for one in (train, val)]
@@ -39,42 +43,87 @@ def merge_val(source: Source) -> Source:
     return dataclasses.replace(source, splits=splits)
 
 
-def take_train(source: Source, num_train: int | None, seed: int) -> Source:
-    """Keep only some of the training images: of every class its share, drawn by the seed.
+def keep_classes(source: Source, names: Sequence[str] | None) -> Source:
+    """Keep only the images of some classes; their labels count these, in the source's order.
 
     Args:
-        num_train: images to keep; None for all of them. The shares are rounded by their largest
+        names: of the classes; None for all of them.
+    Raises: RecipeError for an unknown name; DataError if a split is left empty.
+    """
+    if names is None:
+        return source
+    known = source.class_names
+    for name in names:
+        if name not in known:
+            hint = (
+                nearest(name, known) or f"; known: {', '.join(known[:5])}{', …' * bool(known[5:])}"
+            )
+            raise RecipeError(
+                f"data.classes: {source.name} has no class '{name}'{hint}",
+                code="recipe.unknown_name",
+            )
+    kept = [label for label, name in enumerate(known) if name in names]
+    label_of = np.full(len(known), -1, dtype=np.int64)
+    label_of[kept] = np.arange(len(kept))
+    splits = {}
+    for name, split in source.splits.items():
+        chosen = split.subset(np.flatnonzero(np.isin(split.labels, kept)))
+        if len(chosen) == 0:
+            raise DataError(
+                f"data.classes: no image of {', '.join(names)} in '{name}' of {source.name}; name "
+                "other classes",
+                code="data.empty",
+            )
+        splits[name] = dataclasses.replace(chosen, labels=label_of[chosen.labels])
+    notice(f"data.classes: {len(kept)} of the {len(known)} classes of {source.name} are used")
+    return dataclasses.replace(source, splits=splits, class_names=[known[label] for label in kept])
+
+
+def take(source: Source, split: str, number: int | None, seed: int) -> Source:
+    """Keep some images of a split: of every class its share, drawn by the seed.
+
+    Args:
+        split: train, val or test.
+        number: images to keep; None for all of them. The shares are rounded by their largest
             remainders, and every class keeps at least one image.
         seed: the same seed keeps the same images on every machine.
-    Returns: the source with a smaller "train".
-    Raises: DataError if there are fewer images, or fewer to keep than classes.
+    Returns: the source with a smaller split. Of a smaller val or test a notice is logged.
+    Raises: DataError if there is no such split, or if it has fewer images than are to be kept, or
+        more classes.
     """
-    if num_train is None:
+    if number is None:
         return source
-    train = source.splits.get("train")
-    if train is None:
-        raise DataError(f"{source.name}: no train split to take {num_train} images from")
-    present, counts = np.unique(train.labels, return_counts=True)
-    if not len(present) <= num_train <= len(train):
+    images, key, kind = source.splits.get(split), f"data.num_{split}", _KINDS[split]
+    if images is None:
         raise DataError(
-            f"data.num_train: {num_train} of the {len(train)} training images of {len(present)} "
-            f"classes; give a number from {len(present)} to {len(train)}"
+            f"{key}: {source.name} has no {split} split to take {number} images from; remove it",
+            code="data.no_split",
         )
-    shares = counts * num_train / len(train)
+    present, counts = np.unique(images.labels, return_counts=True)
+    if not len(present) <= number <= len(images):
+        raise DataError(
+            f"{key}: {number} of the {len(images)} {kind} images of {len(present)} classes; give a "
+            f"number from {len(present)} to {len(images)}",
+            code="data.too_few_images",
+        )
+    shares = counts * number / len(images)
     wanted = np.floor(shares).astype(np.int64)
-    wanted[np.argsort(wanted - shares, kind="stable")[: num_train - int(wanted.sum())]] += 1
+    wanted[np.argsort(wanted - shares, kind="stable")[: number - int(wanted.sum())]] += 1
     for place in np.flatnonzero(wanted == 0):  # no class without an image
         wanted[np.where(wanted > 1, wanted - shares, -np.inf).argmax()] -= 1
         wanted[place] = 1
-    # a stream of its own: the validation split draws from the seed itself
-    draws = np.random.PCG64([seed, 1]).random_raw(len(train))
+    # streams of their own: the validation split draws from the seed itself
+    stream = 1 + list(_KINDS).index(split)
+    draws = np.random.PCG64([seed, stream]).random_raw(len(images))
     kept = [
-        members[np.argsort(draws[members], kind="stable")][:number]
-        for label, number in zip(present, wanted, strict=True)
-        for members in [np.flatnonzero(train.labels == label)]
+        members[np.argsort(draws[members], kind="stable")][:count]
+        for label, count in zip(present, wanted, strict=True)
+        for members in [np.flatnonzero(images.labels == label)]
     ]
-    smaller = train.subset(np.sort(np.concatenate(kept)))
-    return dataclasses.replace(source, splits={**source.splits, "train": smaller})
+    if split != "train":
+        notice(f"{key}: every {kind} figure rests on {number} of {len(images)} images")
+    smaller = images.subset(np.sort(np.concatenate(kept)))
+    return dataclasses.replace(source, splits={**source.splits, split: smaller})
 
 
 def split_train(source: Source, val_fraction: float, seed: int) -> Source:
@@ -87,17 +136,19 @@ def split_train(source: Source, val_fraction: float, seed: int) -> Source:
     Args:
         val_fraction: 0 <= fraction < 1; 0 takes nothing.
         seed: the same seed gives the same split on every machine.
-    Returns: the source with "val"; unchanged where it has one or val_fraction is 0. What this costs
-        a streamed source is said.
-    Raises: DataError without a train split, or when no class has two images.
+    Returns: the source with "val"; unchanged if it has one or val_fraction is 0. For a streamed
+        source a notice tells how much more is read.
+    Raises: DataError without a train split, or if no class has two images.
     """
     if not 0 <= val_fraction < 1:
-        raise DataError(f"data.val_fraction: {val_fraction} is not in 0 <= fraction < 1")
+        message = f"data.val_fraction: {val_fraction} is not in 0 <= fraction < 1"
+        raise DataError(message, code="data.wrong_value")
     if "val" in source.splits or val_fraction == 0:
         return source
     train = source.splits.get("train")
     if train is None:
-        raise DataError(f"{source.name}: no train split to take a validation split from")
+        message = f"{source.name}: no train split to take a validation split from"
+        raise DataError(message, code="data.no_split")
     draws = np.random.PCG64(seed).random_raw(len(train))
     in_val = np.zeros(len(train), dtype=bool)
     for label in np.unique(train.labels):
@@ -108,16 +159,17 @@ def split_train(source: Source, val_fraction: float, seed: int) -> Source:
     if not in_val.any():
         raise DataError(
             f"{source.name}: every class has a single image in 'train'; none can be validation: "
-            "add images, or train without validation (data.val_fraction=0)"
+            "add images, or train without validation (data.val_fraction=0)",
+            code="data.too_few_images",
         )
     val = dataclasses.replace(train.subset(np.flatnonzero(in_val)), name="val")
     if isinstance(val.items, ShardItems):
-        _say_what_is_read(source.name, val, val.items)
+        _notice_row_groups(source.name, val, val.items)
     splits = {**source.splits, "train": train.subset(np.flatnonzero(~in_val)), "val": val}
     return dataclasses.replace(source, splits=in_order(splits))
 
 
-def _say_what_is_read(name: str, val: Split, items: ShardItems) -> None:
+def _notice_row_groups(name: str, val: Split, items: ShardItems) -> None:
     rows = np.arange(len(val)) if val.rows is None else val.rows
     groups = len(np.unique(items.group_of(rows)))
     total = len(items.starts) - 1
@@ -140,6 +192,8 @@ class _Joined:
 
     def __init__(self, first: Items, second: Items) -> None:
         self._first, self._second = first, second
+        self.origin = f"{first.origin}\n{second.origin}"
+        self.has_file_each = first.has_file_each and second.has_file_each
 
     def _part(self, row: int) -> tuple[Items, int]:
         behind = row - len(self._first)
@@ -149,7 +203,7 @@ class _Joined:
         return len(self._first) + len(self._second)
 
     def content(self, row: int) -> bytes:
-        """The encoded image of a row. Raises: DataError where it has none."""
+        """Return the encoded image of a row. Raises: DataError if it has none."""
         items, own = self._part(row)
         return items.content(own)
 
@@ -159,10 +213,21 @@ class _Joined:
         return items.read(own, size, room)
 
     def name_of(self, row: int) -> str:
-        """What the collection that has the image calls it."""
+        """Return the image's name in its collection."""
         items, own = self._part(row)
         return items.name_of(own)
 
     def sizes(self) -> np.ndarray:
-        """(N,) int64, the encoded images' sizes in bytes."""
+        """Return (N,) int64, the encoded images' sizes in bytes."""
         return np.concatenate([self._first.sizes(), self._second.sizes()])
+
+    def states(self, rows: np.ndarray) -> np.ndarray:
+        """Return (files, 5) as `states_of`, in the order of the rows if each has a file."""
+        behind = rows >= len(self._first)
+        first = self._first.states(rows[~behind])
+        second = self._second.states(rows[behind] - len(self._first))
+        if not self.has_file_each:
+            return np.concatenate([first, second])
+        states = np.empty((len(rows), 5), dtype=np.int64)
+        states[~behind], states[behind] = first, second
+        return states

@@ -1,4 +1,4 @@
-"""The processes that decode images: which image each is at, and which of them crashed or hangs."""
+"""The processes that decode images: the image of each, and detection of crashes and hangs."""
 
 from __future__ import annotations
 
@@ -41,56 +41,56 @@ class WorkerStatus:
     def __init__(self, workers: int) -> None:
         # a row for each worker: its process, and the index of its image or -1
         self._rows = torch.full((max(workers, 1), 2), -1, dtype=torch.int64).share_memory_()
-        self._mine: Any = None  # a worker's own row; as numpy's, which is quick to write to
-        # The kernel looks at the thread that forked a worker, and only the main one surely stays.
+        self._own_row: Any = None  # in a worker; as NumPy's, which is quick to write to
+        # The kernel ends a worker with the thread that forked it; only the main one surely stays.
         self._from_main = threading.current_thread() is threading.main_thread()
 
-    def sit_down(self, worker: int) -> None:
-        """Begin as a worker: the first thing that its process does."""
+    def start_worker(self, worker: int) -> None:
+        """Prepare a worker's process; called in it before anything else."""
         # A signal to the process group is for the trainer, which ends its workers itself.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if self._from_main:
             end_with_parent()
-        self._mine = self._rows[worker].numpy()
-        self._mine[0] = os.getpid()
+        self._own_row = self._rows[worker].numpy()
+        self._own_row[0] = os.getpid()
 
     @property
-    def taken(self) -> bool:
-        """Whether this process is one of the workers."""
-        return self._mine is not None
+    def is_worker(self) -> bool:
+        """True in the process of a worker."""
+        return self._own_row is not None
 
     @contextlib.contextmanager
-    def at_work(self, index: int) -> Iterator[None]:
-        """Note the image that is decoded meanwhile."""
-        if self._mine is not None:
-            self._mine[1] = index
+    def decoding(self, index: int) -> Iterator[None]:
+        """Record the image that is decoded inside the context."""
+        if self._own_row is not None:
+            self._own_row[1] = index
         yield
-        if self._mine is not None:
-            self._mine[1] = -1
+        if self._own_row is not None:
+            self._own_row[1] = -1
 
     def watched(
         self, loader: Iterable[_Item], *, name_of: Callable[[int], str], timeout_seconds: float
     ) -> Generator[_Item, None, None]:
-        """Yield what a loader reads, and end its workers when that is over.
+        """Yield a loader's items, and end its workers afterwards.
 
         Args:
             loader: times out every `POLL_SECONDS` if it has workers.
-            name_of: an image's index → its name.
-            timeout_seconds: for which one batch is waited for.
+            name_of: from an image's index to its name.
+            timeout_seconds: longest wait for one batch.
         Raises: DataError if an image crashes the decoder; SetupError if a worker was killed for
             another reason or hangs.
         """
         before = set(multiprocessing.active_children())
-        with _child_signal_kept(), _as_many_as_asked():
+        with _keep_child_signal(), _no_advice_on_workers():
             items = iter(loader)
         workers = [child for child in multiprocessing.active_children() if child not in before]
 
         def end() -> None:
-            for worker in workers:  # one that hangs would be waited for; none has a state
+            for worker in workers:  # joining one that hangs would take for ever; none has a state
                 worker.kill()
 
-        # Before the module multiprocessing waits for them, where an error keeps this frame alive.
+        # Before multiprocessing joins them at exit, if an error keeps this frame alive.
         atexit.register(end)
         guard = _Guard(lambda: self._hanging(workers, name_of, timeout_seconds), end)
         try:
@@ -112,74 +112,74 @@ class WorkerStatus:
         name_of: Callable[[int], str],
         timeout_seconds: float,
     ) -> _Item | None:
-        """The next item, or None after the last one."""
-        until = time.monotonic() + timeout_seconds
+        """Return the next item, or None after the last one."""
+        deadline = time.monotonic() + timeout_seconds
         while True:
             try:
                 return next(items, None)
             except (RuntimeError, ConnectionError, EOFError) as error:
                 if not isinstance(error, RuntimeError):  # cut off in the middle of a tensor
                     _wait_for_one(workers)
-                if gone := [worker for worker in workers if worker.exitcode is not None]:
-                    raise self._gone(gone[0], name_of) from error
+                if ended := [worker for worker in workers if worker.exitcode is not None]:
+                    raise self._ended(ended[0], name_of) from error
                 if "timed out" not in str(error):
                     raise
-                if time.monotonic() > until:
+                if time.monotonic() > deadline:
                     raise self._hanging(workers, name_of, timeout_seconds) from error
 
-    def _gone(
+    def _ended(
         self, worker: multiprocessing.process.BaseProcess, name_of: Callable[[int], str]
     ) -> FinetuneError:
-        number, image = self._found(worker, name_of)
+        number, image = self._current_image(worker, name_of)
         code = worker.exitcode or 0
-        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        who = f"data worker {number} (process {worker.pid}) was ended {how}"
+        reason = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        event = f"data worker {number} (process {worker.pid}) was ended {reason}"
         if image is not None and -code in _CRASHES:
             return DataError(
-                f"{image}: crashes the decoder: {who} while it read the image; replace or remove it"
+                f"{image}: crashes the decoder: {event} while it read the image; replace or remove "
+                "it",
+                code="data.crashes_decoder",
             )
-        during = "between two images" if image is None else f"while it read {image}"
+        moment = "between two images" if image is None else f"while it read {image}"
         return SetupError(
-            f"{who} {during}; if memory ran out, lower data.workers; continue with --resume"
+            f"{event} {moment}; if memory ran out, lower data.workers; continue with --resume",
+            code="setup.worker_ended",
         )
 
     def _hanging(
         self, workers: _Processes, name_of: Callable[[int], str], seconds: float
     ) -> SetupError:
-        found = [(*self._found(worker, name_of), worker.pid) for worker in workers]
+        states = [(*self._current_image(worker, name_of), worker.pid) for worker in workers]
         busy = [
             f"worker {number} (process {pid}) reads {image}"
-            for number, image, pid in sorted(found)
+            for number, image, pid in sorted(states)
             if image is not None
         ]
         return SetupError(
             f"data workers: no batch came within {seconds:g} seconds; "
             f"{'; '.join(busy) or 'none of them reads an image'}; look at these images and their "
-            "disk, or raise run.timeout_seconds (a worker has half of it); continue with --resume"
+            "disk, or raise run.timeout_seconds (a worker has half of it); continue with --resume",
+            code="setup.timeout",
         )
 
-    def _found(
+    def _current_image(
         self, worker: multiprocessing.process.BaseProcess, name_of: Callable[[int], str]
     ) -> tuple[int, str | None]:
-        """A worker's number, and the name of the image it is at, if any."""
+        """Return a worker's number and the name of the image that it decodes, if any."""
         for number, (process, index) in enumerate(self._rows.tolist()):
             if process == worker.pid:
                 return number, None if index < 0 else name_of(index)
-        return 0, None  # ended before it sat down
+        return 0, None  # ended before `start_worker`
 
 
 class _Tasks(Dataset[_Item]):
-    """Something to be done for each task, where the loader asks for it."""
+    """A data set whose indices are tasks and whose items are their results."""
 
     def __init__(self, work: Callable[[Any], _Item]) -> None:
         self.work = work
 
     def __getitem__(self, task: Any) -> _Item:
         return self.work(task)
-
-
-def _as_it_is(item: _Item) -> _Item:
-    return item
 
 
 def spread(
@@ -193,25 +193,25 @@ def spread(
     in_order: bool = True,
     ahead: int = 2,
 ) -> Generator[_Item, None, None]:
-    """Do tasks in processes that are forked from this one.
+    """Work on tasks in processes that are forked from this one, and yield the results.
 
     Args:
-        work: a task → what is yielded for it; it notes its images in `status`.
-        tasks: small, as they are sent; read as they are needed.
+        work: from a task to its result; it records its images in `status`.
+        tasks: small, as they are pickled; read as they are needed.
         status, workers: for as many processes; at least 1.
         name_of, timeout_seconds: as for `WorkerStatus.watched`.
         in_order: yield in the tasks' order; else as they are done.
-        ahead: tasks that are given to each worker before their results are asked for.
+        ahead: tasks that each worker has before their results are needed.
     Raises: as `WorkerStatus.watched`.
     """
-    with _as_many_as_asked():
+    with _no_advice_on_workers():
         loader: DataLoader[_Item] = DataLoader(
             _Tasks(work),
             batch_size=None,
             sampler=tasks,
-            collate_fn=_as_it_is,
+            collate_fn=lambda item: item,  # default_convert would make tensors of arrays
             num_workers=workers,
-            worker_init_fn=status.sit_down,
+            worker_init_fn=status.start_worker,
             prefetch_factor=ahead,
             timeout=POLL_SECONDS,
             multiprocessing_context="fork",  # open files and shared memory come along
@@ -223,42 +223,43 @@ def spread(
 
 
 def _wait_for_one(workers: _Processes) -> None:
-    """Wait a little for a worker's end, until its exit code is known too."""
+    """Wait a little until a worker has ended and its exit code is known."""
     sentinels = {worker.sentinel: worker for worker in workers}
     for sentinel in multiprocessing.connection.wait(list(sentinels), timeout=POLL_SECONDS):
         sentinels[sentinel].join(POLL_SECONDS)  # type: ignore[index]
 
 
 class _Guard:
-    """Ends workers where the loader's own timeout is not looked at.
+    """Ends workers that hang where the loader's own timeout has no effect.
 
-    A worker that stops in the middle of handing over a tensor leaves its reader in a system call
-    that nothing but the worker's end interrupts.
+    A worker that stops in the middle of sending a tensor leaves its reader in a system call that
+    only the worker's end interrupts.
 
     Args:
         explain: makes the error, before the workers end.
-        end: ends them.
+        end: ends the workers.
     """
 
     def __init__(self, explain: Callable[[], SetupError], end: Callable[[], None]) -> None:
         self._explain, self._end = explain, end
-        self._until: float | None = None
+        self._deadline: float | None = None
         self._error: SetupError | None = None
         self._dismissed = threading.Event()
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
     def waiting(self, seconds: float | None) -> Iterator[None]:
-        """Guard what is done meanwhile.
+        """Guard the reading inside the context.
 
         Args:
-            seconds: the limit that the loader's own timeout keeps to; None for no guard.
-        Raises: the error that was explained, in place of what ending the workers led to.
+            seconds: the limit that the loader's own timeout keeps; None for no guard.
+        Raises: the error of `explain`, in place of the one that ending the workers caused.
         """
         if seconds is not None and self._thread is None:
             self._thread = threading.Thread(target=self._watch, daemon=True, name="data workers")
             self._thread.start()
-        self._until = None if seconds is None else time.monotonic() + seconds + 3 * POLL_SECONDS
+        if seconds is not None:
+            self._deadline = time.monotonic() + seconds + 3 * POLL_SECONDS
         try:
             yield
         except Exception as error:
@@ -266,7 +267,7 @@ class _Guard:
                 raise self._error from error
             raise
         finally:
-            self._until = None
+            self._deadline = None
 
     def dismiss(self) -> None:
         """Stop watching."""
@@ -274,24 +275,24 @@ class _Guard:
 
     def _watch(self) -> None:
         while not self._dismissed.wait(POLL_SECONDS):
-            until = self._until
-            if until is not None and time.monotonic() > until:
+            deadline = self._deadline
+            if deadline is not None and time.monotonic() > deadline:
                 self._error = self._explain()
                 self._end()
                 return
 
 
 @contextlib.contextmanager
-def _as_many_as_asked() -> Iterator[None]:
-    """Without torch's advice against more workers than cores: they also wait for disks."""
+def _no_advice_on_workers() -> Iterator[None]:
+    """Silence torch's advice against more workers than cores: they also wait for disks."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         yield
 
 
 @contextlib.contextmanager
-def _child_signal_kept() -> Iterator[None]:
-    """Take back torch's handler, which raises wherever the program is when a worker dies."""
+def _keep_child_signal() -> Iterator[None]:
+    """Remove torch's handler, which raises wherever the program is when a worker dies."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

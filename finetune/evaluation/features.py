@@ -1,11 +1,10 @@
 """Frozen features of a split: what a network gives its classifier, computed once and kept on disk.
 
-They are kept in `feature_cache` under a hash of all they depend on: the network's tensors but its
-classifier's, its preprocessing, the size that its images are decoded to, the numbers it computes
-with, and the data's fingerprint. So a run that trains the head alone, the evaluation of what came
-out of it, and a probe find one another's.
-The fingerprint of more than 1 GiB of images is over names and sizes: clear the cache if such images
-change without changing size.
+They are kept in the cache's folder `features` under a hash of all they depend on: the network's
+tensors but its classifier's, its preprocessing, the size that its images are decoded to, the
+numbers it computes with, and the images' contents. So a run that trains the head alone, the
+evaluation of what came out of it, and a probe find one another's. A file is read whole and compared
+with its sha256 before any of it is used.
 """
 
 # N images, D width
@@ -14,16 +13,15 @@ change without changing size.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-import math
 import os
 import re
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import timm
@@ -31,21 +29,21 @@ import torch
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from tqdm import tqdm
 
-from finetune import __version__, files
-from finetune.console import say, say_nothing
+from finetune import __version__
+from finetune.console import say, say_nothing, terminal_bar
 from finetune.data.decode_all import TIMEOUT_SECONDS
 from finetune.data.image_store import open_store
 from finetune.data.loader import Loader
 from finetune.data.source import Split
 from finetune.errors import DataError, WeightsError
-from finetune.files import make_room, published, sha256_of
+from finetune.files import CacheFolder, cache_folder
 from finetune.models.features import last_layers, pre_logits
 from finetune.models.saved import TRAINING_ONLY, Built
 from finetune.processes import local_processes
 from finetune.recipe.load import DataSection
 from finetune.run.environment import precision_of
+from finetune.text import byte_size
 from finetune.transforms.evaluation import default_eval
 from finetune.transforms.pipeline import Pipeline
 
@@ -55,7 +53,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Features",
     "at_once",
-    "cache_folder",
     "compute",
     "identity_of",
     "places_of",
@@ -67,15 +64,12 @@ __all__ = [
 
 MAX_BYTES = 20 * 2**30
 _NAME = re.compile(r"[0-9a-f]{64}-[0-9a-f]{64}\.npy")
-
-
-def cache_folder() -> Path:
-    """The folder of cached features: see `files.cache_folder`."""
-    return files.cache_folder("features")
+_HEADER_BYTES = 128  # NumPy pads its headers
+_FORMAT = 2  # of the file: in the first the sha256 was not of the key
 
 
 def read_cached(folder: Path, key: str, *, num_images: int) -> NDArray[np.float32] | None:
-    """Map the features of a key, after checking every byte of the file.
+    """Read the features of a key, after checking every byte of the file.
 
     Args:
         folder: of the cache.
@@ -83,68 +77,82 @@ def read_cached(folder: Path, key: str, *, num_images: int) -> NDArray[np.float3
         num_images: N, which the file must have.
     Returns: (N, D), read-only; None if there is no intact file. Damaged ones are removed.
     """
-    for path in sorted(folder.glob(f"{key}-*.npy")):
-        try:
-            if sha256_of(path) == path.stem.partition("-")[2]:
-                # unlike np.load this reads nothing but arrays, whatever the file begins with
-                values: NDArray[np.float32] = npy.open_memmap(path, mode="r")
-                if values.dtype == np.float32 and values.shape[0] == num_images:
-                    os.utime(path)  # the least recently used go first
-                    return values
-            path.unlink()
-            say(f"{path}: is damaged; it is removed and the features are computed again")
-        except FileNotFoundError:
-            continue  # another process made room, or removed it as damaged
-        except (OSError, ValueError) as error:
-            say(f"{path}: cannot be used ({error}); the features are computed again")
+    try:
+        with CacheFolder(folder) as cache:
+            for name in cache.names(key, ".npy"):
+                try:
+                    values_ND = _read(cache, name, key, num_images)
+                    cache.touch(name)
+                    return values_ND
+                except FileNotFoundError:
+                    continue  # another process made room, or removed it as damaged
+                except ValueError as error:
+                    cache.remove(name)
+                    say(f"{folder / name}: is damaged ({error}); the features are computed again")
+    except OSError as error:
+        say(f"{folder}: is not used ({error}); the features are computed")
     return None
 
 
-class _Hashed:
-    """A file that knows the sha256 of what was written to it."""
+def _read(cache: CacheFolder, name: str, key: str, num_images: int) -> NDArray[np.float32]:
+    """Read a file whole. Raises: ValueError if it is not what was written under the key."""
+    with os.fdopen(cache.open(name), "rb") as file:
+        num_bytes = os.fstat(file.fileno()).st_size - _HEADER_BYTES
+        width = num_bytes // (4 * num_images)
+        if width <= 0 or num_bytes != 4 * num_images * width:
+            raise ValueError("it is cut off or of other images")
+        header = file.read(_HEADER_BYTES)
+        values_ND = np.empty((num_images, width), dtype=np.float32)
+        file.readinto(values_ND)  # type: ignore[arg-type]
+    if header != _header(values_ND) or name != _name_of(key, values_ND):
+        raise ValueError("its sha256 is another")
+    values_ND.flags.writeable = False
+    return values_ND
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file = file
-        self.digest = hashlib.sha256()
 
-    def write(self, piece: bytes) -> int:
-        self.digest.update(piece)
-        return self.file.write(piece)
+def _header(values_ND: NDArray[np.float32]) -> bytes:
+    """NumPy's header of these values, which is compared and never parsed."""
+    header = io.BytesIO()
+    npy.write_array_header_1_0(header, npy.header_data_from_array_1_0(values_ND))
+    return header.getvalue()
+
+
+def _name_of(key: str, values_ND: NDArray[np.float32]) -> str:
+    """The file's name: the key, and a sha256 of the key and of all that is in the file."""
+    digest = hashlib.sha256(key.encode() + _header(values_ND))
+    digest.update(values_ND.reshape(-1).view(np.uint8).data)
+    return f"{key}-{digest.hexdigest()}.npy"
 
 
 def write_cached(
     folder: Path, key: str, values_ND: NDArray[np.float32], *, max_bytes: int = MAX_BYTES
-) -> NDArray[np.float32]:
+) -> None:
     """Keep features in one step, and make room for them.
 
-    A disk that is full or cannot be written costs only the cache: it is said, and the features
-    stay in memory.
+    A disk that is full or cannot be written costs only the cache, and a notice.
 
     Args:
-        folder: made if it is not there.
+        folder: made if it does not exist.
         key: hexadecimal sha256 of what they depend on.
         values_ND: float32.
         max_bytes: of all files together; the new one always stays.
-    Returns: the same values, mapped from the file if it could be written.
     """
+    values_ND = np.ascontiguousarray(values_ND)
     try:
-        with published(folder, key) as (temporary, name):
-            with temporary.open("wb") as file:
-                hashed = _Hashed(file)
-                npy.write_array(hashed, np.ascontiguousarray(values_ND), allow_pickle=False)
-                file.flush()
-                os.fsync(file.fileno())  # else a power cut could leave the name without the bytes
-            name.append(f"{key}-{hashed.digest.hexdigest()}.npy")
-        make_room(folder, max_bytes, keep=name[0], names=_NAME)
-        mapped: NDArray[np.float32] = npy.open_memmap(folder / name[0], mode="r")
-        return mapped
+        with CacheFolder(folder) as cache:
+            name = _name_of(key, values_ND)
+            with cache.write(key) as new:
+                with os.fdopen(os.dup(new.descriptor), "wb") as file:
+                    file.write(_header(values_ND))
+                    file.write(values_ND.reshape(-1).view(np.uint8).data)
+                new.name = name
+            cache.make_room(max_bytes, keep=name, names=_NAME)
     except OSError as error:
-        needed = math.ceil(values_ND.nbytes / 2**20)
+        needed = byte_size(values_ND.nbytes)
         say(
-            f"{folder}: the features ({needed} MiB) are not kept ({error.strerror or error}); the "
+            f"{folder}: the features ({needed}) are not kept ({error.strerror or error}); the "
             "next call computes them again. Free space, or set FINETUNE_CACHE to another folder"
         )
-        return values_ND
 
 
 _SHARE_BATCHES = 8  # batches between two exchanges
@@ -157,11 +165,11 @@ class Features:
     """Features of a split's readable images, with their labels.
 
     Attributes:
-        values_ND: float32, mapped from the cache where it is there.
+        values_ND: float32, read-only if they are from the cache.
         labels_N: int64.
         places_N: int64, the images' places in the split; all of them unless some are unreadable.
         cached: whether nothing had to be computed.
-        seconds: until they were there.
+        seconds: that it took to read or compute them.
     """
 
     values_ND: NDArray[np.float32]
@@ -235,27 +243,30 @@ def split_features(
     """
     started = time.perf_counter()
     if not len(split):
-        raise DataError(f"{split.name}: has no images; add some")
-    key, values, folder = "", None, cache_folder()
+        raise DataError(f"{split.name}: has no images; add some", code="data.empty")
+    key, values, folder = "", None, cache_folder("features")
     if accelerator.is_main_process:
         # a run that stops at unreadable images must not be served by one that left them out
         data = {
-            "data": split.fingerprint,
+            "data": split.cache_key,
             "decode_size": split.decode_size,
             "unreadable": section.unreadable,
         }
         place = {"device": accelerator.device.type, "precision": accelerator.mixed_precision}
-        everything = {**identity, **data, **place}
+        everything = {**identity, **data, **place, "format": _FORMAT}
         key = hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
         values = read_cached(folder, key, num_images=len(split))
     flag = torch.tensor([int(values is not None)], device=accelerator.device)
     cached = bool(torch.as_tensor(accelerator.reduce(flag, "sum")).item())
     if not cached:
-        found = _computed(
+        values = _computed(
             split, network, pipeline, section, accelerator, timeout_seconds=timeout_seconds
         )
-        if found is not None:
-            values = write_cached(folder, key, found)
+        if values is not None:
+            if split.is_unchanged():
+                write_cached(folder, key, values)
+            else:
+                say(f"split '{split.name}': changed while it was read; its features are not kept")
     if everywhere and accelerator.num_processes > 1:
         values = _everywhere(values, key, len(split), accelerator)
     if values is None:
@@ -289,12 +300,12 @@ def _computed(
         timeout_seconds=timeout_seconds,
     )
     loader = Loader(store, pipeline, num_classes=1, device=device)
-    found = compute(network, loader, accelerator, batch_size=at_once(device, section))
-    if found is None:
+    computed = compute(network, loader, accelerator, batch_size=at_once(device, section))
+    if computed is None:
         return None
     # rows of unreadable images stay NaN: a computed one never is
-    values = np.full((len(split), found.shape[1]), np.nan, dtype=np.float32)
-    values[places_of(store.split, split)] = found
+    values = np.full((len(split), computed.shape[1]), np.nan, dtype=np.float32)
+    values[places_of(store.split, split)] = computed
     return values
 
 
@@ -327,7 +338,7 @@ def compute(
     network.eval()
     gathered: list[Tensor] = []
     main = accelerator.is_main_process
-    with tqdm(total=total, unit="image", file=sys.stderr, disable=None if main else True) as shown:
+    with terminal_bar(total, shown=main) as shown:
         for first in range(0, num_shares, world):
             # a process without a share of its own repeats the last: all go on in step
             share = min(first + rank, num_shares - 1)
@@ -343,7 +354,8 @@ def compute(
                 numbers = precision_of(accelerator)
                 raise WeightsError(
                     f"the model's features are not finite in {numbers}; its weights are damaged"
-                    + (", or need a wider run.precision" if numbers == "fp16" else "")
+                    + (", or need a wider run.precision" if numbers == "fp16" else ""),
+                    code="weights.not_finite",
                 )
             for other, rows in enumerate(everybodys.split(largest)):
                 if main and (share := first + other) < num_shares:
@@ -364,8 +376,9 @@ def _everywhere(
     width = 0 if values_ND is None else values_ND.shape[1]
     *letters, width = from_main(torch.tensor([*(key or "-" * 64).encode(), width])).tolist()
     if not main:
-        # all processes of a host share the pages of one file
-        values_ND = read_cached(cache_folder(), bytes(letters).decode(), num_images=num_images)
+        values_ND = read_cached(
+            cache_folder("features"), bytes(letters).decode(), num_images=num_images
+        )
     missing = torch.tensor([int(values_ND is None)], device=device)
     if not bool(torch.as_tensor(accelerator.reduce(missing, "sum")).item()):
         assert values_ND is not None
@@ -380,6 +393,6 @@ def _everywhere(
 
 
 def places_of(part: Split, whole: Split) -> NDArray[np.int64]:
-    """Where the images of a subset stand in the split that it was taken from, in order."""
+    """Return the places of a subset's images in the split that it was taken from, in order."""
     mine, all_rows = (np.arange(len(s)) if s.rows is None else s.rows for s in (part, whole))
     return np.flatnonzero(np.isin(all_rows, mine))

@@ -8,18 +8,20 @@ import multiprocessing
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
+from refusals import refused
 from samples import make_folder, make_parquet, png, write
 
-from finetune.data import decode as decode_module
 from finetune.data import decode_all as scan_module
-from finetune.data import pixel_file as canvas_module
+from finetune.data import notices
 from finetune.data.decode import decode
-from finetune.data.decode_all import decoded_bytes, info, load_images, paint, readable, scan
-from finetune.data.pixel_file import Ragged
+from finetune.data.decode_all import decoded_bytes, info, readable, scan, visit
+from finetune.data.image_cache import Decoded, How, decode_images
+from finetune.data.pixel_file import Images
 from finetune.data.source import Split, open_source
 from finetune.errors import DataError
 
@@ -27,7 +29,7 @@ from finetune.errors import DataError
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Notices are said once per process: each test starts anew."""
-    monkeypatch.setattr(decode_module, "_said", set())
+    monkeypatch.setattr(notices, "_logged", set())
 
 
 @pytest.fixture(params=[0, 3])
@@ -36,6 +38,16 @@ def workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(scan_module, "SMALL_BYTES", 0)
     number: int = request.param
     return number
+
+
+def load(split: Split, **changes: Any) -> Decoded:
+    how: dict[str, Any] = {"workers": 2, "unreadable": "stop", "progress": False}
+    how |= {"timeout_seconds": 60.0, **changes}
+    return decode_images(split, How(**how), num_bytes=decoded_bytes(split))
+
+
+def pixels(images: Images) -> list[np.ndarray]:
+    return [image.permute(1, 2, 0).numpy() for image in images]
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -77,17 +89,16 @@ def test_unreadable_images_far_apart_are_all_named_in_order(tmp_path: Path, work
     make_parquet(tmp_path / "a.parquet", [row % 2 for row in range(number)], images=images)
     source = open_source(f"parquet:{tmp_path}")
     assert [item["index"] for item in scan(source, workers=workers)] == bad
-    loaded, kept = load_images(source.splits["train"], workers=workers, unreadable="quarantine")
+    loaded, kept = load(source.splits["train"], workers=workers, unreadable="quarantine")
     assert kept.tolist() == [row for row in range(number) if row not in bad]
-    assert isinstance(loaded, np.ndarray)
-    assert loaded.shape == (396, 5, 4, 3)
-    assert np.array_equal(loaded[-1], decode(png(398)))
+    assert (len(loaded), loaded.size) == (396, (5, 4))
+    assert np.array_equal(pixels(loaded)[-1], decode(png(398)))
 
 
 def test_loading_stops_with_the_whole_list(tmp_path: Path) -> None:
     split = open_source(damaged_folder(tmp_path)).splits["train"]
     with pytest.raises(DataError) as caught:
-        load_images(split)
+        load(split)
     text = str(caught.value)
     with pytest.raises(DataError) as again:
         readable(split)
@@ -105,7 +116,7 @@ def test_a_long_list_is_cut(tmp_path: Path) -> None:
     for number in range(30):
         write(tmp_path / f"a/bad{number:02}.png", b"")
     with pytest.raises(DataError) as caught:
-        load_images(open_source(source).splits["train"])
+        load(open_source(source).splits["train"])
     assert "bad19.png" in str(caught.value)
     assert "bad20.png" not in str(caught.value)
     assert "and 10 more" in str(caught.value)
@@ -114,18 +125,18 @@ def test_a_long_list_is_cut(tmp_path: Path) -> None:
 
 def test_quarantine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     split = open_source(damaged_folder(tmp_path)).splits["train"]
-    images, kept = load_images(split, unreadable="quarantine", workers=3)
+    images, kept = load(split, unreadable="quarantine", workers=3)
     assert kept.tolist() == [0, 1, 2, 4, 5, 6]
     assert readable(split, unreadable="quarantine").tolist() == kept.tolist()
     assert len(images) == 6
-    for image, index in zip(images, kept.tolist(), strict=True):
+    for image, index in zip(pixels(images), kept.tolist(), strict=True):
         assert np.array_equal(image, split.read(index))
     assert len(caplog.records) == 1
     assert "4 of 10 images cannot be read; they are left out" in messages(caplog)[0]
     for number in range(3):
         write(tmp_path / f"train/a/{number}.png", b"")
     with pytest.raises(DataError, match="no readable image is left of 1 class "):
-        load_images(split, unreadable="quarantine")
+        load(split, unreadable="quarantine")
 
 
 def test_loaded_images_are_those_of_read(tmp_path: Path, workers: int) -> None:
@@ -134,20 +145,19 @@ def test_loaded_images_are_those_of_read(tmp_path: Path, workers: int) -> None:
     same = [{"bytes": png(row), "path": None} for row in range(number)]
     make_parquet(tmp_path / "a/a.parquet", [row % 2 for row in range(number)], images=same)
     split = open_source(f"parquet:{tmp_path}/a").splits["train"]
-    images, kept = load_images(split, workers=workers)
-    assert isinstance(images, np.ndarray)
-    assert images.shape == (number, 5, 4, 3)
+    images, kept = load(split, workers=workers)
+    assert (len(images), images.size) == (number, (5, 4))
     assert kept.tolist() == list(range(number))
-    assert all(np.array_equal(images[row], split.read(row)) for row in range(number))
+    assert all(np.array_equal(pixels(images)[row], split.read(row)) for row in range(number))
 
     sizes = [tuple(generator.integers(2, 90, 2).tolist()) for _ in range(number)]
     odd = [{"bytes": png(row, sizes[row]), "path": None} for row in range(number)]
     make_parquet(tmp_path / "b/b.parquet", [row % 2 for row in range(number)], images=odd)
     split = open_source(f"parquet:{tmp_path}/b").splits["train"]
-    images, kept = load_images(split, workers=workers)
-    assert isinstance(images, Ragged)
-    assert [image.shape[:2] for image in images] == sizes
-    assert all(np.array_equal(images[row], split.read(row)) for row in range(number))
+    images, kept = load(split, workers=workers)
+    assert images.size is None
+    assert [image.shape[:2] for image in pixels(images)] == sizes
+    assert all(np.array_equal(pixels(images)[row], split.read(row)) for row in range(number))
 
 
 def test_one_odd_size_that_the_sample_misses(tmp_path: Path) -> None:
@@ -156,20 +166,21 @@ def test_one_odd_size_that_the_sample_misses(tmp_path: Path) -> None:
     images[7] = {"bytes": png(7, (9, 9)), "path": None}
     make_parquet(tmp_path / "a.parquet", [row % 2 for row in range(number)], images=images)
     split = open_source(f"parquet:{tmp_path}").splits["train"]
-    loaded, kept = load_images(split)
-    assert isinstance(loaded, Ragged)
+    loaded, kept = load(split)
+    assert loaded.size is None
     assert len(kept) == number
-    assert [image.shape for image in loaded].count((5, 4, 3)) == number - 1
-    assert all(np.array_equal(loaded[row], split.read(row)) for row in range(number))
+    found = pixels(loaded)
+    assert [image.shape for image in found].count((5, 4, 3)) == number - 1
+    assert all(np.array_equal(found[row], split.read(row)) for row in range(number))
 
 
 def test_images_that_do_not_fit_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def reserved(num_bytes: int) -> np.ndarray:
-        return np.zeros(num_bytes // 2, dtype=np.uint8)
+    def full(file: int, body: memoryview, offset: int) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(canvas_module, "_reserved", reserved)
-    with pytest.raises(DataError, match=r"do not fit in memory; set data.keep: none"):
-        load_images(open_source("embedded:digits").splits["train"])
+    monkeypatch.setattr("finetune.data.pixel_file._write", full)
+    with refused("data.memory", "'train'", "data.keep: none"):
+        load(open_source("embedded:digits").splits["train"])
 
 
 def test_what_the_disk_refuses_comes_back_from_the_processes(
@@ -178,16 +189,12 @@ def test_what_the_disk_refuses_comes_back_from_the_processes(
     source = make_folder(tmp_path / "data", {"a": 150, "b": 150})
     split = open_source(source).splits["train"]
 
-    def full(file: int, body: memoryview, offset: int) -> None:
-        if offset > 10_000:
+    def full(index: int, image: np.ndarray) -> None:
+        if index > 200:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(canvas_module, "_write", full)
-    with (
-        (tmp_path / "file").open("w+b") as file,
-        pytest.raises(OSError, match="No space") as caught,
-    ):
-        paint(split, file.fileno(), workers=workers, progress=False)
+    with pytest.raises(OSError, match="No space") as caught:
+        visit(split, full, workers=workers, progress=False)
     assert caught.value.errno == errno.ENOSPC
     assert not multiprocessing.active_children()
 
@@ -201,7 +208,7 @@ def test_a_notice_of_several_processes_is_said_once(
         path.parent.mkdir(exist_ok=True)
         moving = number in (7, 8, 150, 151)  # none of those that are looked at beforehand
         frames[0].save(path, save_all=moving, append_images=frames[1:] if moving else ())
-    images, _ = load_images(open_source(f"folder:{tmp_path}").splits["train"], workers=workers)
+    images, _ = load(open_source(f"folder:{tmp_path}").splits["train"], workers=workers)
     assert len(images) == 300
     assert [text for text in messages(caplog) if "first frame" in text] == messages(caplog)
     assert len(messages(caplog)) == 1
@@ -221,11 +228,11 @@ def test_an_image_that_crashes_the_decoder_is_named(
 
     monkeypatch.setattr(Split, "read", crashes)
     with pytest.raises(DataError, match=rf"^{split.name_of(7)}: crashes the decoder"):
-        load_images(split, workers=2)
+        load(split, workers=2)
 
 
 def test_progress_goes_to_a_terminal_only(capsys: pytest.CaptureFixture[str]) -> None:
-    load_images(open_source("embedded:digits").splits["test"], progress=True)
+    load(open_source("embedded:digits").splits["test"], progress=True)
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err == ""

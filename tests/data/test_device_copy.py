@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from finetune.data.device_copy import uploaded
+from finetune.data.device_copy import copy_ahead
 
 
 def batch(number: int) -> list[np.ndarray]:
@@ -31,7 +31,7 @@ def test_batches_come_in_order_one_ahead() -> None:
             images = batch(number)
             yield images
 
-    for number, found in enumerate(uploaded(batches(), torch.device("cpu"))):
+    for number, found in enumerate(copy_ahead(batches(), torch.device("cpu"))):
         assert asked == list(range(min(number + 2, 4)))
         for mine, other in zip(found, batch(number), strict=True):
             assert mine.is_contiguous()
@@ -39,11 +39,11 @@ def test_batches_come_in_order_one_ahead() -> None:
 
 
 def test_nothing_stays_nothing_and_an_error_comes_through() -> None:
-    assert list(uploaded([], torch.device("cpu"))) == []
+    assert list(copy_ahead([], torch.device("cpu"))) == []
 
     def broken() -> Iterator[list[np.ndarray]]:
         yield batch(0)
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
-        list(uploaded(broken(), torch.device("cpu")))
+        list(copy_ahead(broken(), torch.device("cpu")))

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 from samples import store_of
 
 from finetune.data.feature_loader import FeatureLoader
 from finetune.data.loader import Loader, Sampler
 from finetune.data.source import Split, open_source
-from finetune.errors import RecipeError
 from finetune.transforms.pipeline import Pipeline
 
 CPU = torch.device("cpu")
@@ -82,5 +82,5 @@ def test_a_table_that_is_mapped_stays_in_its_file(tmp_path) -> None:
 def test_too_many_processes_are_refused() -> None:
     rows, _ = table(digits(5))
     steps = rows.train(Sampler(5, batch_size=2, seed=0), range(1), world=3)
-    with pytest.raises(RecipeError, match=r"data\.batch_size"):
+    with refused("recipe.wrong_value", "data.batch_size"):
         next(steps)

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from refusals import refused
 from samples import make_folder, make_parquet, write
 
 from finetune.data.from_recipe import data_of, section_of, whole_data_of
 from finetune.data.source import Split
 from finetune.data.streaming.prefetch import prefetch_of
-from finetune.errors import DataError
 from finetune.recipe.load import DataSection, parse_recipe
 
 
@@ -29,7 +29,28 @@ def test_the_runs_seed_draws_unless_the_splits_have_their_own() -> None:
         assert names(drawn[0][name]) != names(drawn[1][name])
         assert names(kept[0][name]) == names(kept[1][name]) == names(drawn[0][name])
     assert [len(kept[0][name]) for name in ("train", "val", "test")] == [80, 20, 355]
-    assert len(whole_data_of(DataSection(**keys)).splits["train"]) == 1442
+    assert len(whole_data_of(DataSection(**keys), 0).splits["train"]) == 1442
+
+
+def test_a_quick_look_at_some_classes_and_images() -> None:
+    keys = {"source": "embedded:digits", "classes": ("7", "2"), "num_val": 10, "num_test": 20}
+    drawn = [data_of(DataSection(**keys), seed) for seed in (0, 1)]
+    kept = [data_of(DataSection(**keys, split_seed=0), seed) for seed in (0, 1)]
+    assert [source.class_names for source in (*drawn, *kept)] == [["2", "7"]] * 4
+    for name, number in (("val", 10), ("test", 20)):
+        assert names(drawn[0].splits[name]) != names(drawn[1].splits[name])
+        for source in kept:
+            assert names(source.splits[name]) == names(drawn[0].splits[name])
+            assert np.bincount(source.splits[name].labels).tolist() == [number // 2] * 2
+    # the images of the test split do not depend on what else is opened
+    whole = whole_data_of(DataSection(**keys), 1)
+    assert names(whole.splits["test"]) == names(drawn[1].splits["test"])
+    assert set(whole.splits) == {"train", "test"}
+    without = data_of(DataSection(**{**keys, "num_val": None}), 0).splits
+    assert names(without["train"]) == names(drawn[0].splits["train"])
+    assert set(names(drawn[0].splits["val"])) < set(names(without["val"]))
+    with refused("data.no_split", "data.num_val"):
+        data_of(DataSection(**keys, val_fraction=0), 0)
 
 
 def test_own_validation_images_are_trained_on_if_asked(tmp_path: Path) -> None:
@@ -42,7 +63,7 @@ def test_own_validation_images_are_trained_on_if_asked(tmp_path: Path) -> None:
     } == {"train": 20}
     chosen = data_of(DataSection(**keys, val_fraction=0.2), 0).splits
     assert {name: len(split) for name, split in chosen.items()} == {"train": 16, "val": 4}
-    with pytest.raises(DataError, match=r"data\.merge_val"):
+    with refused("data.no_split", "data.merge_val"):
         data_of(DataSection(source="embedded:digits", merge_val=True), 0)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import io
 import multiprocessing
 import os
@@ -19,13 +18,17 @@ import pytest
 from PIL import Image
 from samples import make_parquet, png, store_of
 
-from finetune.data import decode as decode_module
+from finetune import files as files_module
 from finetune.data import decode_all as scan_module
 from finetune.data import image_cache as pixels_module
 from finetune.data import image_store as store_module
-from finetune.data.image_cache import Kept, kept_pixels
+from finetune.data import notices as notices_module
+from finetune.data import pixel_file as file_module
+from finetune.data.image_cache import Decoded, How, cached_images
+from finetune.data.pixel_file import Place
 from finetune.data.source import Split, open_source
-from finetune.errors import DataError, SetupError
+from finetune.errors import DataError
+from finetune.files import CacheFolder
 
 NUMBER = 150
 
@@ -36,8 +39,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
     for module in (scan_module, store_module):
         monkeypatch.setattr(module, "SMALL_BYTES", 0)
-    monkeypatch.setattr(decode_module, "_said", set())
-    monkeypatch.setattr(pixels_module, "_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(notices_module, "_logged", set())
+    for module in (pixels_module, files_module):
+        monkeypatch.setattr(module, "_POLL_SECONDS", 0.05)
     return tmp_path / "cache" / "pixels"
 
 
@@ -51,25 +55,24 @@ def split_of(root: Path, *, ragged: bool = False, bad: tuple[int, ...] = ()) -> 
     return open_source(f"parquet:{root}/a.parquet").splits["train"]
 
 
-def taken(split: Split, notices: list[str] | None = None, **changes: Any) -> Kept:
-    settings: dict[str, Any] = {
-        "num_bytes": NUMBER * 60,
-        "workers": 2,
-        "unreadable": "stop",
-        "progress": False,
-        "notice": pytest.fail if notices is None else notices.append,
-        "timeout_seconds": 60.0,
-    }
-    kept = kept_pixels(split, **{**settings, **changes})
-    assert isinstance(kept, Kept), kept
-    return kept
+def taken(split: Split, notices: list[str] | None = None, **changes: Any) -> Decoded:
+    how: dict[str, Any] = {"workers": 2, "unreadable": "stop", "progress": False}
+    how |= {"timeout_seconds": 60.0, **changes}
+    tell = pytest.fail if notices is None else notices.append
+    found = cached_images(split, How(**how), num_bytes=NUMBER * 60, tell=tell)
+    assert isinstance(found, Decoded), found
+    return found
 
 
-def check(kept: Kept, split: Split) -> None:
-    assert len(kept.images) == len(kept.indices) > 0
-    for image, index in zip(kept.images, kept.indices.tolist(), strict=True):
-        np.testing.assert_array_equal(image, split.read(index))
-        assert not image.flags.writeable
+def file_of(cache: Path) -> Path:
+    """The file that was made last."""
+    return max(cache.glob("*.pixels"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def check(found: Decoded, split: Split) -> None:
+    assert len(found.images) == len(found.indices) > 0
+    for image, index in zip(found.images, found.indices.tolist(), strict=True):
+        np.testing.assert_array_equal(image.permute(1, 2, 0), split.read(index))
 
 
 @pytest.mark.parametrize("ragged", [False, True])
@@ -84,33 +87,33 @@ def test_what_was_decoded_is_mapped_again_without_decoding(
 ) -> None:
     split = split_of(tmp_path, ragged=ragged, bad=bad)
     first = taken(split, unreadable="quarantine")
-    assert {path.name for path in cache.iterdir()} == {first.path.name, "lock"}
+    assert len(list(cache.iterdir())) == 1
     said = [record.message for record in caplog.records]
     assert len(said) == bool(bad)
-    monkeypatch.setattr(decode_module, "_said", set())  # another process
-    monkeypatch.setattr(pixels_module, "paint", pytest.fail)
+    monkeypatch.setattr(notices_module, "_logged", set())  # another process
+    monkeypatch.setattr(pixels_module, "visit", pytest.fail)
     again = taken(split, unreadable="quarantine")
     for kept in (first, again):
         check(kept, split)
         assert kept.indices.tolist() == [row for row in range(NUMBER) if row not in bad]
-        assert isinstance(kept.images, np.ndarray) is not ragged
+        assert kept.images.size == (None if ragged else (5, 4))
     assert [record.message for record in caplog.records] == 2 * said  # the same message anew
     monkeypatch.undo()
 
 
-def test_images_decoded_to_another_size_are_another_file(tmp_path: Path) -> None:
+def test_images_decoded_to_another_size_are_another_file(tmp_path: Path, cache: Path) -> None:
     photo = io.BytesIO()
     Image.fromarray(np.full((64, 48, 3), 99, dtype=np.uint8)).save(photo, "JPEG")
     images = [{"bytes": photo.getvalue(), "path": None}] * 6
     make_parquet(tmp_path / "a.parquet", [0, 1] * 3, images=images)
-    shapes, paths = [], []
+    sizes, paths = [], []
     for size in (None, 24, 6):
         split = open_source(f"parquet:{tmp_path}/a.parquet", decode_size=size).splits["train"]
         kept = taken(split)
         check(kept, split)
-        shapes.append(np.shape(kept.images))
-        paths.append(kept.path)
-    assert shapes == [(6, 64, 48, 3), (6, 32, 24, 3), (6, 8, 6, 3)]
+        sizes.append(kept.images.size)
+        paths.append(file_of(cache))
+    assert sizes == [(64, 48), (32, 24), (8, 6)]
     assert len(set(paths)) == 3
 
 
@@ -124,81 +127,36 @@ def test_images_that_stop_a_run_leave_no_file(tmp_path: Path, cache: Path) -> No
 
 
 def test_other_images_labels_or_decoders_are_other_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     split = split_of(tmp_path)
     part = split.subset(np.arange(100))
-    names = {taken(each).path.name for each in (split, part)}
+    for each in (split, part, part):
+        check(taken(each), each)
     monkeypatch.setattr(pixels_module, "LIMIT_PIXELS", 1000)
-    names.add(taken(split).path.name)
-    assert len(names) == 3
-    check(taken(part), part)
-
-
-def flip(path: Path) -> None:
-    body = bytearray(path.read_bytes())
-    body[1000] ^= 1
-    path.write_bytes(body)
-
-
-def flip_in_the_table(path: Path) -> None:
-    body = bytearray(path.read_bytes())
-    body[NUMBER * 60 + 3] ^= 1
-    path.write_bytes(body)
-
-
-def cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def empty(path: Path) -> None:
-    os.truncate(path, 0)
-
-
-def zeros(path: Path) -> None:
-    path.write_bytes(bytes(path.stat().st_size))
-
-
-@pytest.mark.parametrize("damage", [flip, flip_in_the_table, cut, empty, zeros])
-def test_a_damaged_file_is_made_again(tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    split = split_of(tmp_path)
-    path = taken(split).path
-    damage(path)
-    notices: list[str] = []
-    check(taken(split, notices), split)
-    assert len(notices) == 1
-    assert "is damaged" in notices[0]
-    check(taken(split), split)
-
-
-def test_of_a_large_file_images_spread_over_it_are_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    split = split_of(tmp_path)
-    path = taken(split).path
-    monkeypatch.setattr(pixels_module, "_CHECKED_BYTES", 600)
-    with path.open("r+b") as file:
-        file.write(bytes(4096))  # as a disk that lost a block
-    notices: list[str] = []
-    check(taken(split, notices), split)
-    assert len(notices) == 1
+    taken(split)
+    assert len(list(cache.iterdir())) == 3
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_costs_only_the_cache(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(number, os.strerror(number))
+    write = file_module._write
 
-    monkeypatch.setattr("finetune.data.pixel_file._write", full)
+    def full(place: Place, *rest: Any) -> None:
+        if isinstance(place, int):
+            raise OSError(number, os.strerror(number))
+        write(place, *rest)
+
+    monkeypatch.setattr(file_module, "_write", full)
     notices: list[str] = []
     split = split_of(tmp_path)
     store = store_of(split, notice=notices.append)
     assert len(notices) == 1
     assert os.strerror(number) in notices[0]
     assert "FINETUNE_CACHE" in notices[0]
-    assert [path.name for path in cache.iterdir()] == ["lock"]
+    assert not list(cache.iterdir())
     (images,) = store.read_all([np.arange(NUMBER)])
     for index in range(NUMBER):
         np.testing.assert_array_equal(images[index].permute(1, 2, 0), split.read(index))
@@ -211,23 +169,23 @@ def test_a_folder_that_cannot_be_made_and_a_disk_without_room_are_said(
     cache.parent.write_text("a file")
     assert store_of(split, "memory", notice=notices.append).images is not None
     cache.parent.unlink()
-    monkeypatch.setattr(pixels_module, "room_for", lambda num_bytes, folder: False)
+    monkeypatch.setattr(CacheFolder, "has_room", lambda *_, **__: False)
     assert store_of(split, "memory", notice=notices.append).images is not None
     assert len(notices) == 2
-    assert "Not a directory" in notices[0]
+    assert "File exists" in notices[0]
     assert "too little room" in notices[1]
 
 
 def decode_there(split: Split, seconds: float, counter: Path) -> None:
     """What each of several processes does; decoding takes a while and leaves a mark."""
-    paint = scan_module.paint
+    visit = scan_module.visit
 
     def slowly(*args: Any, **kwargs: Any) -> Any:
         (counter / str(os.getpid())).touch()
         time.sleep(seconds)
-        return paint(*args, **kwargs)
+        return visit(*args, **kwargs)
 
-    pixels_module.paint = slowly  # type: ignore[attr-defined]
+    pixels_module.visit = slowly  # type: ignore[attr-defined]
     check(taken(split, []), split)
 
 
@@ -254,7 +212,7 @@ def test_one_process_decodes_and_the_others_wait(tmp_path: Path, cache: Path) ->
         process.join(60)
     assert [process.exitcode for process in processes] == [0, 0, 0]
     assert len(list(marks.iterdir())) == 1
-    assert len(list(cache.iterdir())) == 2
+    assert len(list(cache.iterdir())) == 1
 
 
 def test_the_next_takes_over_from_one_that_was_killed(tmp_path: Path, cache: Path) -> None:
@@ -269,27 +227,20 @@ def test_the_next_takes_over_from_one_that_was_killed(tmp_path: Path, cache: Pat
     second.join(60)
     assert second.exitcode == 0
     names = [path.name for path in cache.iterdir()]
-    assert len(names) == 2, names  # what the first had begun is gone
+    assert len(names) == 1, names  # what the first had begun is gone
 
 
-def test_one_that_gives_no_sign_is_not_waited_for_for_ever(tmp_path: Path, cache: Path) -> None:
-    split, notices = split_of(tmp_path), list[str]()
-    cache.mkdir(parents=True)
-    holds = multiprocessing.get_context("fork").Event()
-
-    def hold() -> None:
-        with (cache / "lock").open("a+b") as lock:
-            fcntl.lockf(lock, fcntl.LOCK_EX)  # all of it
-            holds.set()
-            time.sleep(600)
-
-    holder = multiprocessing.get_context("fork").Process(target=hold)
-    holder.start()
-    assert holds.wait(30)
-    with pytest.raises(SetupError, match=r"no sign for 0\.3 seconds.*--resume"):
-        taken(split, notices, timeout_seconds=0.3)
+def test_one_that_hangs_is_given_up_on(tmp_path: Path, cache: Path) -> None:
+    split, marks, notices = split_of(tmp_path), tmp_path / "marks", list[str]()
+    marks.mkdir()
+    (holder,) = started(1, split, 600.0, marks)
+    until(lambda: list(marks.iterdir()))
+    how = How(workers=0, unreadable="stop", progress=False, timeout_seconds=0.3)
+    found = cached_images(split, how, num_bytes=NUMBER * 60, tell=notices.append)
     holder.kill()
     holder.join()
+    assert isinstance(found, str)
+    assert "has come to a halt" in found
     assert ["waiting for it" in text for text in notices] == [True]
 
 
@@ -319,7 +270,7 @@ def test_a_signal_leaves_neither_a_file_nor_a_process(
             taken(split)
     finally:
         signal.signal(number, before)
-    assert [path.name for path in cache.iterdir()] == ["lock"]
+    assert not list(cache.iterdir())
     processes = [int(path.name) for path in marks.iterdir()]
     assert processes
     until(lambda: not multiprocessing.active_children())
@@ -332,12 +283,10 @@ def test_room_is_made_for_new_images(
     monkeypatch.setattr(pixels_module, "MAX_BYTES", 1)
     old = taken(split)
     new = taken(split.subset(np.arange(100)))
-    assert [path.name for path in cache.glob("*.pixels")] == [new.path.name]
-    check(old, split)  # what is mapped stays
+    assert len(list(cache.iterdir())) == 1
+    check(old, split)  # what is open stays
     shutil.rmtree(cache)
     check(new, split)
-    assert pixels_module.room_for(1, cache)
-    assert not pixels_module.room_for(2**60, cache)
 
 
 def test_a_store_is_alike_from_disk_memory_and_workers(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_a_mapped_file_is_said_where_memory_is_too_small(
     assert store.images is not None
     assert len(notices) == 1
     assert "do not fit in memory; they are read from" in notices[0]
-    monkeypatch.setattr(store_module, "kept_pixels", lambda *_, **__: "no disk")
+    monkeypatch.setattr(store_module, "cached_images", lambda *_, **__: "no disk")
     with pytest.raises(DataError, match=r"do not fit in memory; set data.keep: none"):
         store_of(split, "memory", notice=notices.append)
     assert store_of(split, "auto", notice=notices.append).images is None

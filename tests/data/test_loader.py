@@ -8,11 +8,11 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 from samples import store_of
 
 from finetune.data.loader import Loader, Sampler, crosses_epoch
 from finetune.data.source import open_source
-from finetune.errors import RecipeError
 from finetune.transforms.pipeline import Pipeline
 
 DIGITS = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "interpolation": "bilinear"}
@@ -101,7 +101,7 @@ def test_a_stop_on_one_process_resumes_on_two_without_a_gap() -> None:
 
 
 def test_too_many_processes_for_the_batch() -> None:
-    with pytest.raises(RecipeError, match="too small for 4 processes; set at least 8"):
+    with refused("recipe.wrong_value", "4", "8"):
         Sampler(50, batch_size=6, seed=0, unit=2).micro_batches(0, world=4)
 
 

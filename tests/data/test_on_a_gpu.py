@@ -129,9 +129,9 @@ class TestOnAGpu:
             finite = logits_BK.sum().isfinite()
             meter.add(logits_BK.sum(), logits_BK, batch.labels_B, counts=finite)
             counts.add(logits_BK, batch.labels_B)
-            echo.say(finite)
+            echo.send(finite)
         assert {meter.sums().device, counts.tensor().device} == {GPU}
-        assert echo.heard() == []  # not before the next step
+        assert echo.receive() == []  # not before the next step
 
     @pytest.mark.parametrize("key", ["vit", "distilled", "resnet"])
     def test_logits(self, key: str) -> None:

@@ -1,4 +1,4 @@
-"""Which parquet files a data set of the hub is made of, at one commit; none of them is read."""
+"""List the parquet files of a data set of the hub at one commit, without reading them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pyarrow as pa
 from huggingface_hub import HfApi, is_offline_mode
 from huggingface_hub.hf_api import RepoFile
 
-from finetune.data.hub import asked_for, explained, last_seen, offline, snapshot_of
+from finetune.data.hub import cached_commit, offline, resolve_commit, snapshot_of, user_error
 from finetune.data.streaming.remote_file import HubFile, LocalFile
 from finetune.errors import DataError, HubError
-from finetune.hub.client import Fault, retried, say_once, was_cut, watching
+from finetune.hub.client import Fault, retried, say_once, understood, was_cut, watching
 
 __all__ = ["Shards", "find_shards"]
 
@@ -25,12 +25,12 @@ _PATHS_AT_ONCE = 500
 
 @dataclass(frozen=True)
 class Shards:
-    """Where the parquet files of a data set are.
+    """The parquet files of a data set.
 
     Attributes:
         files: by split, in the data set's order.
-        commit: that they belong to.
-        schema: the columns as the data set's card declares them; None where it does not.
+        commit: of the data set.
+        schema: the columns as the data set's card declares them; None if it does not.
     """
 
     files: Mapping[str, Sequence[HubFile | LocalFile]]
@@ -42,12 +42,12 @@ def find_shards(where: str, name: str, config: str | None, revision: str | None)
     """Find the parquet files of a data set at one commit, without reading them.
 
     Args: as for `load_hub`.
-    Returns: files of the hub; where it is offline or does not answer, those in its cache.
+    Returns: files of the hub; if it is offline or does not answer, those in the cache.
     Raises: as `load_hub`; DataError for a data set that is not of parquet files.
     """
     if is_offline_mode():
         return _cached_shards(where, name, config, revision)
-    seen = last_seen(name, revision)
+    seen = cached_commit(name, revision)
     has_copy = seen is not None and any(snapshot_of(name, seen).rglob("*.parquet"))
     try:
         return retried(where, lambda: _try_shards(where, name, config, revision), has_copy=has_copy)
@@ -59,60 +59,63 @@ def find_shards(where: str, name: str, config: str | None, revision: str | None)
 def _try_shards(where: str, name: str, config: str | None, revision: str | None) -> Shards:
     import datasets
 
-    found, error = None, None
+    infos, error = None, None
     with watching(everywhere=True) as watch:
-        commit = asked_for(where, name, revision)
+        commit = resolve_commit(where, name, revision)
         try:
             builder = datasets.load_dataset_builder(name, config, revision=commit)
-            paths = _paths(where, builder, commit)
-            every = [path for group in paths.values() for path in group]
-            api, size = HfApi(), _PATHS_AT_ONCE
-            told = [
-                entry
-                for first in range(0, len(every), size)
-                for entry in api.get_paths_info(
-                    name, every[first : first + size], revision=commit, repo_type="dataset"
-                )
-            ]
-            found = {e.path: (e.size, _content_name(e)) for e in told if isinstance(e, RepoFile)}
+            paths = _paths_of(where, builder, commit)
+            infos = _paths_info(name, commit, [path for group in paths.values() for path in group])
         except DataError:
             if watch.fault is None:
                 raise
-        except Exception as caught:  # it lets through what its builders and readers raise
+        except Exception as caught:  # its builders and readers raise errors of any type
             error = caught
-    if found is None:
+    if infos is None:
         if watch.fault is not None or was_cut(error):
             raise watch.fault or Fault("the connection was cut")
-        raise explained(where, revision, watch.refusal() or error or DataError(where)) from None
+        assert error is not None  # nothing else leaves without the files
+        raise user_error(where, revision, watch.refusal() or error) from None
     files = {
-        split: [HubFile(where, name, commit, path, *found[path]) for path in group]
+        split: [HubFile(where, name, commit, path, *infos[path]) for path in group]
         for split, group in paths.items()
     }
     return Shards(files, commit, _declared(builder))
 
 
-def _content_name(entry: RepoFile) -> str:
-    return entry.lfs.sha256 if entry.lfs is not None else entry.blob_id
+def _paths_info(name: str, commit: str, paths: list[str]) -> dict[str, tuple[int, str]]:
+    """Ask the hub for files. Returns: size in bytes and name of the content, by path."""
+    infos = {}
+    with understood(name):
+        for first in range(0, len(paths), _PATHS_AT_ONCE):
+            some = paths[first : first + _PATHS_AT_ONCE]
+            for file in HfApi().get_paths_info(name, some, revision=commit, repo_type="dataset"):
+                if isinstance(file, RepoFile):
+                    content_name = file.lfs.sha256 if file.lfs is not None else file.blob_id
+                    infos[file.path] = file.size, content_name
+    return infos
 
 
-def _paths(where: str, builder: Any, commit: str) -> dict[str, list[str]]:
-    """The files of each split, as paths in the repository, or of this machine."""
-    found: dict[str, list[str]] = {}
+def _paths_of(where: str, builder: Any, commit: str) -> dict[str, list[str]]:
+    """Return the files of each split, as paths in the repository or on this machine."""
+    paths: dict[str, list[str]] = {}
     for split, files in (builder.config.data_files or {}).items():
         texts = [str(file) for file in files]
         other = next((text for text in texts if not text.endswith(".parquet")), None)
         if other is not None:
             raise DataError(
                 f"{where}: holds {other.rsplit('/', 1)[-1]}, and streaming reads parquet files; "
-                "add @refs/convert/parquet to the name, or set data.streaming=false"
+                "add @refs/convert/parquet to the name, or set data.streaming=false",
+                code="data.not_parquet",
             )
-        found[str(split)] = [re.sub(rf"^hf://datasets/[^@]+@{commit}/", "", t) for t in texts]
-    if not found or any("://" in path for paths in found.values() for path in paths):
+        paths[str(split)] = [re.sub(rf"^hf://datasets/[^@]+@{commit}/", "", t) for t in texts]
+    if not paths or any("://" in path for group in paths.values() for path in group):
         raise DataError(
             f"{where}: lists no parquet files of its own, which streaming reads; add "
-            "@refs/convert/parquet to the name, or set data.streaming=false"
+            "@refs/convert/parquet to the name, or set data.streaming=false",
+            code="data.not_parquet",
         )
-    return found
+    return paths
 
 
 def _declared(builder: Any) -> pa.Schema | None:
@@ -123,23 +126,24 @@ def _declared(builder: Any) -> pa.Schema | None:
 def _cached_shards(
     where: str, name: str, config: str | None, revision: str | None, fault: Fault | None = None
 ) -> Shards:
-    """The files of a revision that the client has in its cache."""
+    """List the files of a revision in the client's cache; `fault` as for `_from_cache`."""
     import datasets
 
-    commit = last_seen(name, revision)
+    commit = cached_commit(name, revision)
     folder = snapshot_of(name, commit or "-")
     cause = "HF_HUB_OFFLINE is set" if fault is None else str(fault)
     missing = HubError(
         f"{where}: {cause}, and its parquet files are not in the cache; connect, or download the "
-        "data set once without data.streaming"
+        "data set once without data.streaming",
+        code="hub.unreachable",
     )
     if commit is None or not any(folder.rglob("*.parquet")):
         raise missing
     try:
         builder = datasets.load_dataset_builder(str(folder), config)
     except Exception as error:
-        raise explained(where, revision, error) from None
-    paths = _paths(where, builder, commit)
+        raise user_error(where, revision, error) from None
+    paths = _paths_of(where, builder, commit)
     for path in (path for group in paths.values() for path in group):
         numbers = re.search(r"-of-(\d+)\.parquet$", path)
         beside = glob.escape(re.sub(r"-\d+-of-\d+\.parquet$", "", path))

@@ -1,4 +1,4 @@
-"""Parquet shards that are read where they lie: their ends, and single columns of row groups."""
+"""Parquet shards read in place: their footers, and single columns of row groups."""
 
 from __future__ import annotations
 
@@ -19,18 +19,16 @@ from finetune.errors import DataError
 
 __all__ = ["Shard", "chunk_of", "label_column", "open_shards"]
 
-_TAIL_BYTES = 64 * 2**10  # most shards' ends fit, so that one request is enough
-_OPENERS = 16  # waiting for the hub, not computing
-_TRIES = (
-    2  # of bytes that are no parquet: a second transfer tells damage on the way from a bad file
-)
+_TAIL_BYTES = 64 * 2**10  # most shards' footers fit, so that one request is enough
+_THREADS = 16  # waiting for the hub, not computing
+_TRIES = 2  # a second transfer distinguishes damage on the way from a damaged file
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
 
 def chunk_of(title: str, folders: tuple[Path, ...], first_row: int, array: pa.Array) -> Chunk:
-    """Some rows of an image column, as bytes or as a struct of bytes and path.
+    """Make a chunk of an image column, which holds bytes or a struct of bytes and path.
 
     Raises: DataError for a column of anything else.
     """
@@ -42,33 +40,39 @@ def chunk_of(title: str, folders: tuple[Path, ...], first_row: int, array: pa.Ar
         return Chunk(title, first_row, array, None, folders)
     raise DataError(
         f"{title}: the image column holds {kind}; expected encoded images as bytes; name another "
-        "with data.image_column, or use a folder: source for image files"
+        "with data.image_column, or use a folder: source for image files",
+        code="data.wrong_format",
     )
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A parquet file and what its end says about it."""
+    """A parquet file and its footer.
+
+    Attributes:
+        file: where to read.
+        footer: the last bytes of the file, with its metadata.
+    """
 
     file: LocalFile | HubFile
-    end: bytes
+    footer: bytes
 
     @functools.cached_property
     def metadata(self) -> pq.FileMetaData:
-        """Where each column of each row group lies."""
-        return pq.read_metadata(io.BytesIO(self.end))
+        """The schema, and the place of each column of each row group."""
+        return pq.read_metadata(io.BytesIO(self.footer))
 
     @property
     def schema(self) -> pa.Schema:
-        """Its columns, with what `datasets` noted about them."""
+        """The columns, with what `datasets` recorded about them."""
         return self.metadata.schema.to_arrow_schema()
 
     def lengths(self) -> list[int]:
-        """Rows of each row group."""
+        """Return the number of rows of each row group."""
         return [self.metadata.row_group(g).num_rows for g in range(self.metadata.num_row_groups)]
 
     def num_bytes(self, group: int, column: str) -> int:
-        """Bytes that a column of a row group has in memory, about."""
+        """Return the bytes of a column of a row group in memory, about."""
         return sum(chunk.total_uncompressed_size for chunk in self._chunks(group, column))
 
     def read(self, group: int, column: str) -> pa.ChunkedArray:
@@ -79,27 +83,28 @@ class Shard:
         for attempt in range(_TRIES):
             blocks = self._blocks(group, column)
             try:
-                whole = pq.ParquetFile(
-                    _Parts(self.file.size, blocks),
+                parquet = pq.ParquetFile(
+                    _PartialFile(self.file.size, blocks),
                     metadata=self.metadata,
                     pre_buffer=False,
                     page_checksum_verification=True,
                 )
-                table = whole.read_row_group(group, columns=[column], use_threads=False)
+                table = parquet.read_row_group(group, columns=[column], use_threads=False)
                 return table.column(column)
             except (pa.ArrowException, OSError, ValueError) as error:
                 if attempt + 1 == _TRIES:
                     raise DataError(
                         f"{self.file.title}: row group {group} is damaged ({error}); "
-                        "write the file again"
+                        "write the file again",
+                        code="data.damaged",
                     ) from None
         raise AssertionError("the last try returns or raises")
 
     def _chunks(self, group: int, column: str) -> list[Any]:
         rows = self.metadata.row_group(group)
         chunks = [rows.column(number) for number in range(rows.num_columns)]
-        found = [c for c in chunks if c.path_in_schema.split(".")[0] == column]
-        return found or [c for c in chunks if c.path_in_schema == column]
+        nested = [c for c in chunks if c.path_in_schema.split(".")[0] == column]
+        return nested or [c for c in chunks if c.path_in_schema == column]
 
     def _blocks(self, group: int, column: str) -> dict[int, bytes]:
         spans: list[list[int]] = []
@@ -107,15 +112,15 @@ class Shard:
             first = chunk.data_page_offset
             if chunk.dictionary_page_offset is not None:
                 first = min(first, chunk.dictionary_page_offset)
-            if spans and spans[-1][1] == first:  # bytes and paths lie side by side
+            if spans and spans[-1][1] == first:  # bytes and paths are neighbours
                 spans[-1][1] += chunk.total_compressed_size
             else:
                 spans.append([first, first + chunk.total_compressed_size])
         return {first: self.file.read(first, end - first) for first, end in spans}
 
 
-class _Parts(io.RawIOBase):
-    """A file of which only some parts are there."""
+class _PartialFile(io.RawIOBase):
+    """A file of which only some blocks are known, by the place of their first byte."""
 
     def __init__(self, size: int, blocks: dict[int, bytes]) -> None:
         self._size, self._blocks, self._place = size, blocks, 0
@@ -137,34 +142,36 @@ class _Parts(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         for first, block in self._blocks.items():
             if first <= self._place < first + len(block):
-                begin = self._place - first
-                found = block[begin : begin + size] if size >= 0 else block[begin:]
-                self._place += len(found)
-                return found
-        raise OSError(f"byte {self._place} is asked for, and not part of the column")
+                start = self._place - first
+                part = block[start : start + size] if size >= 0 else block[start:]
+                self._place += len(part)
+                return part
+        raise OSError(f"byte {self._place} is not part of the column")
 
 
 def open_shards(files: Sequence[LocalFile | HubFile]) -> list[Shard]:
-    """Read the end of each file.
+    """Read the footer of each file.
 
-    Raises: DataError for one that is no parquet file; HubError for the hub's faults.
+    Raises: DataError for a file that is not parquet; HubError for the hub's faults.
     """
-    return _side_by_side(_open_shard, files)
+    return _map_in_threads(_open_shard, files)
 
 
 def _open_shard(file: LocalFile | HubFile) -> Shard:
     tail = file.read(max(file.size - _TAIL_BYTES, 0), min(_TAIL_BYTES, file.size)) or b""
-    needed = int.from_bytes(tail[-8:-4], "little") + 8
-    if tail[-4:] != b"PAR1" or needed > file.size:
-        raise DataError(f"{file.title}: not a parquet file, or a damaged one; write it again")
-    if needed > len(tail):
-        tail = file.read(file.size - needed, needed)
-    shard = Shard(file, tail[-needed:])
+    length = int.from_bytes(tail[-8:-4], "little") + 8
+    if tail[-4:] != b"PAR1" or length > file.size:
+        message = f"{file.title}: not a parquet file, or a damaged one; write it again"
+        raise DataError(message, code="data.damaged")
+    if length > len(tail):
+        tail = file.read(file.size - length, length)
+    shard = Shard(file, tail[-length:])
     try:
         assert shard.schema is not None
     except (pa.ArrowException, OSError) as error:
         raise DataError(
-            f"{file.title}: not a parquet file, or a damaged one ({error}); write it again"
+            f"{file.title}: not a parquet file, or a damaged one ({error}); write it again",
+            code="data.damaged",
         ) from None
     return shard
 
@@ -175,28 +182,30 @@ def label_column(shards: Sequence[Shard], column: str, image: str) -> pa.Chunked
     Args:
         column: of the labels.
         image: the column of the images, which every shard must have, too.
-    Raises: DataError where a column is missing or of another type; HubError for the hub's faults.
+    Raises: DataError if a column is missing or of another type; HubError for the hub's faults.
     """
     for shard in shards:
         for name in (column, image):
             if name not in shard.schema.names:
                 raise DataError(
                     f"{shard.file.title}: has no column {name!r}, which others have; write all "
-                    "alike"
+                    "alike",
+                    code="data.no_column",
                 )
         chunk_of(shard.file.title, (), 0, pa.array([], shard.schema.field(image).type))
-    wanted = [(shard, group) for shard in shards for group in range(len(shard.lengths()))]
-    columns = _side_by_side(lambda one: one[0].read(one[1], column), wanted)
+    groups = [(shard, group) for shard in shards for group in range(len(shard.lengths()))]
+    labels = _map_in_threads(lambda place: place[0].read(place[1], column), groups)
     try:
         kind = shards[0].schema.field(column).type
-        return pa.chunked_array([part for found in columns for part in found.chunks], kind)
+        return pa.chunked_array([chunk for part in labels for chunk in part.chunks], kind)
     except (pa.ArrowException, TypeError, ValueError) as error:
-        raise DataError(f"{column}: this column cannot be read ({error})") from None
+        message = f"{column}: this column cannot be read ({error})"
+        raise DataError(message, code="data.damaged") from None
 
 
-def _side_by_side(work: Callable[[_In], _Out], things: Iterable[_In]) -> list[_Out]:
-    pool = ThreadPoolExecutor(_OPENERS)
+def _map_in_threads(work: Callable[[_In], _Out], items: Iterable[_In]) -> list[_Out]:
+    pool = ThreadPoolExecutor(_THREADS)
     try:
-        return list(pool.map(work, things))
+        return list(pool.map(work, items))
     finally:
         pool.shutdown(cancel_futures=True)

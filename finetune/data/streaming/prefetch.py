@@ -1,7 +1,7 @@
 """Read ahead: row groups are fetched and their images decoded in threads, before they are needed.
 
-Threads of this process, not workers: each worker would fetch the row groups of all its batches by
-itself, while the decoders let go of Python's lock as they work.
+Threads of this process, not worker processes: each of these would fetch the row groups of all its
+batches by itself. The decoders release Python's lock while they work.
 """
 
 # B batch, C channels, H W pixels
@@ -33,15 +33,15 @@ __all__ = ["LIMIT_BYTES", "Prefetch", "is_streamed", "prefetch_of"]
 
 LIMIT_BYTES = 2 * 2**30  # of encoded images that one process holds for one split
 _FETCHERS = 8  # waiting for the hub or a disk, not computing
-_BATCHES_AHEAD = 64  # whose row groups are asked for; fewer where the limit is reached
+_BATCHES_AHEAD = 64  # whose row groups are fetched; fewer if the limit is reached
 _DECODED_AHEAD = 2
 _IMAGES_PER_TASK = 16
-_GOODBYE_SECONDS = 5.0
+_JOIN_SECONDS = 5.0
 
 
 @dataclass
 class _Ahead:
-    """A batch that will be asked for."""
+    """A batch that is read ahead."""
 
     indices: NDArray[np.int64]
     groups: list[int]
@@ -50,16 +50,16 @@ class _Ahead:
 
 
 class Prefetch:
-    """The images of a streamed split, by batches whose order is known beforehand.
+    """Reads the images of a streamed split, in batches whose order is known beforehand.
 
-    Row groups that were used stay in memory up to `LIMIT_BYTES`, of each only the images that
-    belong to the split: a small validation split is fetched once for all evaluations.
+    Used row groups stay in memory up to `LIMIT_BYTES`, of each only the images that belong to the
+    split: a small validation split is fetched once for all evaluations.
 
     Args:
         split: its items are `ShardItems`.
         items: of the split.
         workers: threads that decode; 0 to decode when a batch is taken.
-        timeout_seconds: for which one batch is waited for.
+        timeout_seconds: longest wait for one batch.
     """
 
     def __init__(
@@ -88,18 +88,18 @@ class Prefetch:
             faults; SetupError if a batch does not come in time.
         """
         waiting: deque[_Ahead] = deque()
-        coming = iter(batches)
+        remaining = iter(batches)
         upcoming: NDArray[np.int64] | None = None
         fetchers, decoders = _Pool(_FETCHERS, "fetch"), _Pool(self._workers, "decode")
         try:
             while True:
                 while len(waiting) < _BATCHES_AHEAD:
-                    upcoming = next(coming, None) if upcoming is None else upcoming
+                    upcoming = next(remaining, None) if upcoming is None else upcoming
                     if upcoming is None or (
                         len(waiting) >= _DECODED_AHEAD and not self._fits(upcoming)
                     ):
                         break
-                    waiting.append(self._ask_for(upcoming, fetchers))
+                    waiting.append(self._fetch(upcoming, fetchers))
                     upcoming = None
                 if not waiting:
                     return
@@ -108,19 +108,19 @@ class Prefetch:
                         ahead.images = self._decode(ahead, decoders)
                 first = waiting.popleft()
                 images = self._images(first)
-                self._let_go(first)
+                self._unpin(first)
                 yield images
         finally:
             for pool in (fetchers, decoders):
                 pool.stop()
             for ahead in waiting:
-                self._let_go(ahead)
+                self._unpin(ahead)
             self._drop_unfinished()
             for pool in (fetchers, decoders):
                 pool.join()
 
     def _rows_of(self, group: int) -> NDArray[np.int64]:
-        """The rows of a row group that belong to the split, ascending."""
+        """Return the rows of a row group that belong to the split, ascending."""
         first, last = self._edges[group], self._edges[group + 1]
         return np.sort(self._own_rows_N[self._by_group_N[first:last]])
 
@@ -128,12 +128,11 @@ class Prefetch:
         return self._items.load(group, self._rows_of(group))
 
     def _fits(self, indices: NDArray[np.int64]) -> bool:
-        """Whether a batch's row groups find room beside those that are waited for."""
-        new = set(self._groups_N[indices].tolist()) - set(self._pins)
-        wanted = [*new, *self._pins]
-        return int(self._num_bytes[np.array(wanted, dtype=np.int64)].sum()) <= LIMIT_BYTES
+        """True if the row groups of a batch and of the batches ahead fit within the limit."""
+        groups = set(self._groups_N[indices].tolist()) | set(self._pins)
+        return sum(int(self._num_bytes[group]) for group in groups) <= LIMIT_BYTES
 
-    def _ask_for(self, indices: NDArray[np.int64], fetchers: _Pool) -> _Ahead:
+    def _fetch(self, indices: NDArray[np.int64], fetchers: _Pool) -> _Ahead:
         groups = self._groups_N[indices].tolist()
         loading = {}
         for group in dict.fromkeys(groups):
@@ -146,7 +145,7 @@ class Prefetch:
         return _Ahead(indices, groups, loading)
 
     def _make_room(self) -> None:
-        """Drop row groups that nobody waits for, those first that were used longest ago."""
+        """Drop row groups that no batch ahead needs, the least recently used first."""
         total = sum(int(self._num_bytes[group]) for group in self._held)
         for group in list(self._held):
             if total <= LIMIT_BYTES:
@@ -159,13 +158,13 @@ class Prefetch:
         rows = self._own_rows_N[ahead.indices].tolist()
         places = list(zip(ahead.groups, rows, strict=True))
 
-        def some(start: int) -> list[Tensor]:
+        def decode(start: int) -> list[Tensor]:
             part = places[start : start + _IMAGES_PER_TASK]
-            read = [ahead.loading[group].result().read(row, self._size) for group, row in part]
-            return [planes(image) for image in read]
+            images = [ahead.loading[group].result().read(row, self._size) for group, row in part]
+            return [planes(image) for image in images]
 
         starts = range(0, len(places), _IMAGES_PER_TASK)
-        return [decoders.submit(functools.partial(some, start)) for start in starts]
+        return [decoders.submit(functools.partial(decode, start)) for start in starts]
 
     def _images(self, ahead: _Ahead) -> list[Tensor]:
         seconds = self._timeout_seconds
@@ -175,29 +174,30 @@ class Prefetch:
             raise SetupError(
                 f"data: no batch came within {seconds:g} seconds; look at the connection or the "
                 "disk, or raise run.timeout_seconds (a batch has half of it); continue with "
-                "--resume"
+                "--resume",
+                code="setup.timeout",
             ) from None
 
-    def _let_go(self, ahead: _Ahead) -> None:
+    def _unpin(self, ahead: _Ahead) -> None:
         for group in ahead.loading:
             self._pins[group] -= 1
             if not self._pins[group]:
                 del self._pins[group]
 
     def _drop_unfinished(self) -> None:
-        """Forget what was not fetched, or failed: another reading begins it anew."""
+        """Drop row groups that were not fetched or failed; the next `read_all` fetches them."""
         for group, loading in list(self._held.items()):
             if not loading.done() or loading.cancelled() or loading.exception() is not None:
                 del self._held[group]
 
 
 def is_streamed(split: Split) -> bool:
-    """Whether a split's images are read where they are, and never all of them at once."""
+    """True if a split's images are read in place, and never all of them at once."""
     return isinstance(split.items, ShardItems)
 
 
 def prefetch_of(split: Split, *, workers: int, timeout_seconds: float) -> Prefetch | None:
-    """What reads a streamed split; None for any other. Args: as for `Prefetch`."""
+    """Return the reader of a streamed split; None for any other. Args: as for `Prefetch`."""
     items = split.items
     if not isinstance(items, ShardItems):
         return None
@@ -205,10 +205,10 @@ def prefetch_of(split: Split, *, workers: int, timeout_seconds: float) -> Prefet
 
 
 class _Pool:
-    """Threads that end with the process: an executor's would keep it while the hub hangs.
+    """Threads that end with the process: those of an executor would keep it while the hub hangs.
 
     Args:
-        threads: how many; with 0 the work is done when its result is asked for.
+        threads: how many; with 0 the work is done by `Future.result`.
         name: of the threads.
     """
 
@@ -223,9 +223,9 @@ class _Pool:
             thread.start()
 
     def submit(self, work: Callable[[], Any]) -> Future[Any]:
-        """Have something done by one of the threads."""
+        """Let one of the threads do some work."""
         if not self._threads:
-            return _Later(work)
+            return _Deferred(work)
         future: Future[Any] = Future()
         self._tasks.put((future, work))
         return future
@@ -237,11 +237,11 @@ class _Pool:
                 continue
             try:
                 future.set_result(work())
-            except BaseException as error:  # whoever waits for the result gets it
+            except BaseException as error:  # raised by `Future.result`
                 future.set_exception(error)
 
     def stop(self) -> None:
-        """Begin nothing more; whoever waits for what has not begun is told so."""
+        """Start no more work, and cancel what has not started."""
         with contextlib.suppress(queue.Empty):
             while (task := self._tasks.get_nowait()) is not None:
                 task[0].cancel()
@@ -249,13 +249,13 @@ class _Pool:
             self._tasks.put(None)
 
     def join(self) -> None:
-        """Wait a little for what is being done; what waits for the network is left to itself."""
+        """Wait a little for work that has started; a thread that waits for the network goes on."""
         for thread in self._threads:
-            thread.join(_GOODBYE_SECONDS / len(self._threads))
+            thread.join(_JOIN_SECONDS / len(self._threads))
 
 
-class _Later(Future[Any]):
-    """Work that is done when its result is asked for."""
+class _Deferred(Future[Any]):
+    """A future whose work is done by `result`."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Parts of a file, read where it lies: on this machine, or by ranges at one commit of the hub."""
+"""Parts of a file, read in place: on this machine, or by ranges at one commit of the hub."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["HubFile", "LocalFile"]
 PATIENCE_SECONDS = 60.0  # beyond the tries of one call: a run of days outlives a short outage
 _PAUSE_SECONDS = 5.0
 _ANSWER_SECONDS = 30.0  # between two pieces of an answer; the client itself would wait for ever
-_HOPS = 3  # a renamed repository leads on to its new name
+_MOST_HOPS = 3  # a renamed repository redirects to its new name
 _REDIRECTS = (301, 302, 303, 307, 308)
 
 
@@ -32,8 +32,8 @@ class LocalFile:
     """A file on this machine.
 
     Attributes:
-        path: where it lies.
-        size: in bytes, when it was first looked at.
+        path: of the file.
+        size: in bytes, when the source was opened.
     """
 
     path: Path
@@ -41,42 +41,44 @@ class LocalFile:
 
     @classmethod
     def at(cls, path: Path) -> LocalFile:
-        """Look at a file. Raises: OSError where there is none."""
+        """Describe a file as it is now. Raises: OSError if there is none."""
         return cls(path, path.stat().st_size)
 
     @property
     def title(self) -> str:
-        """What to call it in messages."""
+        """The file's name in messages."""
         return str(self.path)
 
     @property
     def content_name(self) -> str:
-        """A name for its content: nothing is known without reading it."""
+        """Empty: the content has no name without reading it."""
         return ""
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """Where relative paths in its rows start."""
+        """The folder at which relative paths in its rows start."""
         return (self.path.parent,)
 
     def read(self, first: int, length: int) -> bytes:
-        """Read `length` bytes from the byte `first` on. Raises: DataError if they are not there."""
+        """Read `length` bytes from byte `first` on. Raises: DataError if the file has changed."""
         try:
             with self.path.open("rb") as stream:
                 is_same = os.fstat(stream.fileno()).st_size == self.size
                 stream.seek(first)
-                found = stream.read(length)
+                part = stream.read(length)
         except OSError as error:
             raise DataError(
                 f"{self.path}: cannot be read any more ({error.strerror or error}); look at its "
-                "disk"
+                "disk",
+                code="data.unreadable",
             ) from None
-        if not is_same or len(found) != length:
+        if not is_same or len(part) != length:
             raise DataError(
                 f"{self.path}: has another size than when it was opened; it must not change while "
-                "it is streamed: restore it and start again"
+                "it is streamed: restore it and start again",
+                code="data.changed",
             )
-        return found
+        return part
 
 
 @dataclass(frozen=True)
@@ -101,19 +103,19 @@ class HubFile:
 
     @property
     def title(self) -> str:
-        """What to call it in messages."""
+        """The file's name in messages."""
         return f"{self.where} {self.path}"
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """A table of the hub must not name files of this machine."""
+        """None: a table of the hub must not name files of this machine."""
         return ()
 
     def read(self, first: int, length: int) -> bytes:
-        """Read `length` bytes from the byte `first` on, through faults that pass.
+        """Read `length` bytes from byte `first` on, again while the hub fails.
 
-        Raises: HubError when the hub stays out of order, or refuses; DataError if the file is not
-            there any more or is another one.
+        Raises: HubError if the hub keeps failing, or refuses; DataError if the file is gone or has
+            changed.
         """
         began = time.monotonic()
         while True:
@@ -123,25 +125,27 @@ class HubFile:
                 if time.monotonic() - began >= PATIENCE_SECONDS:
                     raise HubError(
                         f"{self.title}: {fault}, again and again; try again later: a run goes on "
-                        "with --resume"
+                        "with --resume",
+                        code="hub.unreachable",
                     ) from None
             time.sleep(_PAUSE_SECONDS)
 
     def _once(self, first: int, length: int) -> bytes:
         place = _places.get(self)
         try:
-            for _ in range(_HOPS):
-                answer = self._ask(place, first, length)
+            for _ in range(_MOST_HOPS):
+                answer = self._request(place, first, length)
                 if not isinstance(answer, str):
                     return answer
                 place = answer
         except Fault:
             _places.forget(self)  # an address of the file store is signed, and expires
             raise
-        raise HubError(f"{self.title}: the hub leads from one address to another; try again later")
+        message = f"{self.title}: the hub leads from one address to another; try again later"
+        raise HubError(message, code="hub.wrong_answer")
 
-    def _ask(self, place: str | None, first: int, length: int) -> bytes | str:
-        """Ask once. Returns: the bytes, or the address that leads to them."""
+    def _request(self, place: str | None, first: int, length: int) -> bytes | str:
+        """Send one request. Returns: the bytes, or the address of a redirect."""
         own = hf_hub_url(self.repository, self.path, repo_type="dataset", revision=self.commit)
         url = place or own
         is_hub = _host(url) == _host(constants.ENDPOINT)
@@ -155,10 +159,10 @@ class HubFile:
             if is_hub:
                 self._refuse_other(answer.headers, follows=answer.status_code in _REDIRECTS)
             if answer.status_code in _REDIRECTS:
-                found = urljoin(url, answer.headers.get("location", ""))
-                if _host(found) != _host(constants.ENDPOINT):
-                    _places.note(self, found)
-                return found
+                target = urljoin(url, answer.headers.get("location", ""))
+                if _host(target) != _host(constants.ENDPOINT):
+                    _places.note(self, target)
+                return target
             self._refuse_no_range(answer, first, length)
             body: bytes = answer.read()
         except Exception as error:
@@ -172,7 +176,7 @@ class HubFile:
         raise Fault("the connection was cut")
 
     def _refuse_other(self, headers: Any, *, follows: bool) -> None:
-        """Refuse a file that is not the one which was opened."""
+        """Refuse a file that has changed since it was opened."""
         etag = headers.get("x-linked-etag") or (None if follows else headers.get("etag"))
         size = headers.get("x-linked-size")
         name = etag.removeprefix("W/").strip('"') if etag else self.content_name
@@ -180,7 +184,7 @@ class HubFile:
             raise self._changed()
 
     def _refuse_no_range(self, answer: Any, first: int, length: int) -> None:
-        """Refuse whatever is not the part of the file that was asked for."""
+        """Refuse an answer that is not the requested part of the file."""
         status = answer.status_code
         span = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", answer.headers.get("content-range", ""))
         if status == 206 and span:
@@ -194,7 +198,8 @@ class HubFile:
         if status == 404 and answer.headers.get("x-error-code") in (None, "EntryNotFound"):
             raise DataError(
                 f"{self.title}: is gone from revision {self.commit}; restore it, or train anew on "
-                "another revision"
+                "another revision",
+                code="data.not_found",
             )
         answer.read()
         try:
@@ -205,13 +210,15 @@ class HubFile:
                 raise known from None
         raise HubError(
             f"{self.title}: the server does not send parts of files (answer {status}); set "
-            "data.streaming=false"
+            "data.streaming=false",
+            code="hub.wrong_answer",
         )
 
     def _changed(self) -> DataError:
         return DataError(
             f"{self.title}: is another file than when it was opened, at the same revision "
-            f"{self.commit}; restore it, or train anew"
+            f"{self.commit}; restore it, or train anew",
+            code="data.changed",
         )
 
 
@@ -220,13 +227,13 @@ def _host(url: str) -> str:
 
 
 class _Places:
-    """Where the file store keeps which file: each process finds out by itself."""
+    """The addresses of files in the file store, found by each process for itself."""
 
     def __init__(self) -> None:
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
-        """Know nothing yet."""
+    def reset(self) -> None:
+        """Forget all addresses, and take a new lock."""
         self._lock = threading.Lock()
         self._known: dict[HubFile, str] = {}
 
@@ -245,4 +252,4 @@ class _Places:
 
 _places = _Places()
 # A lock that another thread holds at a fork would never be free in the child.
-os.register_at_fork(after_in_child=lambda: _places.begin())
+os.register_at_fork(after_in_child=lambda: _places.reset())

@@ -1,7 +1,7 @@
-"""Images of parquet shards, read a row group at a time where they lie, and never as a whole.
+"""Images of parquet shards, read in place, a row group at a time.
 
-When a source is opened, only the end of each shard (what is where in it) and the label column are
-read. The fingerprint is over the shards' names, sizes and contents' names, and the labels.
+When a source is opened, only the footer of each shard and the label column are read. The
+fingerprint is over the shards' names, sizes and names of contents, and the labels.
 """
 
 # N rows, G row groups
@@ -9,18 +9,20 @@ read. The fingerprint is over the shards' names, sizes and contents' names, and 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from finetune.data.decode import decode
+from finetune.data.fingerprint import states_of
 from finetune.data.items import Chunk, RowItems
 from finetune.data.streaming.parquet_shards import Shard, chunk_of
 from finetune.data.streaming.remote_file import LocalFile
@@ -28,7 +30,7 @@ from finetune.errors import DataError
 
 __all__ = ["Group", "ShardItems"]
 
-_RECENT_GROUPS = 2  # of those that are read outside training and evaluation
+_RECENT_GROUPS = 2  # kept in memory for images that are read one by one
 
 
 class Group:
@@ -40,54 +42,52 @@ class Group:
     """
 
     def __init__(self, chunk: Chunk, rows: NDArray[np.int64] | None = None) -> None:
-        self._chunk, self._rows = chunk, rows
+        self._rows = rows
         if rows is not None:
-            content = chunk.content.take(pa.array(rows))
-            paths = None if chunk.paths is None else chunk.paths.take(pa.array(rows))
-            self._chunk = Chunk(chunk.title, chunk.first_row, content, paths, chunk.folders)
-        self._items = RowItems(lambda: [self._chunk])
+            places = pa.array(rows)
+            paths = None if chunk.paths is None else chunk.paths.take(places)
+            chunk = replace(chunk, content=chunk.content.take(places), paths=paths, rows=rows)
+        self._items = RowItems(lambda: [chunk])
+
+    def __len__(self) -> int:
+        return len(self._items)
 
     def _place(self, row: int) -> int:
         return row if self._rows is None else int(np.searchsorted(self._rows, row))
 
     def content(self, row: int) -> bytes:
-        """The encoded image of a row of the row group. Raises: DataError where it has none."""
+        """Return the encoded image of a row of the row group. Raises: DataError if it has none."""
         return self._items.content(self._place(row))
 
     def read(
         self, row: int, size: int | None = None, room: NDArray[np.uint8] | None = None
     ) -> NDArray[np.uint8]:
         """Decode a row. Returns: (H, W, 3) uint8. Raises: DataError naming the row."""
-        try:
-            body = self.content(row)
-        except DataError as error:
-            raise DataError(f"{self._name(row)}: {error}") from None
-        return decode(body, size=size, name=lambda: self._name(row), room=room)
-
-    def _name(self, row: int) -> str:
-        path = self._chunk.path(self._place(row))
-        name = f"{self._chunk.title} row {self._chunk.first_row + row}"
-        return f"{name} ({path})" if path else name
+        return self._items.read(self._place(row), size, room)
 
 
 class ShardItems:
-    """Encoded images in shards, each read with its row group when it is asked for.
+    """Encoded images in shards, each read together with its row group.
 
-    Only what the shards' ends say is pickled; another process opens its own connections.
+    Only the shards' footers are pickled; another process opens its own connections.
 
     Attributes:
-        starts: (G+1,) the first row of each row group, and behind them the number of rows.
+        starts: (G+1,) the first row of each row group, then the number of rows.
     """
+
+    origin = ""
+    has_file_each = False
 
     def __init__(self, shards: Sequence[Shard], column: str) -> None:
         self._shards, self._column = list(shards), column
-        found = [(s, g, n) for s, shard in enumerate(shards) for g, n in enumerate(shard.lengths())]
-        self._groups = [(shard, group) for shard, group, _ in found]
-        self.starts = np.concatenate([[0], np.cumsum([n for _, _, n in found])]).astype(np.int64)
+        lengths = [shard.lengths() for shard in self._shards]
+        # the shard of each row group, and its number in it
+        self._groups = [(s, g) for s, each in enumerate(lengths) for g in range(len(each))]
+        self.starts = np.cumsum([0, *itertools.chain(*lengths)], dtype=np.int64)
         self._process = -1
 
-    def _here(self) -> tuple[threading.Lock, OrderedDict[int, Group]]:
-        """What this process holds: a lock that another thread holds at a fork is never free."""
+    def _own_cache(self) -> tuple[threading.Lock, OrderedDict[int, Group]]:
+        """Return this process's lock and recent groups; a lock held at a fork is never released."""
         if self._process != os.getpid():
             self._lock = threading.Lock()
             self._recent: OrderedDict[int, Group] = OrderedDict()
@@ -104,20 +104,20 @@ class ShardItems:
         return int(self.starts[-1])
 
     def joined(self, other: ShardItems) -> ShardItems:
-        """Both as one, the other behind this."""
+        """Return both as one, the other behind this."""
         if other._column != self._column:
-            raise DataError(f"columns {self._column!r} and {other._column!r} do not join")
+            message = f"columns {self._column!r} and {other._column!r} do not join"
+            raise DataError(message, code="data.split_mismatch")
         return ShardItems([*self._shards, *other._shards], self._column)
 
     def group_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The number of the row group of each row."""
+        """Return the number of the row group of each row."""
         return np.searchsorted(self.starts, rows, side="right").astype(np.int64) - 1
 
     def num_bytes(self) -> NDArray[np.int64]:
-        """(G,) bytes of each row group's images, about."""
-        shards = self._shards
-        found = [shards[s].num_bytes(g, self._column) for s, g in self._groups]
-        return np.array(found, dtype=np.int64)
+        """Return (G,) bytes of each row group's images, about."""
+        sizes = [self._shards[s].num_bytes(g, self._column) for s, g in self._groups]
+        return np.array(sizes, dtype=np.int64)
 
     def load(self, group: int, rows: NDArray[np.int64] | None = None) -> Group:
         """Read a row group.
@@ -134,7 +134,8 @@ class ShardItems:
         if isinstance(array, pa.ChunkedArray):
             raise DataError(
                 f"{shard.file.title}: row group {own} holds more than 2 GiB of images; write it "
-                "with smaller row groups"
+                "with smaller row groups",
+                code="data.too_large",
             )
         if rows is not None and len(rows) == len(array):
             rows = None
@@ -142,13 +143,13 @@ class ShardItems:
         return Group(chunk_of(file.title, file.folders, self._first_row(group), array), rows)
 
     def _first_row(self, group: int) -> int:
-        """The row in its file that a row group begins with."""
+        """Return the first row of a row group, counted in its file."""
         own = self._groups[group][1]
         return int(self.starts[group] - self.starts[group - own])
 
     def _held(self, row: int) -> tuple[Group, int]:
         number = int(self.group_of(np.array(row)))
-        lock, recent = self._here()
+        lock, recent = self._own_cache()
         with lock:  # other threads most often want the same one
             if number not in recent:
                 recent[number] = self.load(number)
@@ -158,7 +159,7 @@ class ShardItems:
             return recent[number], row - int(self.starts[number])
 
     def content(self, row: int) -> bytes:
-        """The encoded image of a row. Raises: DataError where it has none."""
+        """Return the encoded image of a row. Raises: DataError if it has none."""
         group, own = self._held(row)
         return group.content(own)
 
@@ -170,25 +171,30 @@ class ShardItems:
         return group.read(own, size, room)
 
     def name_of(self, row: int) -> str:
-        """File and row; the picture's own name would have to be read first."""
+        """Return file and row; the image's own name would have to be read first."""
         group = int(self.group_of(np.array(row)))
         file = self._shards[self._groups[group][0]].file
         return f"{file.title} row {self._first_row(group) + row - int(self.starts[group])}"
 
     def sizes(self) -> NDArray[np.int64]:
-        """(N,) int64 in bytes: the mean of each row's row group, as no image is read."""
+        """Return (N,) int64 in bytes: the mean of each row's row group, as no image is read."""
         lengths = np.diff(self.starts)
         return np.repeat(self.num_bytes() // np.maximum(lengths, 1), lengths)
 
+    def states(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return (shards, 5) as `states_of`, of the shards that lie on this machine."""
+        files = [shard.file for shard in self._shards]
+        return states_of(file.path for file in files if isinstance(file, LocalFile))
+
     def fingerprint(self, rows: NDArray[np.int64], labels: NDArray[np.int64]) -> str:
-        """A sha256 over the shards and which of their rows bear which labels, in order."""
+        """Return a sha256 over the shards, and over the rows and their labels in order."""
         digest = hashlib.sha256(b"shards")
         for shard in self._shards:
             file = shard.file
             name = file.path.name if isinstance(file, LocalFile) else file.path
-            # where the content has no name, the end still tells the place of every row group
-            known = file.content_name or hashlib.sha256(shard.end).hexdigest()
-            for text in (name.encode(), known.encode()):
+            # a local file has no name of its content; its footer has the place of each row group
+            content_name = file.content_name or hashlib.sha256(shard.footer).hexdigest()
+            for text in (name.encode(), content_name.encode()):
                 digest.update(struct.pack("<qq", file.size, len(text)) + text)
         digest.update(rows.astype("<i8").tobytes() + labels.astype("<i8").tobytes())
         return digest.hexdigest()

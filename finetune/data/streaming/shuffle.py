@@ -1,11 +1,11 @@
-"""The order of an epoch when images come in row groups: mixed, and yet each process reads its own.
+"""The order of an epoch of images in row groups: mixed, while each process reads its own groups.
 
 The row groups of an epoch are put in a random order and laid end to end; lanes are equal shares of
 that. A global batch takes its positions from the lanes in turn, so that the processes, which take
 neighbouring positions, take neighbouring lanes: each reads its own row groups, and the samples of a
 step are the same for any number of processes. Within a lane, some row groups are open at a time and
-give their images in random order; a new one opens as an old one ends, so that an epoch begins with
-one row group a lane and the reading goes on evenly.
+give their images in random order; a new one opens when an old one ends, so that an epoch begins
+with one row group a lane and row groups are read at an even rate.
 """
 
 # N samples, L lanes
@@ -29,7 +29,7 @@ OPEN_BYTES = 2**30  # of the images in the open row groups of all lanes together
 
 @dataclass(frozen=True, eq=False)
 class Lanes:
-    """How the samples of an epoch are mixed.
+    """The mixing of an epoch's samples.
 
     Attributes:
         groups_N: the row group of each sample.
@@ -42,13 +42,13 @@ class Lanes:
     window: int
 
     def order(self, seed: int, epoch: int, *, batch_size: int, unit: int) -> NDArray[np.int64]:
-        """The permutation of an epoch.
+        """Return the permutation of an epoch.
 
         Args:
             seed: of the run.
             epoch: counted from 0.
-            batch_size: images per step over all processes: which position of a batch a place in
-                the epoch has decides on its lane.
+            batch_size: images per step over all processes; the position in a batch decides on the
+                lane.
             unit: images that stay together on a process.
         Returns: (N,).
         """
@@ -60,8 +60,8 @@ class Lanes:
         lane_of_place_N = np.searchsorted(edges, slots_N, side="right") - 1
         counts = np.bincount(lane_of_place_N, minlength=self.lanes)
         lanes_N = np.repeat(np.arange(self.lanes), counts)
-        # Two lanes meet in one row group. Every other lane goes backwards, so that both are there
-        # at the same time and it is read once.
+        # Two lanes share one row group. Every other lane goes backwards, so that both need it at
+        # the same time and it is read once.
         turns_N = np.where(lanes_N % 2 == 0, turns_N, -turns_N)
         firsts = np.full(self.lanes, np.iinfo(np.int64).max)
         np.minimum.at(firsts, lanes_N, turns_N)
@@ -74,7 +74,10 @@ class Lanes:
         return order_N
 
     def _chain(self, random: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """All samples, row group after row group in random order, and the turn of each's group."""
+        """Order all samples by row group, the groups in random order.
+
+        Returns: (N,) the samples, and (N,) the turns of their row groups.
+        """
         present = np.bincount(self.groups_N) > 0
         turn_of_group = np.zeros(len(present), dtype=np.int64)
         turn_of_group[present] = random.permutation(int(present.sum()))
@@ -90,9 +93,9 @@ def _stable(values_N: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
 
 
 def lanes_of(split: Split) -> Lanes | None:
-    """How to mix the samples of a streamed split; None for any other.
+    """Return the lanes of a streamed split; None for any other.
 
-    It depends on the data alone, not on the machine: so does the order.
+    They depend on the data alone, not on the machine, and so does the order.
     """
     items = split.items
     if not isinstance(items, ShardItems):

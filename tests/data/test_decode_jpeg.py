@@ -1,4 +1,4 @@
-"""libjpeg-turbo without PIL: the same pixels, and PIL's word on bad files."""
+"""JPEGs decoded without PIL: the same pixels, and the same errors for damaged files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who decodes what: a worker that has gone or hangs is found, with the image it was at."""
+"""A worker that crashes or hangs is found, with the image that it decoded."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Callable, Generator, Iterator
 
 import pytest
 import torch
+from refusals import refused
 from torch.utils.data import DataLoader, Dataset
 
 from finetune.data.worker_pool import POLL_SECONDS, WorkerStatus
-from finetune.errors import DataError, FinetuneError, SetupError
 
 
 @pytest.fixture(autouse=True)
-def nobody_stays() -> Iterator[None]:
+def no_worker_survives() -> Iterator[None]:
     yield
     for child in multiprocessing.active_children():
         child.kill()
@@ -30,7 +30,7 @@ class Items(Dataset[int]):
         self.status, self.special, self.action = status, special, action
 
     def __getitem__(self, index: int) -> int:
-        with self.status.at_work(index):
+        with self.status.decoding(index):
             if index == self.special:
                 self.action()
             return index
@@ -45,7 +45,7 @@ def read(
         batch_sampler=iter([[n] for n in range(8)]),
         num_workers=workers,
         collate_fn=lambda items: items[0],
-        worker_init_fn=status.sit_down,
+        worker_init_fn=status.start_worker,
         timeout=POLL_SECONDS if workers else 0,
         generator=torch.Generator(),
     )
@@ -53,25 +53,25 @@ def read(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_everything_comes_in_order_and_nobody_stays(workers: int) -> None:
+def test_everything_comes_in_order_and_no_worker_survives(workers: int) -> None:
     assert list(read(lambda: None, workers=workers)) == list(range(8))
     assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize(
-    "action, kind, message",
+    "action, code, named",
     [
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), SetupError, r"by SIGKILL while .* image-5"),
-        (lambda: os.kill(os.getpid(), signal.SIGSEGV), DataError, r"^image-5: crashes the decoder"),
-        (lambda: os._exit(3), SetupError, r"with exit code 3 while it read image-5"),
-        (lambda: time.sleep(600), SetupError, r"1\.5 seconds; worker 1 \(process \d+\) reads im"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "setup.worker_ended", ("SIGKILL",)),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "data.crashes_decoder", ("SIGSEGV",)),
+        (lambda: os._exit(3), "setup.worker_ended", ("exit code 3",)),
+        (lambda: time.sleep(600), "setup.timeout", ("1.5 seconds", "worker 1 ")),
     ],
     ids=["killed", "crash", "exit", "hang"],
 )
 def test_the_worker_and_its_image_are_named(
-    action: Callable[[], object], kind: type[FinetuneError], message: str
+    action: Callable[[], object], code: str, named: tuple[str, ...]
 ) -> None:
-    with pytest.raises(kind, match=message):
+    with refused(code, "image-5", *named):
         list(read(action))
     deadline = time.monotonic() + 30
     while multiprocessing.active_children() and time.monotonic() < deadline:
@@ -96,7 +96,7 @@ class CutOff:
 
 def test_a_worker_that_is_cut_off_in_the_middle_of_a_tensor_is_named() -> None:
     reading = WorkerStatus(1).watched(CutOff(), name_of=str, timeout_seconds=1.5)
-    with pytest.raises(SetupError, match="was ended by SIGKILL between two images"):
+    with refused("setup.worker_ended", "SIGKILL"):
         list(reading)
 
 
@@ -117,7 +117,7 @@ class Stuck:
 
 def test_a_worker_that_stops_in_the_middle_of_a_tensor_is_ended() -> None:
     reading = WorkerStatus(1).watched(Stuck(), name_of=str, timeout_seconds=0.5)
-    with pytest.raises(SetupError, match=r"no batch came within 0\.5 seconds"):
+    with refused("setup.timeout", "0.5"):
         next(reading)
 
 

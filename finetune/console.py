@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 from tqdm import tqdm
 
 from finetune.errors import visible
 
-__all__ = ["bar", "say", "say_nothing"]
+__all__ = ["bar", "say", "say_nothing", "terminal_bar"]
+
+LINE_SECONDS = 60.0  # between two lines of progress in a file
 
 
 def say(message: str) -> None:
@@ -18,17 +21,64 @@ def say(message: str) -> None:
 
 
 def say_nothing(message: str) -> None:
-    """What ranks other than 0 do instead of `say`."""
+    """Stand in for `say` on ranks other than 0."""
 
 
 def bar(*, total: int, start: int, shown: bool) -> tqdm[Any]:
-    """The training bar: steps done, time left, and what `Meter.line` found last."""
-    return tqdm(
+    """The bar of a loop over steps; where standard error is no terminal, a line a minute."""
+    if sys.stderr.isatty():
+        return tqdm(
+            total=total,
+            initial=start,
+            unit="step",
+            file=sys.stderr,
+            dynamic_ncols=True,
+            mininterval=0.5,
+            disable=not shown,
+        )
+    return _Lines(
         total=total,
         initial=start,
-        unit="step",
         file=sys.stderr,
-        dynamic_ncols=True,
+        bar_format="finetune: {desc}{n_fmt} of {total_fmt} steps, {elapsed} passed, "
+        "{remaining} to go{postfix}",
+        leave=False,  # tqdm would add an empty line
         mininterval=0.5,
         disable=not shown,
+    )
+
+
+class _Lines(tqdm):
+    """Progress as whole lines, one a minute and one at the end."""
+
+    _shown_at: float | None = None
+    _shown_steps = 0
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+        """Write a line if one is due; tqdm calls this after steps, notices and at the end."""
+        now = time.monotonic()
+        if self._shown_at is None:  # from the constructor
+            self._shown_at, self._shown_steps = now, self.n
+        is_last = msg == ""
+        if self.n > self._shown_steps and (is_last or now - self._shown_at >= LINE_SECONDS):
+            self.fp.write(f"{self}\n")
+            self.fp.flush()
+            self._shown_at, self._shown_steps = now, self.n
+        return False
+
+    def clear(self, nolock: bool = False) -> None:
+        """Do nothing: what is written stays."""
+
+
+def terminal_bar(
+    total: int, *, label: str | None = None, unit: str = "image", shown: bool = True
+) -> tqdm[Any]:
+    """A bar over images or bytes, shown on a terminal only."""
+    return tqdm(
+        total=total,
+        desc=label,
+        unit=unit,
+        unit_scale=unit == "B",
+        file=sys.stderr,
+        disable=None if shown else True,
     )

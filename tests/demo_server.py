@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -9,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -106,11 +109,46 @@ def running(command: Sequence[str], *, cwd: Path, **environment: str) -> Iterato
 
 
 @contextmanager
-def demo(model: str) -> Iterator[Running]:
-    """`serve(model)` on a free port, with the network guarded."""
-    code = f"{GUARD}\n{SERVE}"
-    with running([sys.executable, "-c", code, model], cwd=REPOSITORY) as server:
+def demo(model: str, *, before: str = "", **environment: str) -> Iterator[Running]:
+    """`serve(model)` on a free port, with the network guarded.
+
+    Args:
+        before: code that runs first, such as one that takes a protection away.
+    """
+    code = f"{GUARD}\n{before}\n{SERVE}"
+    command = [sys.executable, "-c", code, model]
+    with running(command, cwd=REPOSITORY, **environment) as server:
         yield server
+
+
+def ask(url: str, data: Any = None, **headers: str) -> tuple[int, str]:
+    """One request; `data` is sent as it is if it is bytes, else as JSON. Returns: status, text."""
+    body = None if data is None else data if isinstance(data, bytes) else json.dumps(data).encode()
+    kinds = {} if isinstance(data, bytes) else {"Content-Type": "application/json"}
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    request = urllib.request.Request(url, data=body, headers={**kinds, **names})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, answer.read().decode("utf-8", "replace")
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode("utf-8", "replace")
+
+
+def upload(server: Running, name: str, content: bytes, **headers: str) -> tuple[int, str]:
+    """Send one file as a browser does."""
+    head = f'Content-Disposition: form-data; name="files"; filename="{name}"'
+    body = b"--x\r\n" + head.encode() + b"\r\n\r\n" + content + b"\r\n--x--\r\n"
+    kind = {"Content-Type": "multipart/form-data; boundary=x"}
+    return ask(f"{server.url}/gradio_api/upload", body, **kind, **headers)
+
+
+def classify(server: Running, picture: Any, **headers: str) -> tuple[int, str]:
+    """The open function, as its clients call it. Returns: the status, and what it answers."""
+    call = f"{server.url}/gradio_api/call/predict"
+    status, text = ask(call, {"data": [picture]}, **headers)
+    if status != 200:
+        return status, text
+    return ask(f"{call}/{json.loads(text)['event_id']}")
 
 
 @contextmanager

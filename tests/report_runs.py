@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from finetune.data.source import open_source
+from finetune.data.from_recipe import data_of
+from finetune.data.source import Split, open_source
 from finetune.recipe.load import parse_recipe
 
 RECIPE = """
@@ -73,10 +74,8 @@ def figures(num_classes: int = 10, top1: float = 0.8) -> dict[str, Any]:
     }
 
 
-def results(**changes: Any) -> dict[str, Any]:
-    """The content of results.json, with real places of the digits' test split as mistakes."""
-    split = open_source("embedded:digits").splits["test"]
-    mistakes = [
+def _mistakes(split: Split) -> list[dict[str, Any]]:
+    return [
         {
             "index": index,
             "name": split.name_of(index),
@@ -87,6 +86,17 @@ def results(**changes: Any) -> dict[str, Any]:
         }
         for index in range(3)
     ]
+
+
+def val_mistakes() -> list[dict[str, Any]]:
+    """Mistakes at real places of the validation split that `RECIPE` takes from the digits."""
+    recipe = parse_recipe(RECIPE)
+    return _mistakes(data_of(recipe.data, recipe.run.seed).splits["val"])
+
+
+def results(**changes: Any) -> dict[str, Any]:
+    """The content of results.json, with real places of the digits' test split as mistakes."""
+    mistakes = _mistakes(open_source("embedded:digits").splits["test"])
     calibrated = {"temperature": 1.25, "loss": 0.55, "ece": 0.011, "calibration": bins(0.01)}
     test = {**figures(), "mistakes": mistakes, "calibrated": calibrated}
     claims = [

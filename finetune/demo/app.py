@@ -18,7 +18,7 @@ from finetune.demo import html as page
 from finetune.demo.inference import Reader, pixels_of
 from finetune.errors import FinetuneError, SetupError
 
-__all__ = ["About", "accepted", "build_app", "gradio", "look"]
+__all__ = ["About", "accepted", "build_app", "gradio", "input_kinds", "look"]
 
 _PREVIEW_PIXELS = 1024
 _BROWSERS_SHOW = (b"\xff\xd8", b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"\0\0\1\0")
@@ -26,7 +26,7 @@ _BROWSERS_SHOW = (b"\xff\xd8", b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"\0\0\1\0")
 
 @dataclass(frozen=True)
 class About:
-    """What the page says beside predictions.
+    """The text of the page beside predictions.
 
     Attributes:
         title: the model's name.
@@ -52,7 +52,8 @@ def gradio() -> ModuleType:
         import gradio
     except ImportError as error:
         raise SetupError(
-            f"demo: needs Gradio ({error}); install it: pip install 'finetune[demo]'"
+            f"demo: needs Gradio ({error}); install it: pip install 'finetune[demo]'",
+            code="setup.missing_package",
         ) from error
     return gradio
 
@@ -61,8 +62,8 @@ def build_app(classifier: Classifier, about: About) -> Any:
     """Make the page.
 
     Args:
-        classifier: that answers.
-        about: what the page says of it.
+        classifier: the model.
+        about: the text about it.
     Returns: a `gradio.Blocks`, to be given to `launch`.
     """
     gr = gradio()
@@ -105,7 +106,7 @@ def build_app(classifier: Classifier, about: About) -> Any:
 
 
 def _connect(gr: ModuleType, answers: _Answers, picture: Any, tries: Any, shown: Any) -> None:
-    """Say what happens when. Not preprocessed: Gradio would turn and encode the picture anew."""
+    """Connect events to answers. Not preprocessed: Gradio would turn and re-encode the picture."""
     own = {"preprocess": False, "trigger_mode": "always_last", "concurrency_id": "model"}
     private = accepted(gr.on, api_visibility="private", show_api=False)
     if "api_visibility" not in private:
@@ -123,12 +124,12 @@ def _connect(gr: ModuleType, answers: _Answers, picture: Any, tries: Any, shown:
     gr.on(picture.clear, lambda: page.EMPTY, None, shown, **private)
     if tries is not None:
         gr.on(tries.click, answers.to_example, tries, [picture, shown], **private)
-    asked, told = gr.Button(visible=False), gr.JSON(visible=False)
-    gr.on(asked.click, answers.to_program, picture, told, api_name="predict", **own)
+    button, result = gr.Button(visible=False), gr.JSON(visible=False)
+    gr.on(button.click, answers.to_program, picture, result, api_name="predict", **own)
 
 
 class _Answers:
-    """What the page and programs are told."""
+    """The functions behind the page, and the one for programs."""
 
     def __init__(self, gr: ModuleType, reader: Reader, examples: Sequence[Path]) -> None:
         self._gr = gr
@@ -136,7 +137,7 @@ class _Answers:
         self._examples = list(examples)
 
     def to_upload(self, upload: dict[str, Any] | None) -> tuple[Any, str]:
-        """Answer the page: what to do with the picture, and what to show."""
+        """Answer the page. Returns: an update of the picture, and the result as HTML."""
         path = (upload or {}).get("path")
         if path is None:
             return self._gr.update(), page.EMPTY
@@ -146,7 +147,7 @@ class _Answers:
             return None, page.refusal(str(error))
 
     def _preview(self, path: str) -> Any:
-        """The picture stays as it is where a browser can show it."""
+        """Pixels for a picture that a browser cannot show; else no update."""
         with open(path, "rb") as file:
             head = file.read(12)
         if head.startswith(_BROWSERS_SHOW) or head[4:12] == b"ftypavif":
@@ -155,8 +156,10 @@ class _Answers:
         every = max(1, -(-max(pixels.shape) // _PREVIEW_PIXELS))
         return np.ascontiguousarray(pixels[::every, ::every])
 
-    def to_example(self, index: int) -> tuple[str, str]:
+    def to_example(self, index: int) -> tuple[str | None, str]:
         """Answer a click on an example."""
+        if not 0 <= index < len(self._examples):
+            return None, page.refusal(f"there is no example {index}")
         path = self._examples[index]
         return str(path), page.result(self._reader.read(path))
 
@@ -175,6 +178,13 @@ class _Answers:
         # Gradio shows it as HTML, and it may hold the first bytes of the file
         error: Exception = self._gr.Error(html.escape(message), print_exception=False)
         return error
+
+
+def input_kinds(app: Any) -> dict[int, list[str]]:
+    """The kinds of the inputs of each function of a page, such as "image", by its number."""
+    kinds = {each["id"]: each["type"] for each in app.config["components"]}
+    functions = app.config["dependencies"]
+    return {each["id"]: [kinds[number] for number in each["inputs"]] for each in functions}
 
 
 def look(gr: ModuleType) -> dict[str, Any]:

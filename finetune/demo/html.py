@@ -1,4 +1,4 @@
-"""How the demo looks: its markup, its colours, and the heat map over a picture."""
+"""The demo's markup, its colours, and the heat map over a picture."""
 
 # C channels, H W pixels
 
@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image
 
 from finetune.demo.inference import Reading
+from finetune.text import TOO_FEW, confidence
 
 __all__ = ["EMPTY", "footer", "header", "heat_map", "refusal", "result", "style"]
 
@@ -40,9 +41,12 @@ def header(title: str, facts: Sequence[str]) -> str:
 
     Args:
         title: the model's name.
-        facts: short figures, such as "10 classes".
+        facts: short figures, such as "10 classes"; that there are too few images is amber.
     """
-    items = "".join(f"<li>{html.escape(fact)}</li>" for fact in facts)
+    warning = ' class="ft-warning"'
+    items = "".join(
+        f"<li{warning if fact == TOO_FEW else ''}>{html.escape(fact)}</li>" for fact in facts
+    )
     return (
         f'<header class="ft-head"><h1>{html.escape(title)}</h1>'
         f'<ul class="ft-facts" aria-label="About this model">{items}</ul></header>'
@@ -52,15 +56,15 @@ def header(title: str, facts: Sequence[str]) -> str:
 def footer(class_names: Sequence[str], notes: Sequence[str]) -> str:
     """The foot of the page: all classes, folded away, and what happens to pictures."""
     names = "".join(f"<li>{html.escape(name)}</li>" for name in class_names)
-    said = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
+    paragraphs = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
     return (
         f'<footer class="ft-foot"><details><summary>The {len(class_names)} classes it knows'
-        f"</summary><ul>{names}</ul></details>{said}</footer>"
+        f"</summary><ul>{names}</ul></details>{paragraphs}</footer>"
     )
 
 
 def refusal(message: str) -> str:
-    """Say in the place of a result why there is none."""
+    """The reason why there is no result, in its place."""
     return (
         '<div class="ft-refusal" role="alert"><p class="ft-empty-head">'
         f"This picture was not classified</p><p>{html.escape(message)}</p></div>"
@@ -71,10 +75,10 @@ def result(reading: Reading) -> str:
     """The classes with their confidences, and the picture as the model saw it."""
     rows = "".join(
         f'<li><span class="ft-name">{html.escape(name)}</span>'
-        f'<span class="ft-share">{_percent(confidence)}</span>'
-        f'<span class="ft-bar" aria-hidden="true"><i style="width:{100 * confidence:.2f}%"></i>'
+        f'<span class="ft-share">{html.escape(confidence(share))}</span>'
+        f'<span class="ft-bar" aria-hidden="true"><i style="width:{100 * share:.2f}%"></i>'
         "</span></li>"
-        for name, confidence in reading.top
+        for name, share in reading.top
     )
     height, width = reading.seen_HWC.shape[:2]
     coarse = " ft-coarse" if max(height, width) < _FEW_PIXELS else ""
@@ -121,15 +125,6 @@ def heat_map(looked_HW: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     colours = [np.interp(place, stops, _HEAT[:, channel]) for channel in range(3)]
     opacity = 255 * np.interp(place, (0, len(_HEAT) - 1), _HEAT_OPACITY)
     return np.rint(np.stack([*colours, opacity], axis=-1)).astype(np.uint8)
-
-
-def _percent(confidence: float) -> str:
-    """As HTML: one decimal, and no certainty that the number does not have."""
-    if confidence < 0.0005:
-        return "&lt; 0.1 %"
-    if 0.9995 <= confidence < 1:
-        return "&gt; 99.9 %"
-    return f"{100 * confidence:.1f} %"
 
 
 def _png(pixels: np.ndarray) -> str:

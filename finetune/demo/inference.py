@@ -1,4 +1,4 @@
-"""Read one picture: what a model sees of it, says of it, and where it looked."""
+"""Classify one picture, with the network's input and its attention rollout."""
 
 # C channels, H W pixels, h w the model's input size in pixels, K classes
 
@@ -23,7 +23,7 @@ TOP = 5
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """What came of one picture.
+    """The result for one picture.
 
     Attributes:
         top: class names with their confidences, the most probable first.
@@ -48,7 +48,7 @@ def pixels_of(path: str | Path, size: int | None = None) -> np.ndarray:
     try:
         return decode(path, size=size, name="file")
     except DataError as error:
-        raise DataError(str(error).removeprefix("file: ")) from None
+        raise DataError(str(error).removeprefix("file: "), code=error.code) from None
 
 
 class Reader:
@@ -92,7 +92,11 @@ class Reader:
     def _top(self, images_BCHW: torch.Tensor) -> list[tuple[str, float]]:
         logits_K = self.classifier.network(images_BCHW)[0].double()
         if not bool(logits_K.isfinite().all()):
-            raise WeightsError("the model's outputs are not finite; its weights are damaged")
+            raise WeightsError(
+                "the model's outputs are not finite: its weights are damaged; train or download "
+                "it again",
+                code="weights.not_finite",
+            )
         temperature = self.classifier.temperature
         # as Classifier.predict orders them: equal classes by their index
         ranked = (logits_K / (temperature or 1.0)).softmax(0).sort(descending=True, stable=True)

@@ -1,4 +1,4 @@
-"""What a demo tells of its model: name, figures, and pictures to try."""
+"""The facts of a model for its demo: name, figures, and pictures to try."""
 
 # H W pixels
 
@@ -14,11 +14,13 @@ from PIL import Image
 
 from finetune.commands.predict import Classifier
 from finetune.console import say
-from finetune.data.from_recipe import whole_data_of
+from finetune.data.from_recipe import data_of, whole_data_of
 from finetune.errors import FinetuneError, WeightsError
+from finetune.evaluation.intervals import TOO_FEW_IMAGES, interval
 from finetune.hub.download import hub_file
 from finetune.models.weights.resolve import locate
 from finetune.recipe.identity import recipe_of
+from finetune.text import TOO_FEW, counted, percent, percent_range
 
 __all__ = ["example_files", "facts", "is_hub_name", "model_folder", "title_of"]
 
@@ -29,7 +31,7 @@ _LOCAL = ("folder:", "parquet:", "embedded:")  # opening a hub data set would do
 
 
 def is_hub_name(model: str) -> bool:
-    """Whether this is `hf-hub:owner/name`."""
+    """True for `hf-hub:owner/name`."""
     return model.startswith(("hf-hub:", "hf_hub:"))
 
 
@@ -53,16 +55,29 @@ def title_of(model: str) -> str:
 
 
 def facts(model: str, classifier: Classifier) -> list[str]:
-    """Short figures: classes, input size, and the test result if one is recorded."""
+    """Short figures: classes, input size, and the accuracy that is recorded.
+
+    It is that of the test split or, without one, of validation; on few images with its 95 %
+    interval, and followed by a mark where they are too few.
+    """
     height, width = classifier.pipeline.image_size
-    found = [f"{len(classifier.class_names)} classes", f"reads {width} × {height} pixels"]
-    test = (_results(model) or {}).get("test")
-    top1 = test.get("top1") if isinstance(test, dict) else None
-    if isinstance(top1, (int, float)) and 0 <= top1 <= 1:
-        images = test.get("examples") if isinstance(test, dict) else None
-        count = f" of {images:,} test images" if isinstance(images, int) else " of the test images"
-        found.append(f"{100 * top1:.1f} %{count} right")
-    return found
+    classes = counted(len(classifier.class_names), "class", "classes")
+    figures = [classes, f"reads {width} × {height} pixels"]
+    results = _results(model) or {}
+    name, measured = "test", results.get("test")
+    if not measured:
+        name, measured = "validation", results.get("val")
+    top1 = measured.get("top1") if isinstance(measured, dict) else None
+    if isinstance(measured, dict) and isinstance(top1, (int, float)) and 0 <= top1 <= 1:
+        images = measured.get("examples")
+        images = images if isinstance(images, int) else 0  # not recorded
+        ends = interval(top1, images)
+        between = "" if ends is None else f" (95 % interval {percent_range(*ends)})"
+        count = f"{images:,}" if images else "the"
+        figures.append(f"{percent(top1, 1)} of {count} {name} images right{between}")
+        if 0 < images < TOO_FEW_IMAGES:
+            figures.append(TOO_FEW)
+    return figures
 
 
 def _results(model: str) -> dict[str, Any] | None:
@@ -99,20 +114,20 @@ def example_files(model: str, into: Path) -> list[Path]:
     Args:
         model: as for `Classifier.load`.
         into: an existing folder for copies.
-    Returns: up to six files in `into`; none where there are none to be had.
+    Returns: up to six files in `into`; none where the model has none.
     """
     folder = model_folder(model)
     if folder is None:
         return []
-    found = sorted(p for p in folder.glob("examples/*") if p.suffix.lower() in _SUFFIXES)
-    copies = [into / f"{number}-{file.name}" for number, file in enumerate(found[:_EXAMPLES])]
-    for file, copy in zip(found, copies, strict=False):
+    own = sorted(p for p in folder.glob("examples/*") if p.suffix.lower() in _SUFFIXES)
+    copies = [into / f"{number}-{file.name}" for number, file in enumerate(own[:_EXAMPLES])]
+    for file, copy in zip(own, copies, strict=False):
         copy.write_bytes(file.read_bytes())
     return copies or _from_data(model, into)
 
 
 def _from_data(model: str, into: Path) -> list[Path]:
-    """One test image of each of some classes, as PNG."""
+    """One image of each of some classes, of test or else of validation, as PNG."""
     try:
         recipe = recipe_of(model)
         if recipe is None:
@@ -120,7 +135,9 @@ def _from_data(model: str, into: Path) -> list[Path]:
         section = recipe.data
         if not section.source.startswith(_LOCAL):
             return []
-        source = whole_data_of(section)
+        source = whole_data_of(section, recipe.run.seed)
+        if "test" not in source.splits:
+            source = data_of(section, recipe.run.seed)
         split = source.splits.get("test") or source.splits.get("val")
         if split is None:
             return []

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import socket
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,14 +18,17 @@ import torch
 from finetune import processes
 from finetune.commands.predict import Classifier
 from finetune.console import say
-from finetune.demo.app import About, accepted, build_app, gradio, look
+from finetune.demo.app import About, accepted, build_app, gradio, input_kinds, look
 from finetune.demo.middleware import Gate
 from finetune.demo.model_facts import example_files, facts, title_of
+from finetune.demo.workplace import Uploads, workplace
 from finetune.errors import RecipeError, SetupError
 
-__all__ = ["LIMIT_MB", "launch", "serve", "show", "workplace"]
+__all__ = ["LIMIT_MB", "launch", "serve", "show"]
 
 LIMIT_MB = 10
+_TOTAL_MB = 200
+_UPLOADS_PER_MINUTE = 60
 _PORTS = 65535
 _LOCAL_NOTE = (
     "Pictures stay on this machine: they are classified here and deleted when the demo ends."
@@ -76,7 +78,7 @@ def show(
     share: bool = False,
     hosted: bool = False,
 ) -> str:
-    """Start the server, say where it is, and end it with Ctrl-C or SIGTERM.
+    """Start the server, print its address, and end it with Ctrl-C or SIGTERM.
 
     Args:
         app, place, host, port, share, hosted: as for `launch`.
@@ -91,9 +93,10 @@ def show(
             if share and not app.share_url:
                 raise SetupError(
                     "--share: no link could be made; it needs a network and Gradio's server. Try "
-                    "again, or leave it out"
+                    "again, or leave it out",
+                    code="setup.unreachable",
                 )
-            processes.as_usual()
+            processes.resume_garbage_collection()
             say(f"the demo is on {url}; Ctrl-C ends it")
             if share:
                 say(f"anyone with this link can use it: {app.share_url}")
@@ -102,24 +105,6 @@ def show(
             _close(app)
     say("the demo has ended")
     return url
-
-
-@contextlib.contextmanager
-def workplace() -> Iterator[Path]:
-    """A private folder with `uploads` and `examples`, removed at the end."""
-    before = os.environ.get("GRADIO_TEMP_DIR")
-    with tempfile.TemporaryDirectory(prefix="finetune-demo-", ignore_cleanup_errors=True) as name:
-        place = Path(name).resolve()
-        for part in ("uploads", "examples"):
-            (place / part).mkdir()
-        os.environ["GRADIO_TEMP_DIR"] = str(place / "uploads")  # Gradio reads no other switch
-        try:
-            yield place
-        finally:
-            if before is None:
-                del os.environ["GRADIO_TEMP_DIR"]
-            else:
-                os.environ["GRADIO_TEMP_DIR"] = before
 
 
 def launch(
@@ -131,7 +116,7 @@ def launch(
     share: bool = False,
     hosted: bool = False,
 ) -> None:
-    """Start the server and go on.
+    """Start the server in the background.
 
     Args:
         app: of `build_app`.
@@ -141,15 +126,7 @@ def launch(
         hosted: this is a Space: its address is the hub's, and its page is framed by the hub's.
     """
     gr = gradio()
-    from starlette.middleware import Middleware
-
-    gate = Middleware(
-        Gate,
-        uploads=place / "uploads",
-        limit_bytes=LIMIT_MB * 2**20,
-        loopback=not hosted and not share and host is not None and _is_loopback(host),
-        policy=not hosted,
-    )
+    loopback = not hosted and not share and host is not None and _is_loopback(host)
     options = accepted(
         gr.Blocks.launch,
         **look(gr),
@@ -174,8 +151,31 @@ def launch(
         inbrowser=False,
         allowed_paths=[],
         max_file_size=LIMIT_MB * 2**20,
-        app_kwargs={"middleware": [gate], "docs_url": None, "redoc_url": None},
+        app_kwargs={
+            "middleware": [_gate(app, place, loopback=loopback, hosted=hosted)],
+            "docs_url": None,
+            "redoc_url": None,
+        },
         **options,
+    )
+
+
+def _gate(app: Any, place: Path, *, loopback: bool, hosted: bool) -> Any:
+    """The middleware of a page, with the limits of its uploads."""
+    from starlette.middleware import Middleware
+
+    space = os.environ.get("SPACE_HOST") if hosted else None
+    return Middleware(
+        Gate,
+        uploads=Uploads(
+            place / "uploads", total_bytes=_TOTAL_MB * 2**20, per_minute=_UPLOADS_PER_MINUTE
+        ),
+        limit_bytes=LIMIT_MB * 2**20,
+        inputs=input_kinds(app),
+        loopback=loopback,
+        policy=not hosted,
+        # the hub's proxy may send another Host than the one that the browser sees
+        trusted=[f"https://{space}"] if space else [],
     )
 
 
@@ -206,25 +206,32 @@ def _is_loopback(host: str) -> bool:
 
 
 def _free_port(host: str, port: int) -> int:
-    """Find out before the weights are loaded whether the server will be able to listen.
+    """Check the address before the weights are loaded.
 
     Returns: the port, or a free one for 0.
     """
     if not 0 <= port <= _PORTS:
-        raise RecipeError(f"--port: got {port}; expected 0 to {_PORTS}")
+        raise RecipeError(f"--port: got {port}; expected 0 to {_PORTS}", code="recipe.wrong_value")
     try:
         return _try(host, port)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise SetupError(
                 f"--host {host} --port {port}: cannot be listened on ({error.strerror or error}); "
-                "choose another, such as --host 127.0.0.1 --port 7860"
+                "choose another, such as --host 127.0.0.1 --port 7860",
+                code="setup.wrong_address",
             ) from error
     for other in range(port + 1, min(port + 100, _PORTS) + 1):
         with contextlib.suppress(OSError):
             _try(host, other)
-            raise SetupError(f"--port {port}: is taken by another program; try --port {other}")
-    raise SetupError(f"--port {port}: is taken by another program; choose another with --port")
+            raise SetupError(
+                f"--port {port}: is taken by another program; try --port {other}",
+                code="setup.in_use",
+            )
+    raise SetupError(
+        f"--port {port}: is taken by another program; choose another with --port",
+        code="setup.in_use",
+    )
 
 
 def _try(host: str, port: int) -> int:

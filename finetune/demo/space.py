@@ -23,7 +23,8 @@ from finetune import __version__
 from finetune.commands.predict import Classifier
 from finetune.demo.app import About, build_app, gradio
 from finetune.demo.model_facts import example_files, facts, is_hub_name, model_folder, title_of
-from finetune.demo.server import show, workplace
+from finetune.demo.server import show
+from finetune.demo.workplace import workplace
 from finetune.errors import RecipeError, SetupError
 from finetune.hub.download import hub_file
 from finetune.models.build import build
@@ -98,7 +99,8 @@ def export_space(model: str, folder: str | Path) -> dict[str, Any]:
     except OSError as error:
         raise SetupError(
             f"--export-space {folder}: cannot be written ({error.strerror or error}); choose "
-            "another folder"
+            "another folder",
+            code="setup.not_writable",
         ) from error
     owned = [target / name for name in (*_OURS, *_OUR_FOLDERS)]
     files = [file for top in owned for file in ([top] if top.is_file() else top.rglob("*"))]
@@ -140,12 +142,15 @@ def _check_target(target: Path) -> None:
     if not target.exists():
         return
     if not target.is_dir():
-        raise RecipeError(f"--export-space {target}: is a file; name a folder")
+        raise RecipeError(
+            f"--export-space {target}: is a file; name a folder", code="recipe.wrong_value"
+        )
     others = [entry.name for entry in target.iterdir() if entry.name != ".git"]
     if others and not _is_ours(target / _MARK):
         raise RecipeError(
             f"--export-space {target}: holds other files ({', '.join(sorted(others)[:3])}); name "
-            "a new or empty folder"
+            "a new or empty folder",
+            code="recipe.wrong_value",
         )
 
 
@@ -158,7 +163,7 @@ def _is_ours(mark: Path) -> bool:
 
 
 def _clear(target: Path) -> None:
-    """Take away what an earlier export wrote, its mark first."""
+    """Remove what an earlier export wrote, its mark first."""
     for name in reversed(_OURS):
         (target / name).unlink(missing_ok=True)
     for name in _OUR_FOLDERS:
@@ -167,7 +172,7 @@ def _clear(target: Path) -> None:
 
 
 def _reference(model: str) -> tuple[str | None, str | None]:
-    """How the Space names its model (None: a copy), and the license that the model states."""
+    """The name of the model in the Space (None: a copy), and the license that the model states."""
     if is_hub_name(model):
         repository, _, revision = model.split(":", 1)[1].partition("@")
         config, commit = hub_file(repository, "config.json", revision or None)
@@ -180,7 +185,8 @@ def _reference(model: str) -> tuple[str | None, str | None]:
         entry = timm.get_pretrained_cfg(model)
         return model, getattr(entry, "license", None)
     raise RecipeError(
-        f"--export-space: {model} is a single file; give the model's folder, with its config.json"
+        f"--export-space: {model} is a single file; give the model's folder, with its config.json",
+        code="recipe.unsupported",
     )
 
 
@@ -203,14 +209,16 @@ def _licence(folder: Path) -> str | None:
 def _copy_model(model: str, target: Path) -> None:
     folder = model_folder(model)
     assert folder is not None
-    found = sorted(folder.glob("*.safetensors"), key=lambda file: file.name != "model.safetensors")
-    if not found:
+    weights = sorted(folder.glob("*.safetensors"), key=lambda f: f.name != "model.safetensors")
+    if not weights:
         raise RecipeError(
-            f"--export-space: {model} holds no .safetensors file, and others are not published"
+            f"--export-space: {model} holds no .safetensors file, and others are not published; "
+            "fine-tune it and export the run",
+            code="recipe.unsupported",
         )
     target.mkdir()
     shutil.copyfile(folder / "config.json", target / "config.json")
-    shutil.copyfile(found[0], target / "model.safetensors")
+    shutil.copyfile(weights[0], target / "model.safetensors")
 
 
 def _copy_package(target: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a page that compares runs shows: recipes with their seeds, runs, claims; as plain rows."""
+"""The sections of a page that compares runs, as plain rows: recipes, runs, claims."""
 
 from __future__ import annotations
 
@@ -6,36 +6,45 @@ import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from finetune.evaluation.metrics import mean_std
-from finetune.recipe.identity import but_the_seed
+from finetune.recipe.identity import without_seed
 from finetune.recipe.load import Recipe
-from finetune.report.run_data import MISSING, Run, duration, number, percent, plain
+from finetune.report.run_data import (
+    Run,
+    accuracy_range,
+    duration,
+    is_too_few,
+    narrow,
+    number,
+    percent,
+    plain,
+)
 from finetune.report.sections import claim_rows, training_rate
+from finetune.text import MISSING, mean_and_std
 
 __all__ = [
-    "FIGURES",
     "Group",
     "claims_beside",
+    "columns",
     "differing_keys",
     "differing_settings",
     "group_rows",
     "groups",
+    "run_names",
     "run_rows",
 ]
 
 Row = dict[str, Any]
 
-FIGURES = (
-    ("test", "top1", "Test top-1"),
-    ("test", "top5", "Test top-5"),
-    ("test", "loss", "Test loss"),
-    ("test", "ece", "Test ECE"),
-    ("val", "top1", "Val top-1"),
-)
+Column = tuple[str, str, str]  # split, key of its figures, head
+
+_FIGURES = {"top1": "top-1", "top5": "top-5", "loss": "loss", "ece": "ECE"}
+_LONGEST_NAME = 60  # characters of a recipe's name with the settings that tell it apart
 
 
 @dataclass(frozen=True)
@@ -48,20 +57,50 @@ class Group:
 
 def groups(runs: Sequence[Run]) -> list[Group]:
     """Put the seeds of a recipe together, in the order of the runs."""
-    found: dict[str, list[Run]] = {}
+    by_recipe: dict[str, list[Run]] = {}
     for run in runs:
-        recipe = json.dumps(but_the_seed(run.recipe), sort_keys=True, default=str)
-        found.setdefault(recipe, []).append(run)
-    named = [Group(_common([run.name for run in members]), members) for members in found.values()]
+        recipe = json.dumps(without_seed(run.recipe), sort_keys=True, default=str)
+        by_recipe.setdefault(recipe, []).append(run)
+    named = [Group(_common([run.name for run in same]), same) for same in by_recipe.values()]
     names = [group.name for group in named]
-    return [
-        group if names.count(group.name) == 1 else Group(f"{group.name} ({place})", group.runs)
-        for place, group in enumerate(named, 1)
-    ]
+    labels = {
+        id(group): label
+        for name in names
+        for alike in [[group for group in named if group.name == name]]
+        for group, label in zip(alike, _told_apart(alike), strict=True)
+    }
+    return [Group(labels[id(group)], group.runs) for group in named]
+
+
+def _told_apart(alike: list[Group]) -> list[str]:
+    """Names for recipes of one name: with as few settings as tell them apart, else numbered."""
+    name = alike[0].name
+    if len(alike) == 1:
+        return [name]
+    settings = differing_keys([group.runs[0] for group in alike])
+    for count in range(1, len(settings) + 1):
+        labels = [
+            f"{name} ({', '.join(f'{key}={values[place]}' for key, values in settings[:count])})"
+            for place in range(len(alike))
+        ]
+        if len(set(labels)) == len(labels) and max(map(len, labels)) <= _LONGEST_NAME:
+            return labels
+    return [f"{name} ({place})" for place in range(1, len(alike) + 1)]
+
+
+def run_names(runs: Sequence[Run]) -> list[str]:
+    """The names of the runs' folders, with as many of those above as tell them apart."""
+    paths = [run.path.resolve().parts for run in runs]
+    names = []
+    for parts in paths:
+        depths = range(1, len(parts) + 1)
+        unique = (d for d in depths if sum(other[-d:] == parts[-d:] for other in paths) == 1)
+        names.append("/".join(parts[-next(unique, 1) :]))
+    return names
 
 
 def _common(names: list[str]) -> str:
-    """What the names of a group's runs share: nano-s0, nano-s1 → nano."""
+    """The part that the names of a group's runs share: nano-s0, nano-s1 → nano."""
     alike = itertools.takewhile(lambda chars: len(set(chars)) == 1, zip(*names, strict=False))
     shared = "".join(chars[0] for chars in alike)
     return re.sub(r"[-_.]((s|seed)[-_.]?\d*)?$", "", shared) or names[0]
@@ -74,14 +113,14 @@ def differing_keys(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 def differing_settings(recipes: Sequence[Recipe]) -> list[tuple[str, list[str]]]:
     """The keys in which recipes differ, the seed apart. Returns: key, value of each recipe."""
-    resolved = [but_the_seed(recipe) for recipe in recipes]
-    found = []
+    resolved = [without_seed(recipe) for recipe in recipes]
+    differing = []
     for part in resolved[0] if resolved else ():
         for key in resolved[0][part]:
             values = [recipe[part].get(key) for recipe in resolved]
             if any(value != values[0] for value in values):
-                found.append((f"{part}.{key}", [_shown(value) for value in values]))
-    return found
+                differing.append((f"{part}.{key}", [_shown(value) for value in values]))
+    return differing
 
 
 def _shown(value: Any) -> str:
@@ -90,27 +129,56 @@ def _shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _with_spread(values: list[float], *, share: bool) -> str:
-    if not values:
-        return MISSING
-    mean, std, _ = mean_std(values)
-    if share:
-        spread = "" if std is None else f" ± {100 * std:.2f}"
-        return f"{100 * mean:.2f}{spread}\u202f%"
-    return plain(mean) + ("" if std is None else f" ± {plain(std)}")
+def columns(runs: Sequence[Run]) -> list[Column]:
+    """The figures of the tables that at least one run has.
 
-
-def group_rows(found: Sequence[Group]) -> tuple[list[Row], tuple[str, str] | None]:
-    """Mean ± standard deviation and n of each recipe, and where its runs lie beside the others.
-
-    Returns: a row per recipe with "dots", per cent of the scale; and the ends of the scale, None
-        if no test top-1 was measured.
+    They are those of test and the accuracy of validation. Where a finished run was not tested,
+    those of validation lead: all runs have them.
     """
+    tested = all(run.figures("test") for run in runs if run.results)
+    order = [("test", key) for key in _FIGURES] + [("val", "top1")]
+    if not tested:
+        order = [(split, key) for split in ("val", "test") for key in _FIGURES]
+    wanted = [(split, key, f"{split.capitalize()} {_FIGURES[key]}") for split, key in order]
+    return [
+        (split, key, head)
+        for split, key, head in wanted
+        if any(_figure(run, split, key)["value"] is not None for run in runs)
+    ]
+
+
+def _mean_cell(cells: list[Row], *, share: bool) -> Row:
+    """The cell of several runs: mean ± standard deviation, or a single run's own."""
+    if len(cells) == 1:
+        return cells[0]
+    if not cells:
+        return {"text": MISSING, "value": None, "interval": "", "is_too_few": False}
+    mean, std, _ = mean_std(cell["value"] for cell in cells)
+    text = mean_and_std(mean, std, 4)
+    if share:
+        text = mean_and_std(100 * mean, None if std is None else 100 * std) + narrow(" %")
+    few = any(cell["is_too_few"] for cell in cells)
+    return {"text": text, "value": mean, "interval": "", "is_too_few": few}
+
+
+def group_rows(
+    recipes: Sequence[Group], shown: Sequence[Column]
+) -> tuple[list[Row], tuple[str, str] | None]:
+    """Mean ± standard deviation and n of each recipe, and the positions of its runs on a scale.
+
+    Runs of one seed repeat one another: the first of them counts, and "twins" names them.
+
+    Args:
+        shown: of `columns`; the first one's accuracy is the scale.
+    Returns: a row per recipe with "dots", per cent of the scale; and the ends of the scale, None
+        if no accuracy was measured.
+    """
+    lead = shown[0][0] if shown and shown[0][1] == "top1" else ""
     values = {
         group.name: [
-            value for run in group.runs if (value := number(run.figures("test").get("top1")))
+            value for run in group.runs if (value := number(run.figures(lead).get("top1")))
         ]
-        for group in found
+        for group in recipes
     }
     low = min((min(row) for row in values.values() if row), default=0.0)
     high = max((max(row) for row in values.values() if row), default=1.0)
@@ -118,17 +186,23 @@ def group_rows(found: Sequence[Group]) -> tuple[list[Row], tuple[str, str] | Non
     low, high = math.floor(low * 20) / 20, math.ceil(high * 20) / 20
     width = high - low or 1.0
     rows = []
-    for place, group in enumerate(found):
+    for place, group in enumerate(recipes):
         cells = []
-        for split, key, _ in FIGURES:
-            known = [number(run.figures(split).get(key)) for run in group.runs]
-            numbers = [value for value in known if value is not None]
-            cells.append(_with_spread(numbers, share=key.startswith("top")))
+        for split, key, _ in shown:
+            by_seed: dict[int, Row] = {}
+            for run in group.runs:
+                cell = _figure(run, split, key)
+                if cell["value"] is not None:
+                    by_seed.setdefault(run.recipe.run.seed, cell)
+            cells.append(_mean_cell(list(by_seed.values()), share=key.startswith("top")))
+        seeds = Counter(run.recipe.run.seed for run in group.runs)
+        twins = [f"{n} runs of seed {seed}" for seed, n in seeds.items() if n > 1]
         rows.append(
             {
                 "name": group.name,
                 "color": place % 8 + 1,
-                "n": len(group.runs),
+                "n": len(seeds),
+                "twins": f"{', '.join(twins)}: counted once" if twins else "",
                 "cells": cells,
                 "dots": [round(100 * (value - low) / width, 2) for value in values[group.name]],
             }
@@ -136,21 +210,17 @@ def group_rows(found: Sequence[Group]) -> tuple[list[Row], tuple[str, str] | Non
     return rows, (percent(low, 0), percent(high, 0)) if any(values.values()) else None
 
 
-def run_rows(found: Sequence[Group], runs: Sequence[Run]) -> list[Row]:
-    """A row per run: name, seed, what its recipe has that others have not, and its figures."""
+def run_rows(recipes: Sequence[Group], runs: Sequence[Run], shown: Sequence[Column]) -> list[Row]:
+    """A row per run: name, seed, the recipe's keys that differ between runs, and its figures."""
     differing = differing_keys(runs)
-    colors = {id(run): place % 8 + 1 for place, group in enumerate(found) for run in group.runs}
+    colors = {id(run): place % 8 + 1 for place, group in enumerate(recipes) for run in group.runs}
     rows = []
-    for place, run in enumerate(runs):
-        figures = [
-            (percent(value) if key.startswith("top") else plain(value), number(value))
-            for split, key, _ in FIGURES
-            for value in [run.figures(split).get(key)]
-        ]
+    for place, (run, name) in enumerate(zip(runs, run_names(runs), strict=True)):
+        figures = [_figure(run, split, key) for split, key, _ in shown]
         seconds = [number(line.get("seconds")) or 0.0 for line in run.history]
         rows.append(
             {
-                "name": run.name,
+                "name": name,
                 "color": colors[id(run)],
                 "status": str(run.record.get("status", "unknown")),
                 "model": run.recipe.model.name,
@@ -165,13 +235,24 @@ def run_rows(found: Sequence[Group], runs: Sequence[Run]) -> list[Row]:
     return rows
 
 
+def _figure(run: Run, split: str, key: str) -> Row:
+    """A cell: "text", "value", "interval" of an accuracy on few images, and "is_too_few"."""
+    figures = run.figures(split) if key != "top5" or run.has_top5 else {}
+    value, images = figures.get(key), figures.get("examples")
+    if not key.startswith("top"):
+        few = {"interval": "", "is_too_few": False}
+        return {"text": plain(value), "value": number(value), **few}
+    few = {"interval": accuracy_range(value, images), "is_too_few": is_too_few(images)}
+    return {"text": percent(value), "value": number(value), **few}
+
+
 def claims_beside(runs: Sequence[Run]) -> list[Row]:
     """Each claim once, with the answer of every run that has it (None where a run has not)."""
-    found: dict[tuple[str, ...], Row] = {}
+    claims: dict[tuple[str, ...], Row] = {}
     for place, run in enumerate(runs):
         for row in claim_rows(run):
             key = (row["what"], row["reported"], row["source"])
-            claim = found.setdefault(
+            claim = claims.setdefault(
                 key,
                 {
                     **{k: row[k] for k in ("what", "reported", "source")},
@@ -179,4 +260,4 @@ def claims_beside(runs: Sequence[Run]) -> list[Row]:
                 },
             )
             claim["answers"][place] = {k: row[k] for k in ("verdict", "measured", "how")}
-    return list(found.values())
+    return list(claims.values())

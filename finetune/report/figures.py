@@ -15,6 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from finetune.evaluation.confusion import DENSE_CLASSES, Confusion
+from finetune.report.run_data import number
 from finetune.report.style import (
     COLORS,
     SERIES,
@@ -38,6 +40,7 @@ __all__ = [
     "to_svg",
 ]
 
+_PERCENT = FuncFormatter(lambda share, _: f"{100 * share:g} %")
 _HEAT = "#3b82d0"  # of a picture, which no page can recolour: seen on white and on black
 _DASHES = ("-", "--", ":", "-.")  # when there are more series than colours
 _PANELS = {  # key of a log line: title, colour of the training line
@@ -47,6 +50,7 @@ _PANELS = {  # key of a log line: title, colour of the training line
     "images_per_second": ("Images per second", "speed"),
 }
 _VALIDATED = ("loss", "top1")
+_TOO_SHORT = "too short to plot: one point"
 COUNTED_CLASSES = 20  # beyond it the numbers in the cells could not be read
 _LABELLED_CLASSES = 25
 _LARGEST_IMAGE = 400  # cells a side that a picture of a page can show
@@ -91,8 +95,13 @@ def _panel(
 ) -> None:
     title, color = _PANELS[key]
     steps, values = _line(history, "train", key)
-    many = len(steps) > 1
     validated = _line(history, "val", key) if key in _VALIDATED else ([], [])
+    if max(len(steps), len(validated[0])) < 2:
+        axes.set_title(title)
+        empty(axes, _TOO_SHORT if steps or validated[0] else "not measured")
+        axes.set_axis_off()  # ticks and grid would have nothing to say
+        return
+    many = len(steps) > 1
     label = "train" if key in _VALIDATED else None
     axes.plot(steps, values, color=COLORS[color], marker="" if many else "o", label=label)
     if validated[0]:
@@ -100,13 +109,11 @@ def _panel(
         axes.plot(
             *validated, color=COLORS["val"], marker=marker, markersize=4.5, label="validation"
         )
-    if _ok(kept) and (steps or validated[0]):
+    if _ok(kept):
         axes.axvline(kept, color=COLORS["muted"], linewidth=1, linestyle=(0, (3, 3)), zorder=0)
         axes.plot([], [], color=COLORS["muted"], linewidth=1, linestyle=(0, (3, 3)), label="kept")
-    if not steps and not validated[0]:
-        empty(axes, "not measured")
     _dress(axes, key, title, steps_per_epoch)
-    if label and (steps or validated[0]):
+    if label:
         legend(axes)
 
 
@@ -119,7 +126,7 @@ def _dress(axes: Axes, key: str, title: str, steps_per_epoch: float | None) -> N
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
     axes.yaxis.set_major_locator(MaxNLocator(5))
     if key == "top1":
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g} %"))
+        axes.yaxis.set_major_formatter(_PERCENT)
     elif key == "lr":
         axes.yaxis.set_major_formatter(FuncFormatter(lambda rate, _: f"{rate:.3g}"))
     axes.set_xlim(left=0)
@@ -145,22 +152,25 @@ def compare_curves(
         figure, (axes,) = panels(1, 1)
         names = list(dict.fromkeys(name for name, _ in named_histories))
         seen: set[str] = set()
-        for name, history in named_histories:
-            number = names.index(name)
-            steps, values = _line(history, split, key)
+        named = [(name, _line(history, split, key)) for name, history in named_histories]
+        longest = max((len(steps) for _, (steps, _) in named), default=0)
+        if longest < 2:
+            empty(axes, _TOO_SHORT if longest else "not measured")
+            axes.set_axis_off()
+            named = []
+        for name, (steps, values) in named:
+            place = names.index(name)
             axes.plot(
                 steps,
                 values,
-                color=COLORS[SERIES[number % len(SERIES)]],
-                linestyle=_DASHES[number // len(SERIES) % len(_DASHES)],
+                color=COLORS[SERIES[place % len(SERIES)]],
+                linestyle=_DASHES[place // len(SERIES) % len(_DASHES)],
                 linewidth=1.4,
                 marker="o" if len(steps) <= 20 else "",
                 markersize=4,
                 label=None if name in seen else legible(name, 30),
             )
             seen.add(name)
-        if not any(_line(history, split, key)[0] for _, history in named_histories):
-            empty(axes, "not measured")
         which = "validation" if split == "val" else "training"
         title = f"{_PANELS[key][0]}, {which}" if key in _VALIDATED else _PANELS[key][0]
         _dress(axes, key, title, None)
@@ -168,15 +178,23 @@ def compare_curves(
     return figure
 
 
-def confusion(matrix: Sequence[Sequence[int]], names: Sequence[str]) -> Figure:
+def confusion(matrix: Confusion | Sequence[Sequence[int]], names: Sequence[str]) -> Figure:
     """Draw a confusion matrix; colour is the share of a row, which is a true class.
 
     Args:
-        matrix: K x K counts, a row per true class and a column per predicted one.
+        matrix: K x K counts, a row per true class and a column per predicted one. Beyond 1,000
+            classes 20 are drawn, of the most confused pairs.
         names: of the K classes; shortened where they are long.
     """
-    counts_KK = np.asarray(matrix, dtype=np.float64).reshape(len(matrix), len(matrix))
-    shares_KK = counts_KK / np.maximum(counts_KK.sum(1, keepdims=True), 1)
+    whole = matrix if isinstance(matrix, Confusion) else Confusion.of(matrix)
+    title = f"{whole.num_classes} classes"
+    classes = np.arange(whole.num_classes)
+    if whole.num_classes > DENSE_CLASSES:
+        classes = whole.classes_to_show(COUNTED_CLASSES)
+        names = [names[index] for index in classes.tolist()]
+        title = f"{len(classes)} of {title}"
+    counts_KK = whole.dense(classes).astype(np.float64)
+    shares_KK = counts_KK / np.maximum(whole.support_K[classes, None], 1)
     num_classes = len(counts_KK)
     few = num_classes <= COUNTED_CLASSES
     side = min(44 * num_classes, 600) if few else 600
@@ -199,7 +217,7 @@ def confusion(matrix: Sequence[Sequence[int]], names: Sequence[str]) -> Figure:
         axes.set_xlabel("predicted")
         axes.set_ylabel("true class")
         axes.set_aspect("equal")
-        figure.set_label(f"Confusion matrix of {num_classes} classes: rows true, columns predicted")
+        figure.set_label(f"Confusion matrix of {title}: rows true, columns predicted")
     return figure
 
 
@@ -290,10 +308,9 @@ def _diagram(upper: Axes, lower: Axes, bins: Sequence[Mapping[str, Any]]) -> Non
     upper.bar(0, 0, color=COLORS["gap"], alpha=0.45, label="too sure by")
     upper.bar(0, 0, color=COLORS["train"], alpha=0.45, label="not sure enough by")
     upper.legend(loc="upper left", handlelength=1, handleheight=1)
-    percent = FuncFormatter(lambda share, _: f"{100 * share:g} %")
     for axis in (upper.xaxis, upper.yaxis):
         axis.set_major_locator(MaxNLocator(5))
-        axis.set_major_formatter(percent)
+        axis.set_major_formatter(_PERCENT)
     upper.set(xlim=(0, 1), ylim=(0, 1), ylabel="accuracy")
     upper.tick_params(labelbottom=False, bottom=False)
     upper.grid(axis="y")
@@ -304,9 +321,8 @@ def _diagram(upper: Axes, lower: Axes, bins: Sequence[Mapping[str, Any]]) -> Non
 
 
 def _ok(value: Any) -> bool:
-    """Whether it is a finite number."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and abs(value) < 1e300  # NaN is not
+    """True for a finite number."""
+    return number(value) is not None
 
 
 def _line(
@@ -314,7 +330,7 @@ def _line(
 ) -> tuple[list[float], list[float]]:
     """Steps and values of one line, without what is missing; long ones as means of neighbours."""
     known = {
-        line["step"]: line[key]  # the last word on a step counts
+        line["step"]: line[key]  # the last line of a step counts
         for line in history
         if line.get("split") == split and _ok(line.get("step")) and _ok(line.get(key))
     }

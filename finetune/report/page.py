@@ -17,17 +17,28 @@ import jinja2
 
 from finetune.data.source import Split
 from finetune.errors import RecipeError
+from finetune.evaluation.confusion import DENSE_CLASSES, Confusion
 from finetune.files import make_folder, write_atomically
 from finetune.report import figures
 from finetune.report.comparison import (
-    FIGURES,
     claims_beside,
+    columns,
     differing_keys,
     group_rows,
     groups,
     run_rows,
 )
-from finetune.report.run_data import Run, bins, percent, plain, read_run, section, whole
+from finetune.report.run_data import (
+    SPLIT_NAMES,
+    Run,
+    bins,
+    listed,
+    percent,
+    plain,
+    read_run,
+    section,
+    whole,
+)
 from finetune.report.sections import (
     claim_rows,
     class_rows,
@@ -39,13 +50,16 @@ from finetune.report.sections import (
     speed,
     status,
 )
-from finetune.report.thumbnails import mistake_rows, why_none
+from finetune.report.thumbnails import class_pictures, mistake_rows, open_split, why_none
+from finetune.text import TOO_FEW
 
 __all__ = ["compare", "report", "write_report"]
 
 _VERSION = sys.modules["finetune"].__version__  # the package itself imports from here
 REPORT = "report.html"
 COMPARISON = "comparison.html"
+_DIAGRAM = "Accuracy by confidence"
+_WIDEST_BESIDE = 540  # pixels of a matrix that a calibration diagram fits beside
 
 # XML and HTML know none of these; a file name may hold them
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\uffff]")
@@ -63,7 +77,10 @@ def report(runs: Sequence[str], *, out: str | None = None) -> dict[str, Any]:
     Raises: RecipeError if one is no run directory; CheckpointError if its files are damaged.
     """
     if not runs:
-        raise RecipeError("report: no run is named; give one or more run directories")
+        raise RecipeError(
+            "report: no run is named; give one or more run directories",
+            code="recipe.missing_option",
+        )
     paths = list(dict.fromkeys(Path(run) for run in runs))
     read = [read_run(path) for path in paths]  # all of them, before anything is written
     if len(paths) == 1:
@@ -82,7 +99,8 @@ def write_report(run: Path, *, split: Split | None = None) -> Path:
 
     Args:
         run: the run directory, finished or not.
-        split: the test split if it is open already; else the recipe's source is opened.
+        split: the split that the page is about, test or else validation, if it is open already;
+            else the recipe's source is opened.
     Returns: the page's path.
     Raises: as `report`.
     """
@@ -100,7 +118,10 @@ def compare(runs: Sequence[Path], out: Path) -> Path:
     Raises: as `report`.
     """
     if not runs:
-        raise RecipeError("compare: no run is named; give two or more run directories")
+        raise RecipeError(
+            "compare: no run is named; give two or more run directories",
+            code="recipe.missing_option",
+        )
     return _write_comparison([read_run(Path(run)) for run in runs], Path(out))
 
 
@@ -109,23 +130,31 @@ def _target(out: str | None, name: str, folder: Path) -> Path:
     if out is None:
         return folder / name
     if out == "":
-        raise RecipeError("--out: is empty; name a file or a folder, or leave it out")
+        raise RecipeError(
+            "--out: is empty; name a file or a folder, or leave it out", code="recipe.wrong_value"
+        )
     path = Path(out)
     if path.suffix.lower() in (".html", ".htm") and not path.is_dir():
         make_folder(path.parent, option="--out")
         return path
     if (path.exists() or path.suffix) and not path.is_dir():
-        raise RecipeError(f"--out: '{out}' is neither a folder nor an .html file; name one of them")
+        raise RecipeError(
+            f"--out: '{out}' is neither a folder nor an .html file; name one of them",
+            code="recipe.wrong_value",
+        )
     make_folder(path, option="--out")
     return path / name
 
 
 def _write_run(run: Run, page: Path, split: Split | None) -> Path:
     """Fill the template of a run and write the page."""
-    mistakes, pictures_note = mistake_rows(run, split)
-    test = run.figures("test")
-    name = "test" if test else "val"
-    counts_KK = matrix(run, name)
+    split, why_closed = (split, "") if split is not None else open_split(run)
+    mistakes, pictures_note = mistake_rows(run, split, why_closed)
+    name = run.shown_split
+    counts, classes = matrix(run, name), class_rows(run, name)
+    drawn = {**_matrix(run, counts), **_calibration(run, name)}
+    # one diagram has room beside a matrix that leaves it some
+    beside = len(drawn["diagrams"]) == 1 and 0 < drawn["matrix_width"][1] <= _WIDEST_BESIDE
     content = {
         "title": run.name,
         "remark": run.recipe.run.note,
@@ -134,10 +163,15 @@ def _write_run(run: Run, page: Path, split: Split | None) -> Path:
         "source": run.recipe.data.source,
         "tiles": headline(run),
         "curves": _curves(run),
-        "split_name": f"the {'test' if test else 'validation'} split",
-        **_matrix(run, counts_KK),
+        "split_name": SPLIT_NAMES[name],
+        "beside": beside,
+        "too_few": TOO_FEW,
+        **drawn,
         "pairs": confused_pairs(run, name),
-        "classes": class_rows(run, name),
+        "classes": classes,
+        "class_pictures": class_pictures(run, split),
+        "num_classes": len(listed(run.figures(name), "per_class")),
+        "intervals": any(row["interval"] for row in classes),
         "finished": bool(run.results),
         "mistakes": mistakes,
         "pictures": any(one["picture"] for one in mistakes),
@@ -148,10 +182,9 @@ def _write_run(run: Run, page: Path, split: Split | None) -> Path:
         "data": data_rows(run),
         "provenance": provenance(run),
         "recipe": run.recipe.to_yaml(),
-        **_calibration(run, name),
     }
-    anchors = {"confusion": bool(counts_KK), "classes": content["classes"]}
-    anchors |= dict.fromkeys(("mistakes", "calibration"), content["finished"])
+    anchors = {"confusion": bool(drawn["matrix"]), "calibration": content["finished"]}
+    anchors |= {"classes": bool(classes), "mistakes": content["finished"]}
     anchors |= {"claims": content["claims"]}
     every = ("curves", *anchors, "speed", "data", "provenance", "recipe")
     labels = {"mistakes": "Worst mistakes"}
@@ -172,35 +205,37 @@ def _curves(run: Run) -> list[str]:
     ]
 
 
-def _matrix(run: Run, counts_KK: list[list[int]]) -> dict[str, Any]:
-    """The confusion matrix, how wide it may be shown, and what its colours mean."""
-    if not counts_KK:
-        return {"matrix": ""}
-    figure = figures.confusion(counts_KK, run.class_names)
+def _matrix(run: Run, counts: Confusion | None) -> dict[str, Any]:
+    """The confusion matrix, its least and greatest width in pixels, and a note on its colours."""
+    if counts is None or not counts.num_classes:
+        return {"matrix": "", "matrix_width": (0, 0), "matrix_note": ""}
+    figure = figures.confusion(counts, run.class_names)
     width = round(72 * figure.get_figwidth())
     note = "The stronger the colour, the larger the share of the true class."
-    if len(counts_KK) > figures.COUNTED_CLASSES:
+    if counts.num_classes > DENSE_CLASSES:
+        note = f"Of {counts.num_classes:,} classes, those of the most confused pairs. {note}"
+    elif counts.num_classes > figures.COUNTED_CLASSES:
         note = (
-            f"{len(counts_KK)} classes: the colour goes by the square root of the share of the "
+            f"{counts.num_classes} classes: the colour goes by the square root of the share of the "
             "true class, so that rare confusions show; not every class is labelled."
         )
     # not so small that the counts cannot be read: a phone scrolls
-    least = min(width, 110 + 34 * len(counts_KK), 600)
+    least = min(width, 110 + 34 * counts.num_classes, 600)
     svg = figures.to_svg(figure)
     return {"matrix": svg, "matrix_width": (least, width), "matrix_note": note}
 
 
 def _calibration(run: Run, split: str) -> dict[str, Any]:
     """The reliability diagrams, before and after temperature scaling where both are known."""
-    found = run.figures(split)
-    scaled = section(found, "calibrated")
-    before, after = bins(found), bins(scaled)
-    shown = {"diagrams": [], "ece": plain(found.get("ece")) if found.get("ece") else ""}
+    results = run.figures(split)
+    scaled = section(results, "calibrated")
+    before, after = bins(results), bins(scaled)
+    shown = {"diagrams": [], "ece": plain(results.get("ece")) if results.get("ece") else ""}
     if not before:
         return {**shown, "calibration_note": ""}
-    which = "test" if split == "test" else "validation"
-    note = f"Expected calibration error on the {which} split {plain(found.get('ece'))}"
-    diagrams = [figures.reliability(before, title="As trained" if after else None)]
+    note = f"Expected calibration error on the {SPLIT_NAMES[split]} split "
+    note += plain(results.get("ece"))
+    diagrams = [figures.reliability(before, title="As trained" if after else _DIAGRAM)]
     if after:
         diagrams.append(figures.reliability(after, title="After temperature scaling"))
         note += (
@@ -216,10 +251,11 @@ def _calibration(run: Run, split: str) -> dict[str, Any]:
 
 
 def _write_comparison(runs: Sequence[Run], page: Path) -> Path:
-    found = groups(runs)
-    named = [(group.name, run.history) for group in found for run in group.runs]
-    asked = (("top1", "val"), ("loss", "val"), ("loss", "train"), ("lr", "train"))
-    rows, (recipes, scale) = run_rows(found, runs), group_rows(found)
+    recipes = groups(runs)
+    named = [(group.name, run.history) for group in recipes for run in group.runs]
+    drawn = (("top1", "val"), ("loss", "val"), ("loss", "train"), ("lr", "train"))
+    shown = columns(runs)
+    rows, (recipe_rows, scale) = run_rows(recipes, runs, shown), group_rows(recipes, shown)
     for row, run in zip(rows, runs, strict=True):
         target = run.path / REPORT
         row["link"] = ""
@@ -228,22 +264,24 @@ def _write_comparison(runs: Sequence[Run], page: Path) -> Path:
             row["link"] = quote(os.fsencode(relative))
     claims = claims_beside(runs)
     anchors = ["recipes", "curves", "runs", *(["claims"] if claims else [])]
-    several = f"{len(found)} recipes" if len(found) > 1 else "one recipe"
+    several = f"{len(recipes)} recipes" if len(recipes) > 1 else "one recipe"
     return _write(
         page,
         "compare.html",
         title=f"{len(runs)} runs compared",
         remark=" ".join(dict.fromkeys(run.recipe.run.note for run in runs if run.recipe.run.note)),
-        lead=f"{several}: {', '.join(group.name for group in found)}",
+        lead=f"{several}: {', '.join(group.name for group in recipes)}",
         contents=[(key, key.capitalize()) for key in anchors],
-        figures=[label for *_, label in FIGURES],
-        groups=recipes,
+        figures=[label for *_, label in shown],
+        groups=recipe_rows,
         scale=scale,
         runs=rows,
+        too_few=TOO_FEW,
+        intervals=any(cell["interval"] for row in rows for cell in row["figures"]),
         differing=[key for key, _ in differing_keys(runs)],
         curves=[
             figures.to_svg(figures.compare_curves(named, key=key, split=split))
-            for key, split in asked
+            for key, split in drawn
         ],
         claims=claims,
     )

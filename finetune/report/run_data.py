@@ -1,4 +1,4 @@
-"""What a report reads of a run directory, checked once, and how its numbers are written."""
+"""Read a run directory for a report, checked once, and write its numbers for a page."""
 
 from __future__ import annotations
 
@@ -8,15 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune import text
 from finetune.errors import CheckpointError, RecipeError
+from finetune.evaluation.intervals import TOO_FEW_IMAGES, interval
 from finetune.recipe.load import Recipe, load_recipe
 from finetune.run.validation import MAX_LARGE_BYTES, read_regular
+from finetune.text import MISSING
 
 __all__ = [
+    "SPLIT_NAMES",
     "Run",
+    "accuracy_range",
     "bins",
+    "check_run",
     "duration",
+    "is_too_few",
     "listed",
+    "narrow",
     "number",
     "percent",
     "plain",
@@ -25,12 +33,13 @@ __all__ = [
     "whole",
 ]
 
-MISSING = "–"
+
+SPLIT_NAMES = {"train": "training", "val": "validation", "test": "test"}  # on a page
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its files tell it, finished or not.
+    """The files of a run, read and checked; it may be unfinished.
 
     Attributes:
         path: the run directory.
@@ -55,13 +64,28 @@ class Run:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """What run.json says the run would do."""
+        """The plan of the run, from run.json."""
         return section(self.record, "plan")
 
     @property
     def steps_per_epoch(self) -> float | None:
         """Optimiser steps of an epoch, if the plan was written."""
         return number(self.plan.get("steps_per_epoch"))
+
+    @property
+    def num_classes(self) -> int:
+        """The number of classes; 0 where neither plan nor model is written yet."""
+        return int(number(self.plan.get("classes")) or len(self.class_names))
+
+    @property
+    def has_top5(self) -> bool:
+        """False where top-5 accuracy says nothing: with five classes or fewer it is 1."""
+        return not 0 < self.num_classes <= 5
+
+    @property
+    def shown_split(self) -> str:
+        """The split that the page is about: test, or val where test was not measured."""
+        return "test" if self.figures("test") else "val"
 
     def figures(self, split: str) -> dict[str, Any]:
         """The final figures of a split; empty where it was not measured."""
@@ -73,31 +97,46 @@ class Run:
         return self.class_names[index] if known else str(index)
 
 
+def check_run(path: Path) -> None:
+    """Refuse what is not a run directory. Raises: RecipeError."""
+    if not (path / "run.json").is_file() or not (path / "recipe.yaml").is_file():
+        problem, code = "does not exist", "recipe.not_found"
+        if path.exists():
+            problem, code = "is not a run directory", "recipe.not_a_run"
+        raise RecipeError(
+            f"{path}: {problem}; give the folder that 'finetune train' wrote to", code=code
+        )
+
+
 def read_run(path: Path) -> Run:
     """Read a run directory.
 
     Raises: RecipeError if it is none; CheckpointError if one of its files is damaged, or nothing
         was measured yet.
     """
-    if not (path / "run.json").is_file() or not (path / "recipe.yaml").is_file():
-        what = "is not a run directory" if path.exists() else "does not exist"
-        raise RecipeError(f"{path}: {what}; give the folder that 'finetune train' wrote to")
+    check_run(path)
     record = _json(path / "run.json")
     results = _json(path / "results.json")
     for split in ("val", "test", "train"):
         if not isinstance(results.get(split), (dict, type(None))):
             raise CheckpointError(
-                f"{path / 'results.json'}: '{split}' has no figures in it; {_HELP}"
+                f"{path / 'results.json'}: '{split}' has no figures in it; {_HELP}",
+                code="checkpoint.damaged",
             )
     history = _history(path / "metrics.jsonl")
     if not history and not results:
         status = record.get("status", "unknown")
         raise CheckpointError(
-            f"{path}: has no metrics yet (status: {status}); continue the run with --resume"
+            f"{path}: has no metrics yet (status: {status}); continue the run with --resume",
+            code="checkpoint.not_finished",
         )
     names = _json(path / "model" / "config.json").get("label_names")
     names = [str(name) for name in names] if isinstance(names, list) else []
-    sizes = [len(listed(section(results, split), "confusion")) for split in ("val", "test")]
+    sizes = [
+        len(listed(section(results, split), key))
+        for split in ("val", "test")
+        for key in ("confusion", "per_class")
+    ]
     # a model may come without names
     names += [str(index) for index in range(len(names), max(sizes))]
     return Run(path, record, load_recipe(path / "recipe.yaml"), history, results, names)
@@ -109,14 +148,16 @@ _HELP = "restore it from a copy, or continue the run with --resume"
 def _json(path: Path) -> dict[str, Any]:
     """A JSON object, empty where there is no file."""
     try:
-        found = json.loads(read_regular(path, limit_bytes=MAX_LARGE_BYTES).decode())
+        content = json.loads(read_regular(path, limit_bytes=MAX_LARGE_BYTES).decode())
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON ({error}); {_HELP}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: holds no JSON object; {_HELP}")
-    return found
+        raise CheckpointError(
+            f"{path}: cannot be read as JSON ({error}); {_HELP}", code="checkpoint.damaged"
+        ) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: holds no JSON object; {_HELP}", code="checkpoint.damaged")
+    return content
 
 
 def _history(path: Path) -> list[dict[str, Any]]:
@@ -126,30 +167,34 @@ def _history(path: Path) -> list[dict[str, Any]]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}); {_HELP}") from error
+        raise CheckpointError(
+            f"{path}: cannot be read ({error}); {_HELP}", code="checkpoint.damaged"
+        ) from error
     lines: list[dict[str, Any]] = []
-    for place, text in enumerate(texts, 1):
+    for place, row in enumerate(texts, 1):
         try:
-            line = json.loads(text)
+            line = json.loads(row)
         except (ValueError, RecursionError):
             line = None
         if isinstance(line, dict) and number(line.get("step")) is not None:
             lines.append(line)
         elif place < len(texts):
-            raise CheckpointError(f"{path}: line {place} is not a log line; {_HELP}")
+            raise CheckpointError(
+                f"{path}: line {place} is not a log line; {_HELP}", code="checkpoint.damaged"
+            )
     return lines
 
 
 def section(mapping: Mapping[str, Any], key: str) -> dict[str, Any]:
     """A part that is a mapping; empty where it is missing or something else."""
-    found = mapping.get(key)
-    return found if isinstance(found, dict) else {}
+    part = mapping.get(key)
+    return part if isinstance(part, dict) else {}
 
 
 def listed(mapping: Mapping[str, Any], key: str) -> list[Any]:
     """A part that is a list; empty where it is missing or something else."""
-    found = mapping.get(key)
-    return found if isinstance(found, list) else []
+    part = mapping.get(key)
+    return part if isinstance(part, list) else []
 
 
 def bins(mapping: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -170,31 +215,45 @@ def number(value: Any) -> float | None:
     return value if abs(value) < 1e300 else None
 
 
+def narrow(words: str) -> str:
+    """Text for a page, with narrow spaces at which no line breaks."""
+    return words.replace(" ", "\u202f")
+
+
 def percent(value: Any, digits: int = 2) -> str:
     """A share as per cent, or a dash."""
-    found = number(value)
-    return MISSING if found is None else f"{100 * found:.{digits}f}\u202f%"
+    share = number(value)
+    return MISSING if share is None else narrow(text.percent(share, digits))
+
+
+def accuracy_range(share: Any, images: Any) -> str:
+    """The 95 % interval of an accuracy as per cent; empty where it rests on enough images."""
+    accuracy, total = number(share), number(images)
+    if accuracy is None or total is None or not 0 <= accuracy <= 1:
+        return ""
+    ends = interval(accuracy, int(total))
+    return "" if ends is None else narrow(text.percent_range(*ends))
+
+
+def is_too_few(images: Any) -> bool:
+    """True if a figure on so many images is hardly a figure."""
+    total = number(images)
+    return total is not None and total < TOO_FEW_IMAGES
 
 
 def plain(value: Any, digits: int = 4) -> str:
     """A number with fixed digits, or a dash."""
-    found = number(value)
-    return MISSING if found is None else f"{found:.{digits}f}"
+    known = number(value)
+    return MISSING if known is None else f"{known:.{digits}f}"
 
 
 def whole(value: Any) -> str:
     """A count with its thousands apart, or a dash."""
-    found = number(value)
-    return MISSING if found is None else f"{found:,.0f}"
+    count = number(value)
+    return MISSING if count is None else f"{count:,.0f}"
 
 
-def duration(seconds: Any) -> str:
-    """Seconds as people say them, or a dash."""
-    found = number(seconds)
-    if found is None:
-        return MISSING
-    minutes, rest = divmod(round(found), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}\u202fh {minutes}\u202fmin"
-    return f"{minutes}\u202fmin {rest}\u202fs" if minutes else f"{found:.1f}\u202fs"
+def duration(value: Any) -> str:
+    """Seconds as a duration, or a dash."""
+    seconds = number(value)
+    return MISSING if seconds is None else narrow(text.duration(seconds))

@@ -9,18 +9,22 @@ import statistics
 from typing import Any
 
 from finetune.evaluation.claims import wording
+from finetune.evaluation.confusion import DENSE_CLASSES, Confusion, read_confusion
 from finetune.report.run_data import (
-    MISSING,
+    SPLIT_NAMES,
     Run,
+    accuracy_range,
     duration,
+    is_too_few,
     listed,
+    narrow,
     number,
     percent,
     plain,
     section,
     whole,
 )
-from finetune.text import counted
+from finetune.text import MISSING, counted, short_count
 
 __all__ = [
     "claim_rows",
@@ -38,56 +42,76 @@ __all__ = [
 Row = dict[str, Any]
 
 _PAIRS = 12
+_MOST_CLASSES = 200  # rows of the table of classes, where there are more than 1,000
 
 
 def status(run: Run) -> Row:
-    """What became of the run. Returns: "kind" (done, running or failed) and "text"."""
-    said = str(run.record.get("status", "unknown"))
+    """State of the run. Returns: "kind" (done, running or failed) and "text"."""
+    recorded = str(run.record.get("status", "unknown"))
     steps, last = run.plan.get("steps"), run.history[-1]["step"] if run.history else 0
     reached = f"{whole(last)} of {whole(steps)} steps"
     # the page is written just before the record says so
-    ended = said == "running" and last > 0 and run.results.get("steps") == last
-    if said == "done" or ended:
+    ended = recorded == "running" and last > 0 and run.results.get("steps") == last
+    if recorded == "done" or ended:
         return {"kind": "done", "text": "done"}
-    if said == "running":
-        text = f"running, or ended without a word: {reached} are logged"
+    if recorded == "running":
+        text = f"running, or killed: {reached} are logged"
         return {"kind": "running", "text": text}
-    return {"kind": "failed", "text": f"{said}: {reached} are logged"}
+    return {"kind": "failed", "text": f"{recorded}: {reached} are logged"}
 
 
 def headline(run: Run) -> list[Row]:
-    """The figures at the head of the page: label, value and a note, the most telling one first."""
+    """The figures at the head of the page, the most important first.
+
+    Returns: "label", "value", "note", and "is_too_few" where too few images are behind a figure.
+    """
     test, val = run.figures("test"), run.figures("val")
     tiles = []
-    if test:
-        on = f"on {whole(test.get('examples'))} images"
-        tiles += [
-            {"label": "Test top-1", "value": percent(test.get("top1")), "note": on},
-            {"label": "Test top-5", "value": percent(test.get("top5")), "note": ""},
-            {"label": "Test loss", "value": plain(test.get("loss")), "note": "nats"},
-            {"label": "Calibration error", "value": plain(test.get("ece")), "note": "test, ECE"},
-        ]
-    if val:
-        on = f"on {whole(val.get('examples'))} images"
-        tiles.append({"label": "Validation top-1", "value": percent(val.get("top1")), "note": on})
-    elif line := _last(run, "val"):
-        on = f"at step {whole(line.get('step'))}"
-        tiles.append({"label": "Validation top-1", "value": percent(line.get("top1")), "note": on})
+    if measured := test or val:
+        tiles += _split_tiles(run, measured)
+    if test and val:
+        tiles.append(_accuracy_tile("Validation top-1", val.get("top1"), val.get("examples")))
+    elif not val and (line := _last(run, "val")):
+        top1, images = line.get("top1"), _val_images(run)
+        tiles.append(_accuracy_tile("Validation top-1", top1, images, _at_step(line)))
     if not test and (line := _last(run, "train")):
-        on = f"at step {whole(line.get('step'))}"
-        tiles.append({"label": "Training loss", "value": plain(line.get("loss")), "note": on})
+        tiles.append(_tile("Training loss", plain(line.get("loss")), _at_step(line)))
     if run.results:
         kept = run.results.get("best_step")
-        of = f"of {whole(run.results.get('steps'))} steps"
-        tiles.append({"label": "Kept step", "value": whole(kept), "note": of})
+        tiles.append(_tile("Kept step", whole(kept), f"of {whole(run.results.get('steps'))} steps"))
     if run.plan:
         trained = number(run.plan.get("trainable_parameters"))
         all_of_them = trained == number(run.plan.get("parameters"))
         note = "all trained" if all_of_them else f"{_short(trained)} trained"
-        tiles.append(
-            {"label": "Parameters", "value": _short(run.plan.get("parameters")), "note": note}
-        )
+        tiles.append(_tile("Parameters", _short(run.plan.get("parameters")), note))
     return tiles
+
+
+def _split_tiles(run: Run, figures: Row) -> list[Row]:
+    """The tiles of the split that the page is about."""
+    name, images = SPLIT_NAMES[run.shown_split], figures.get("examples")
+    tiles = [_accuracy_tile(f"{name.capitalize()} top-1", figures.get("top1"), images)]
+    if run.has_top5:
+        tiles.append(_tile(f"{name.capitalize()} top-5", percent(figures.get("top5")), ""))
+    tiles.append(_tile(f"{name.capitalize()} loss", plain(figures.get("loss")), "nats"))
+    return [*tiles, _tile("Calibration error", plain(figures.get("ece")), f"{name}, ECE")]
+
+
+def _tile(label: str, value: str, note: str) -> Row:
+    return {"label": label, "value": value, "note": note, "is_too_few": False}
+
+
+def _accuracy_tile(label: str, accuracy: Any, images: Any, at: str = "") -> Row:
+    """A tile with the number of images behind an accuracy, and with its interval if it is wide."""
+    interval = accuracy_range(accuracy, images)
+    notes = [at, f"on {whole(images)} images" if images else ""]
+    notes.append(f"95\u202f% interval {interval}" if interval else "")
+    tile = _tile(label, percent(accuracy), ", ".join(note for note in notes if note))
+    return {**tile, "is_too_few": is_too_few(images)}
+
+
+def _at_step(line: Row) -> str:
+    return f"at step {whole(line.get('step'))}"
 
 
 def _last(run: Run, split: str) -> Row | None:
@@ -96,63 +120,57 @@ def _last(run: Run, split: str) -> Row | None:
 
 def _short(value: Any) -> str:
     """1021114 → 1.02 M."""
-    found = number(value)
-    if found is None:
-        return MISSING
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if found >= size:
-            return f"{found / size:.3g}\u202f{unit}"
-    return whole(found)
+    count = number(value)
+    return MISSING if count is None else narrow(short_count(count))
 
 
 def class_rows(run: Run, split: str) -> list[Row]:
-    """Name, support, recall, precision and F1 of every class."""
-    rows = listed(run.figures(split), "per_class")
+    """Name, support, recall with its 95 % interval, precision and F1 of every class.
+
+    Beyond 1,000 classes those with the lowest F1, of these first the ones with the most images.
+    """
+    rows = [row if isinstance(row, dict) else {} for row in listed(run.figures(split), "per_class")]
+    shown = list(range(len(rows)))
+    if len(rows) > DENSE_CLASSES:
+        ranks = [(number(row.get("f1")), -(number(row.get("support")) or 0)) for row in rows]
+        shown = [index for index in shown if ranks[index][0] is not None]
+        shown = sorted(shown, key=ranks.__getitem__)[:_MOST_CLASSES]
     return [
         {
             "name": run.class_name(index),
             "support": number(row.get("support")),
+            "interval": accuracy_range(row.get("recall"), row.get("support")),
             **{key: number(row.get(key)) for key in ("recall", "precision", "f1")},
         }
-        for index, row in enumerate(rows)
-        if isinstance(row, dict)
+        for index in shown
+        if (row := rows[index])
     ]
 
 
-def matrix(run: Run, split: str) -> list[list[int]]:
-    """The confusion matrix, or an empty list when there is none that is square."""
-    rows = run.figures(split).get("confusion")
-    if not isinstance(rows, list) or not all(
-        isinstance(row, list) and len(row) == len(rows) and all(number(n) is not None for n in row)
-        for row in rows
-    ):
-        return []
-    return rows
+def matrix(run: Run, split: str) -> Confusion | None:
+    """The confusion matrix, None when there is none that is square."""
+    return read_confusion(run.figures(split))
 
 
 def confused_pairs(run: Run, split: str) -> list[Row]:
     """The pairs of a true and a predicted class with the most images, and their share."""
-    counts_KK = matrix(run, split)
-    pairs = [
-        (count, true, predicted)
-        for true, row in enumerate(counts_KK)
-        for predicted, count in enumerate(row)
-        if true != predicted and count
-    ]
-    pairs.sort(key=lambda pair: (-pair[0], pair[1], pair[2]))
+    counts = matrix(run, split)
+    if counts is None:
+        return []
+    support_K = counts.support_K.tolist()
     return [
         {
             "true": run.class_name(true),
             "predicted": run.class_name(predicted),
             "count": count,
-            "share": count / sum(counts_KK[true]),
+            "share": count / support_K[true],
         }
-        for count, true, predicted in pairs[:_PAIRS]
+        for true, predicted, count in counts.most_confused(_PAIRS)
     ]
 
 
 def claim_rows(run: Run) -> list[Row]:
-    """What sources report, and the run's own figures beside it."""
+    """Each claim of the recipe: as its source reports it, and as the run measured it."""
     answers = listed(run.results, "claims")
     return [
         {
@@ -166,12 +184,12 @@ def claim_rows(run: Run) -> list[Row]:
 
 
 def speed(run: Run) -> Row:
-    """How fast the run was. Returns: "rows" of name and value, and "share" of time by activity."""
+    """Speed of the run. Returns: "rows" of name and value, and "share" of time by activity."""
     lines = {split: _lines(run, split) for split in ("train", "val")}
     rate = training_rate(run)
     evaluated = number((run.figures("test") or run.figures("val")).get("images_per_second"))
-    seconds = [found for line in run.history if (found := number(line.get("seconds"))) is not None]
-    total = max(seconds, default=None)
+    seconds = [number(line.get("seconds")) for line in run.history]
+    total = max((known for known in seconds if known is not None), default=None)
     rows = [
         ("Training", f"{whole(rate)} images/s, median of the log lines" if rate else MISSING),
         ("Evaluation", f"{evaluated:,.0f} images/s" if evaluated else MISSING),
@@ -206,7 +224,7 @@ def _val_images(run: Run) -> float | None:
 
 
 def data_rows(run: Run) -> list[tuple[str, str]]:
-    """How the data was handled: counts, who chose, what was read once."""
+    """Handling of the data: counts, who chose the weights, when the test split was read."""
     data = run.recipe.data
     images = section(run.plan, "images")
     rows = [("Source", data.source)]
@@ -225,6 +243,10 @@ def data_rows(run: Run) -> list[tuple[str, str]]:
     rows.append(("Who chose the weights", chose))
     if run.figures("test"):
         rows.append(("Test", "read once, at the end"))
+    elif not run.recipe.run.test:
+        rows.append(("Test", "not read: run.test is false"))
+    elif run.results and "test" not in images:
+        rows.append(("Test", "the data has no test split: the figures are those of validation"))
     else:
         rows.append(("Test", "not read"))
     skipped = number(run.results.get("skipped_steps"))
@@ -237,7 +259,7 @@ def data_rows(run: Run) -> list[tuple[str, str]]:
 
 
 def provenance(run: Run) -> list[tuple[str, str]]:
-    """Where the run comes from: machine, versions, commit, weights, data."""
+    """Origin of the run: machine, versions, commit, weights, data."""
     record, weights, device = (
         run.record,
         section(run.plan, "weights"),
@@ -263,5 +285,5 @@ def provenance(run: Run) -> list[tuple[str, str]]:
     argv = record.get("argv")
     rows.append(("Command", " ".join(map(str, argv)) if isinstance(argv, list) else argv))
     versions = section(record, "versions")
-    rows.append(("Versions", ", ".join(f"{name} {found}" for name, found in versions.items())))
+    rows.append(("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
     return [(name, str(value)) for name, value in rows if value not in (None, "")]

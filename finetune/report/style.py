@@ -1,4 +1,4 @@
-"""Paper and ink for figures: colours by role, our own settings, the way to PNG and to inline SVG.
+"""The look of figures: colours by role, matplotlib's settings, output as PNG and as inline SVG.
 
 Each colour stands for a role. In a PNG it is the light theme's; `to_svg` puts a CSS variable in its
 place, and the page says what it is in the light and in the dark.
@@ -109,7 +109,7 @@ _STYLE: Any = {
 
 @contextlib.contextmanager
 def style() -> Iterator[None]:
-    """Our own settings, whatever a matplotlibrc says; missing glyphs become boxes, quietly."""
+    """Use our settings in place of a matplotlibrc's; do not warn of missing glyphs."""
     with matplotlib.rc_context(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*[Gg]lyph")
         warnings.filterwarnings("ignore", message="(?s).*does not currently support")  # scripts
@@ -129,7 +129,7 @@ def legible(text: str, length: int = LABEL_LENGTH) -> str:
 
 
 def blank(width: float, height: float) -> Figure:
-    """A figure of so many pixels that pyplot knows nothing of; axes make room for their labels."""
+    """Make a figure of this size in pixels, without pyplot; axes make room for their labels."""
     layout = ConstrainedLayoutEngine(w_pad=8 / _DPI, h_pad=8 / _DPI)
     figure = Figure(figsize=(width / _DPI, height / _DPI), layout=layout)
     FigureCanvasAgg(figure)
@@ -154,7 +154,7 @@ def panels(rows: int, columns: int) -> tuple[Figure, list[Axes]]:
 
 
 def empty(axes: Axes, text: str) -> None:
-    """Say in the middle of the axes why there is nothing in them."""
+    """Write into the middle of axes why they are empty."""
     axes.text(
         *(0.5, 0.5, text), transform=axes.transAxes, ha="center", va="center", c=COLORS["muted"]
     )
@@ -194,7 +194,7 @@ def to_svg(figure: Figure, *, title: str | None = None) -> str:
 
     Args:
         figure: of this module's functions.
-        title: what a screen reader says; by default the figure's label.
+        title: for screen readers; by default the figure's label.
     Returns: the element; the same figure gives the same text.
     """
     stream = io.StringIO()

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
-from finetune.demo.middleware import Gate
+from finetune.demo import middleware
+from finetune.demo.middleware import Gate, is_cross_origin
+from finetune.demo.workplace import Uploads
+
+INPUTS = {0: ["image"], 1: [], 2: ["dataset"]}
 
 
 class Behind:
@@ -41,11 +47,12 @@ def uploads(tmp_path: Path) -> Path:
 
 
 def ask(
-    uploads: Path,
+    uploads: Path | Uploads,
     path: str,
     method: str = "GET",
     body: bytes = b"",
     *,
+    more: Mapping[str, str] = MappingProxyType({}),
     host: str = "127.0.0.1:7860",
     length: int | None = -1,
     **options: Any,
@@ -53,8 +60,11 @@ def ask(
     """One request. Returns: status, text, headers, what came through."""
     behind = Behind()
     settings = {"limit_bytes": 1000, "loopback": True, "policy": True, **options}
-    gate = Gate(behind, uploads=uploads, **settings)
+    if not isinstance(uploads, Uploads):
+        uploads = Uploads(uploads, total_bytes=2**30, per_minute=99)
+    gate = Gate(behind, uploads=uploads, inputs=INPUTS, **settings)
     headers = [(b"host", host.encode())]
+    headers += [(name.encode(), value.encode()) for name, value in more.items()]
     if method == "POST" and length is not None:
         headers.append((b"content-length", str(len(body) if length < 0 else length).encode()))
     scope = {"type": "http", "method": method, "path": path, "headers": headers}
@@ -157,41 +167,66 @@ def test_only_uploads_are_sent(uploads: Path, number: int) -> None:
 
 @pytest.mark.parametrize("number", range(12))
 def test_only_uploads_are_read(uploads: Path, number: int) -> None:
-    path = outside(uploads)[number]
-    for data in ({"path": path}, [{"deep": [{"path": path, "meta": {}}]}]):
-        body = json.dumps({"data": [data], "fn_index": 0}).encode()
-        for place in ("queue/join", "call/predict", "run/predict"):
-            status, _, _, seen = ask(uploads, f"/gradio_api/{place}", "POST", body)
-            assert (status, seen) == (403, [])
+    picture = {"path": outside(uploads)[number], "meta": {}}
+    body = json.dumps({"data": [picture], "fn_index": 0}).encode()
+    for place in ("queue/join", "call/predict"):
+        status, _, _, seen = ask(uploads, f"/gradio_api/{place}", "POST", body)
+        assert (status, seen) == (403, [])
 
 
-def test_a_checked_body_arrives_whole(uploads: Path) -> None:
-    body = json.dumps({"data": [{"path": f"{uploads}/cat.png"}, None, {"path": None}]}).encode()
+def test_only_what_is_known_of_a_body_arrives(uploads: Path) -> None:
+    known = {"session_hash": "a1", "fn_index": 0, "trigger_id": 4}
+    picture = {"path": f"{uploads}/cat.png", "meta": {"_type": "gradio.FileData"}}
+    more = {"url": "http://127.0.0.1:1/", "size": "large", "orig_name": ["a"]}
+    content = {**known, "data": [picture | more], "event_data": 5, "batched": True}
+    body = json.dumps(content).encode()
     status, _, _, seen = ask(uploads, "/gradio_api/queue/join", "POST", body)
     assert status == 200
-    assert seen == [("POST", "/gradio_api/queue/join", body)]
+    assert json.loads(seen[0][2]) == {**known, "data": [picture]}
 
 
 @pytest.mark.parametrize(
-    "body, status",
+    "place, body, status",
     [
-        (b"{", 400),
-        (b"\xff\xfe", 400),
-        (b"[" * 50_000, 400),
-        (b'{"data": [{"path": 7}]}', 400),
-        (b'{"a": "' + b"x" * 70_000 + b'"}', 413),
+        ("queue/join", b"{", 400),
+        ("queue/join", b"", 400),
+        ("queue/join", b"\xff\xfe", 400),
+        ("queue/join", b"[" * 50_000, 400),
+        ("queue/join", b'{"a": "' + b"x" * 70_000 + b'"}', 413),
+        ("queue/join", b"5", 422),
+        ("queue/join", b'{"data": [null]}', 422),
+        ("queue/join", b'{"data": [null], "fn_index": 9}', 422),
+        ("queue/join", b'{"data": [null], "fn_index": "0"}', 422),
+        ("queue/join", b'{"data": [null], "fn_index": false}', 422),
+        ("queue/join", b'{"data": [], "fn_index": 0}', 422),
+        ("queue/join", b'{"data": [null], "fn_index": 1}', 422),
+        ("queue/join", b'{"data": ["0"], "fn_index": 2}', 422),
+        ("queue/join", b'{"data": [true], "fn_index": 2}', 422),
+        ("queue/join", b'{"data": [], "fn_index": 1, "session_hash": "\\ud800"}', 422),
+        ("call/predict", b'{"data": ["/etc/passwd"]}', 422),
+        ("call/predict", b'{"data": 5}', 422),
+        ("call/predict", b'{"data": [5]}', 422),
+        ("call/predict", b'{"data": [NaN]}', 422),
+        ("call/predict", b'{"data": [{"path": 7}]}', 422),
+        ("call/predict", b'{"data": [{"url": "http://127.0.0.1:1/"}]}', 422),
+        ("call/predict", b'{"data": [{"path": "\\ud800"}]}', 403),
+        ("cancel", b'{"event_id": 1e999}', 422),
     ],
 )
-def test_a_body_that_is_none_is_refused(uploads: Path, body: bytes, status: int) -> None:
-    got, _, _, seen = ask(uploads, "/gradio_api/queue/join", "POST", body)
+def test_a_body_that_is_no_call_is_refused(
+    uploads: Path, place: str, body: bytes, status: int
+) -> None:
+    got, text, _, seen = ask(uploads, f"/gradio_api/{place}", "POST", body)
     assert (got, seen) == (status, [])
+    assert len(text.splitlines()) == 1
 
 
-def test_a_body_that_is_longer_than_it_says_is_refused(uploads: Path) -> None:
-    """The length of one sent in chunks is not what its header says."""
-    body = json.dumps({"data": ["x" * 70_000]}).encode()
-    status, _, _, seen = ask(uploads, "/gradio_api/queue/join", "POST", body, length=10)
-    assert (status, seen) == (413, [])
+def test_a_body_without_a_length_is_refused(uploads: Path) -> None:
+    """One sent in chunks is as long as it likes, whatever its header says."""
+    for place in ("upload", "queue/join"):
+        path = f"/gradio_api/{place}"
+        assert ask(uploads, path, "POST", b"x", length=None)[0] == 411
+        assert ask(uploads, path, "POST", b"x", more={"transfer-encoding": "chunked"})[0] == 411
 
 
 def test_an_upload_has_a_limit(uploads: Path) -> None:
@@ -203,7 +238,72 @@ def test_an_upload_has_a_limit(uploads: Path) -> None:
     )
     assert (status, seen) == (413, [])
     assert text == "more than 10 MB; send a smaller picture\n"
-    assert ask(uploads, "/gradio_api/upload", "POST", b"x", length=None)[0] == 411
+
+
+def test_uploads_have_a_limit_together_and_in_a_minute(uploads: Path) -> None:
+    few = Uploads(uploads, total_bytes=2**20, per_minute=2)
+    results = [ask(few, "/gradio_api/upload", "POST", b"x" * 900) for _ in range(3)]
+    assert [status for status, *_ in results] == [200, 200, 429]
+    assert 59 <= int(results[2][2]["retry-after"]) <= 60
+    small = Uploads(uploads, total_bytes=899, per_minute=9)
+    status, _, headers, seen = ask(small, "/gradio_api/upload", "POST", b"x" * 900)
+    assert (status, seen) == (429, [])
+    assert headers["retry-after"] == "5"
+
+
+def test_an_upload_that_stalls_gives_its_room_back(
+    uploads: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(middleware, "_UPLOAD_SECONDS", 0.05)
+    limits = Uploads(uploads, total_bytes=1000, per_minute=9)
+    gate = Gate(Behind(), uploads=limits, limit_bytes=900, inputs={}, loopback=False, policy=True)
+    headers = [(b"content-length", b"900")]
+    scope = {"type": "http", "method": "POST", "path": "/gradio_api/upload", "headers": headers}
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        await asyncio.sleep(30)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(gate(scope, receive, send))
+    assert sent[0]["status"] == 408
+    assert ask(limits, "/gradio_api/upload", "POST", b"x" * 900)[0] == 200
+
+
+def test_a_client_that_has_gone_leaves_no_line(
+    uploads: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def reads(scope: Any, receive: Any, send: Any) -> None:
+        if (await receive())["type"] == "http.disconnect":
+            raise ConnectionError("the client has disconnected")
+
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        raise AssertionError(message)
+
+    limits = Uploads(uploads, total_bytes=1000, per_minute=9)
+    gate = Gate(reads, uploads=limits, limit_bytes=900, inputs={}, loopback=False, policy=True)
+    headers = [(b"content-length", b"900")]
+    scope = {"type": "http", "method": "POST", "path": "/gradio_api/upload", "headers": headers}
+    asyncio.run(gate(scope, receive, send))
+    assert capsys.readouterr().err == ""
+
+
+def test_an_error_behind_the_gate_is_one_line(
+    uploads: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def fail(*_: Any) -> None:
+        raise TypeError("files is no file")
+
+    monkeypatch.setattr(Behind, "__call__", fail)
+    assert ask(uploads, "/gradio_api/upload", "POST", b"x")[0] == 422
+    assert not capsys.readouterr().err
+    assert ask(uploads, "/config")[0] == 500
+    assert capsys.readouterr().err == "finetune: a request failed: TypeError: files is no file\n"
 
 
 @pytest.mark.parametrize("parts, taken", [(5, 5), (1000, 64)])
@@ -221,7 +321,8 @@ def test_a_refusal_is_read_by_a_client_that_is_still_sending(
     async def send(message: Any) -> None:
         sent.append(message)
 
-    gate = Gate(Behind(), uploads=uploads, limit_bytes=1000, loopback=False, policy=True)
+    limits = Uploads(uploads, total_bytes=2**30, per_minute=9)
+    gate = Gate(Behind(), uploads=limits, limit_bytes=1000, inputs={}, loopback=False, policy=True)
     headers = [(b"content-length", str(parts * 2**20).encode())]
     path = "/gradio_api/upload"
     scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
@@ -230,21 +331,60 @@ def test_a_refusal_is_read_by_a_client_that_is_still_sending(
     assert sent[0]["status"] == 413
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:7860", "192.168.0.7", ""])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:7860", "192.168.0.7", "127.0.0.1.evil.example", ""]
+)
 def test_another_name_for_this_machine_is_refused(uploads: Path, host: str) -> None:
     assert ask(uploads, "/", host=host)[0] == 421
     assert ask(uploads, "/", host=host, loopback=False)[0] == 200
 
 
-@pytest.mark.parametrize("host", ["localhost:1", "127.0.0.1", "[::1]:7860"])
+@pytest.mark.parametrize("host", ["localhost:1", "127.0.0.1", "127.1.2.3:7860", "[::1]:7860"])
 def test_this_machine_s_own_names_pass(uploads: Path, host: str) -> None:
     assert ask(uploads, "/", host=host)[0] == 200
+
+
+HERE, EVIL = "http://127.0.0.1:7860", "http://evil.example"
+
+
+@pytest.mark.parametrize(
+    "site, origin, is_refused",
+    [
+        (None, None, False),  # a program
+        (None, HERE, False),
+        (None, EVIL, True),
+        (None, "null", True),
+        (None, "http://127.0.0.1:8888", True),  # another server on this machine
+        ("same-origin", HERE, False),
+        ("same-origin", "https://proxied.example", False),
+        ("none", None, False),
+        ("same-site", HERE, True),
+        ("cross-site", EVIL, True),
+        ("cross-site", None, True),
+        ("cross-site", HERE, True),
+    ],
+)
+def test_another_origin_may_not_send(
+    uploads: Path, site: str | None, origin: str | None, is_refused: bool
+) -> None:
+    headers = {"sec-fetch-site": site, "origin": origin}
+    more = {name: value for name, value in headers.items() if value is not None}
+    given = {name.encode(): value for name, value in more.items()}
+    assert is_cross_origin(given | {b"host": "127.0.0.1:7860"}) is is_refused
+    for path, body in (("upload", b"x"), ("cancel", b"{}")):
+        status, _, _, seen = ask(uploads, f"/gradio_api/{path}", "POST", body, more=more)
+        assert (status, bool(seen)) == ((403, False) if is_refused else (200, True))
+    assert ask(uploads, "/", more=more)[0] == 200  # reading is the browser's to refuse
+    trusted = [origin] if origin else []
+    status, *_ = ask(uploads, "/gradio_api/cancel", "POST", b"{}", more=more, trusted=trusted)
+    assert status == (403 if is_refused and origin is None else 200)
 
 
 def test_the_browser_is_told_to_ask_nobody_else(uploads: Path) -> None:
     headers = ask(uploads, "/")[2]
     assert headers["content-security-policy"].startswith("default-src 'self';")
     assert "http" not in headers["content-security-policy"]
+    assert "frame-ancestors 'none'" in headers["content-security-policy"]
     assert headers["x-content-type-options"] == "nosniff"
     assert "content-security-policy" not in ask(uploads, "/", policy=False)[2]
 
@@ -259,7 +399,8 @@ def test_a_socket_is_closed_and_the_server_s_own_messages_pass(uploads: Path) ->
     async def send(message: Any) -> None:
         sent.append(message)
 
-    gate = Gate(app, uploads=uploads, limit_bytes=1, loopback=True, policy=True)
+    limits = Uploads(uploads, total_bytes=1, per_minute=1)
+    gate = Gate(app, uploads=limits, limit_bytes=1, inputs={}, loopback=True, policy=True)
     for kind in ("websocket", "lifespan"):
         asyncio.run(gate({"type": kind}, send, send))  # type: ignore[arg-type]
     assert passed == ["lifespan"]

@@ -7,20 +7,21 @@ import json
 import re
 import shutil
 import signal
+import socket
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from demo_server import GUARD, ODD_NAMES, Running, running, small_model
+from demo_server import GUARD, ODD_NAMES, Running, ask, classify, running, small_model, upload
 from PIL import Image
-from test_server import ask, classify, send
+from refusals import refused
 
 from finetune.commands.predict import Classifier
 from finetune.demo import space
 from finetune.demo.space import export_space
-from finetune.errors import RecipeError, SetupError, WeightsError
 
 pytest.importorskip("gradio", reason="Gradio is not installed: pip install 'finetune[demo]'")
 
@@ -100,25 +101,25 @@ def test_a_folder_of_somebody_else_is_left_alone(
     if mark is not None:
         (tmp_path / "demo.json").write_text(mark)
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(RecipeError, match=r"holds other files \(.*thesis.txt"):
+    with refused("recipe.wrong_value", tmp_path, "thesis.txt"):
         export_space(model, tmp_path)
     assert sorted(tmp_path.iterdir()) == before
-    with pytest.raises(RecipeError, match="is a file"):
+    with refused("recipe.wrong_value", tmp_path / "thesis.txt"):
         export_space(model, tmp_path / "thesis.txt")
 
 
 def test_what_cannot_run_is_not_written(model: str, tmp_path: Path) -> None:
     folder = tmp_path / "space"
-    with pytest.raises(WeightsError, match="no such file or folder"):
+    with refused("weights.not_found", tmp_path / "nothing"):
         export_space(str(tmp_path / "nothing"), folder)
-    with pytest.raises(RecipeError, match="is a single file; give the model's folder"):
+    with refused("recipe.unsupported", "model.safetensors"):
         export_space(str(Path(model) / "model.safetensors"), folder)
     assert not folder.exists()
 
 
 def test_a_folder_that_cannot_be_made(model: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(SetupError, match="cannot be written"):
+    with refused("setup.not_writable", "--export-space"):
         export_space(model, tmp_path / "file" / "below")
 
 
@@ -176,21 +177,46 @@ def test_what_is_not_required_is_known() -> None:
 
 
 @pytest.mark.slow
-def test_it_runs_from_nothing_but_its_folder(model: str, exported: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("hosted", [False, True])
+def test_it_runs_from_nothing_but_its_folder(
+    model: str, exported: Path, tmp_path: Path, hosted: bool
+) -> None:
+    """Alone and on the hub, whose page frames it and whose proxy may change the Host."""
     folder = tmp_path / "elsewhere"
     shutil.copytree(exported, folder)
     code = [sys.executable, "-c", f"{GUARD}\n{WITHOUT}"]
-    with running(code, cwd=folder, PYTHONPATH="", PYTHONDONTWRITEBYTECODE="1") as server:
-        page = ask(server.url)
+    environment = {"PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    browsers: list[dict[str, str]] = [{}]
+    if hosted:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        environment |= {"SPACE_ID": "alice/flowers", "SPACE_HOST": "alice-flowers.hf.space"}
+        environment |= {"GRADIO_SERVER_NAME": "127.0.0.1", "GRADIO_SERVER_PORT": str(port)}
+        origin = "https://alice-flowers.hf.space"
+        # a current browser, one without Sec-Fetch-Site, and a domain of its own
+        browsers += [
+            {"Origin": origin, "Sec_Fetch_Site": "same-origin", "Host": "10.0.0.7:7860"},
+            {"Origin": origin, "Host": "10.0.0.7:7860"},
+            {"Origin": "https://own.example", "Sec_Fetch_Site": "same-origin"},
+        ]
+    with running(code, cwd=folder, **environment) as server:
+        page = ask(server.url, Sec_Fetch_Site="cross-site", Sec_Fetch_Dest="iframe")
         assert page[0] == 200
         assert "flowers" in page[1]
         file = tmp_path / "a.png"
         Image.new("RGB", (50, 30), (9, 200, 40)).save(file)
-        (path,) = json.loads(send(server, "a.png", file.read_bytes())[1])
-        status, text = classify(server, {"path": path, "meta": {"_type": "gradio.FileData"}})
-        assert status == 200
-        answered = json.loads(text.split("data: ", 1)[1])[0]
-        check(model, file, answered)
+        for headers in browsers:
+            status, text = upload(server, "a.png", file.read_bytes(), **headers)
+            assert status == 200, headers
+            picture = {"path": json.loads(text)[0], "meta": {"_type": "gradio.FileData"}}
+            status, text = classify(server, picture, **headers)
+            assert status == 200, headers
+            check(model, file, json.loads(text.split("data: ", 1)[1])[0])
+        evil = {"Origin": "https://evil.hf.space", "Sec_Fetch_Site": "cross-site"}
+        assert upload(server, "a.png", file.read_bytes(), **evil)[0] == 403
+        with urllib.request.urlopen(server.url, timeout=30) as answer:
+            policy = str(answer.headers.get("Content-Security-Policy"))
+            assert ("frame-ancestors" in policy) is not hosted
         assert server.interrupt(signal.SIGTERM) == 0
     written = "".join(server.lines)
     assert "Traceback" not in written

@@ -6,11 +6,12 @@ import pytest
 from report_runs import figures, make_run, results
 
 from finetune.report.comparison import (
-    FIGURES,
     claims_beside,
+    columns,
     differing_keys,
     group_rows,
     groups,
+    run_names,
     run_rows,
 )
 from finetune.report.run_data import Run, read_run
@@ -41,6 +42,18 @@ class TestGroups:
             read_run(make_run(tmp_path / folder / "run", f"optim.lr={lr}"))
             for folder, lr in (("x", 0.1), ("y", 0.2))
         ]
+        names = ["run (optim.lr=0.1)", "run (optim.lr=0.2)"]
+        assert [group.name for group in groups(made)] == names
+        assert run_names(made) == ["x/run", "y/run"]
+        assert [row["name"] for row in run_rows(groups(made), made, [])] == ["x/run", "y/run"]
+
+    def test_settings_that_are_too_long_for_a_name_give_way_to_numbers(
+        self, tmp_path: Path
+    ) -> None:
+        made = [
+            read_run(make_run(tmp_path / f"{n}" / "run", f"data.source=folder:{'x' * 60}{n}"))
+            for n in (1, 2)
+        ]
         assert [group.name for group in groups(made)] == ["run (1)", "run (2)"]
 
     @pytest.mark.parametrize(
@@ -69,10 +82,13 @@ class TestRows:
         assert differing_keys(runs[:2]) == []
 
     def test_mean_and_spread(self, runs: list[Run]) -> None:
-        rows, scale = group_rows(groups(runs))
-        top1 = [label for *_, label in FIGURES].index("Test top-1")
-        assert rows[0]["cells"][top1] == "75.00 ± 7.07\u202f%"
-        assert rows[1]["cells"][top1] == "90.00\u202f%"
+        shown = columns(runs)
+        heads = ["Test top-1", "Test top-5", "Test loss", "Test ECE", "Val top-1"]
+        assert [head for *_, head in shown] == heads
+        rows, scale = group_rows(groups(runs), shown)
+        assert rows[0]["cells"][0]["text"] == "75.00 ± 7.07\u202f%"
+        assert rows[1]["cells"][0]["text"] == "90.00\u202f%"
+        assert not any(row["twins"] for row in rows)
         assert [row["n"] for row in rows] == [2, 1]
         assert scale == ("70\u202f%", "90\u202f%")
         assert rows[0]["dots"] == pytest.approx([0, 50])
@@ -80,19 +96,78 @@ class TestRows:
 
     def test_nothing_measured(self, tmp_path: Path) -> None:
         made = [read_run(make_run(tmp_path / "a", status="running"))]
-        rows, scale = group_rows(groups(made))
+        assert columns(made) == []
+        rows, scale = group_rows(groups(made), [])
         assert scale is None
-        assert set(rows[0]["cells"]) == {"–"}
-        assert run_rows(groups(made), made)[0]["status"] == "running"
+        assert rows[0]["cells"] == []
+        assert run_rows(groups(made), made, [])[0]["status"] == "running"
+
+    def test_without_a_test_split_validation_leads(self, tmp_path: Path) -> None:
+        outcome = results()
+        del outcome["test"]
+        made = [read_run(make_run(tmp_path / "a", outcome=outcome))]
+        shown = columns(made)
+        assert [head for *_, head in shown] == ["Val top-1", "Val top-5", "Val loss", "Val ECE"]
+        rows, scale = group_rows(groups(made), shown)
+        assert rows[0]["cells"][0]["text"] == "70.00\u202f%"
+        assert scale == ("70\u202f%", "70\u202f%")
+        tested = read_run(make_run(tmp_path / "b"))
+        mixed = columns([*made, tested])
+        assert [split for split, *_ in mixed] == ["val"] * 4 + ["test"] * 4
+        assert {split for split, *_ in columns([tested])} == {"test", "val"}
+        assert columns([tested])[0][0] == "test"
+        made[0].plan["classes"] = 5
+        rows = run_rows(groups([*made, tested]), [*made, tested], mixed)
+        assert [row["figures"][1]["text"] for row in rows] == ["–", "99.00\u202f%"]
+        assert "Val top-5" not in [head for *_, head in columns(made)]
+
+    def test_runs_of_one_seed_count_once(self, tmp_path: Path) -> None:
+        made = [
+            read_run(
+                make_run(
+                    tmp_path / f"a{place}",
+                    f"run.seed={seed}",
+                    outcome=results(test=figures(top1=top1)),
+                )
+            )
+            for place, (seed, top1) in enumerate([(0, 0.7), (0, 0.7), (1, 0.8)])
+        ]
+        (row,), _ = group_rows(groups(made), columns(made))
+        assert row["cells"][0]["text"] == "75.00 ± 7.07\u202f%"  # of two seeds
+        assert (row["n"], row["twins"]) == (2, "2 runs of seed 0: counted once")
+        assert not row["cells"][0]["interval"]  # the spread of seeds is another thing
+        (row,), _ = group_rows(groups(made[:2]), columns(made[:2]))
+        assert row["cells"][0]["interval"] == "65.3–74.3\u202f%"
+        assert row["cells"][0]["text"] == "70.00\u202f%"  # and not ± 0.00
 
     def test_a_row_per_run(self, runs: list[Run]) -> None:
-        rows = run_rows(groups(runs), runs)
+        rows = run_rows(groups(runs), runs, columns(runs))
         assert [row["name"] for row in rows] == ["a-s0", "a-s1", "b"]
         assert [row["color"] for row in rows] == [1, 1, 2]
         assert [row["keys"] for row in rows] == [["0.001"], ["0.001"], ["0.1"]]
         assert [row["seed"] for row in rows] == ["0", "1", "0"]
-        assert rows[0]["figures"][0] == ("70.00\u202f%", 0.7)
+        cell = {"text": "70.00\u202f%", "value": 0.7, "is_too_few": False}
+        assert rows[0]["figures"][0] == {**cell, "interval": "65.3–74.3\u202f%"}
         assert rows[0]["time"] == "10.0\u202fs"
+
+
+def test_too_few_images_are_marked(tmp_path: Path) -> None:
+    made = [
+        read_run(
+            make_run(
+                tmp_path / f"a{seed}",
+                f"run.seed={seed}",
+                outcome=results(test={**figures(), "examples": images}),
+            )
+        )
+        for seed, images in enumerate((20, 400))
+    ]
+    shown = columns(made)
+    rows = run_rows(groups(made), made, shown)
+    marks = [[cell["is_too_few"] for cell in row["figures"]] for row in rows]
+    assert marks == [[True, True, False, False, False], [False] * 5]
+    (row,), _ = group_rows(groups(made), shown)
+    assert [cell["is_too_few"] for cell in row["cells"]] == marks[0]
 
 
 class TestClaims:

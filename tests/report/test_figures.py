@@ -58,19 +58,31 @@ class TestCurves:
         log[0]["loss"] = None
         log[1]["loss"] = math.nan
         log[2]["loss"] = math.inf
+        log.append({"split": "train", "step": 50, "loss": 0.5})
         del log[3]["top1"]
         log.append({"split": "train"})
         log.append({"split": "train", "step": "x", "loss": 1})
         figure = curves(log, {"best_step": None})
-        assert lines(figure)["train"].tolist() == [[40, pytest.approx(0.7)]]
+        assert lines(figure)["train"].tolist() == [[40, pytest.approx(0.7)], [50, 0.5]]
         assert to_svg(figure)
 
     def test_nothing_at_all(self) -> None:
         assert texts(curves([], {})).count("not measured") == 4
 
     def test_the_later_line_of_a_step_counts(self) -> None:
-        log = [{"split": "train", "step": 10, "loss": value} for value in (9.0, 1.0)]
-        assert lines(curves(log, {}))["train"].tolist() == [[10, 1.0]]
+        steps = ((10, 9.0), (20, 2.0), (10, 1.0))
+        log = [{"split": "train", "step": step, "loss": value} for step, value in steps]
+        assert lines(curves(log, {}))["train"].tolist() == [[10, 1.0], [20, 2.0]]
+
+    def test_one_point_is_no_curve(self) -> None:
+        figure = curves(history(steps=10), {"best_step": 10})
+        assert "".join(texts(figure)).count("too short to plot") == 4
+        assert lines(figure) == {}
+        named = [("one", history(steps=10)), ("other", history(steps=10))]
+        figure = compare_curves(named, key="loss", split="train")
+        assert "".join(texts(figure)).count("too short to plot") == 1
+        assert lines(figure) == {}
+        assert "not measured" in texts(compare_curves(named, key="loss", split="val"))
 
     def test_a_long_run_becomes_no_larger(self) -> None:
         log = [{"split": "train", "step": step, "loss": 2.0} for step in range(1, 50_001)]

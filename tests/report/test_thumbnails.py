@@ -3,6 +3,7 @@ from __future__ import annotations
 import base64
 import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from report_runs import figures, make_run, results
 
 from finetune.data.items import ArrayItems
 from finetune.data.source import Split, open_source
-from finetune.report.run_data import read_run
-from finetune.report.thumbnails import mistake_rows, why_none
+from finetune.report.run_data import Run, read_run
+from finetune.report.thumbnails import class_pictures, mistake_rows, open_split, why_none
 
 
 def picture(uri: str) -> np.ndarray:
@@ -21,9 +22,13 @@ def picture(uri: str) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(body))))
 
 
+def mistakes_of(run: Run) -> tuple[list[dict[str, Any]], str]:
+    return mistake_rows(run, *open_split(run))
+
+
 class TestMistakes:
     def test_pictures_are_the_images_of_the_data(self, tmp_path: Path) -> None:
-        rows, note = mistake_rows(read_run(make_run(tmp_path / "run")), None)
+        rows, note = mistakes_of(read_run(make_run(tmp_path / "run")))
         assert note == ""
         assert len(rows) == 3
         split = open_source("embedded:digits").splits["test"]
@@ -44,7 +49,7 @@ class TestMistakes:
 
     def test_data_that_is_gone_costs_only_the_pictures(self, tmp_path: Path) -> None:
         path = make_run(tmp_path / "run", "data.source=folder:nowhere/at/all")
-        rows, note = mistake_rows(read_run(path), None)
+        rows, note = mistakes_of(read_run(path))
         assert len(rows) == 3
         assert not any(row["picture"] for row in rows)
         assert "the data cannot be opened from here" in note
@@ -53,7 +58,7 @@ class TestMistakes:
         run = read_run(make_run(tmp_path / "run"))
         for one in run.results["test"]["mistakes"]:
             one["label"] = (one["label"] + 1) % 10
-        rows, note = mistake_rows(run, None)
+        rows, note = mistakes_of(run)
         assert not any(row["picture"] for row in rows)
         assert "no longer what the run was measured on" in note
 
@@ -61,15 +66,51 @@ class TestMistakes:
     def test_a_place_that_is_none(self, tmp_path: Path, index: object) -> None:
         run = read_run(make_run(tmp_path / "run"))
         run.results["test"]["mistakes"] = [{"index": index, "label": 5}, None]
-        rows, _ = mistake_rows(run, None)
+        rows, _ = mistakes_of(run)
         assert [row["picture"] for row in rows] == [""]
 
     def test_older_runs_have_none(self, tmp_path: Path) -> None:
         outcome = results(test={key: figures()[key] for key in ("top1", "examples")})
         run = read_run(make_run(tmp_path / "run", outcome=outcome))
-        assert mistake_rows(run, None) == ([], "")
+        assert mistakes_of(run) == ([], "")
         assert why_none(run) == "This run did not record single mistakes."
         run.results["test"]["top1"] = 1.0
         assert why_none(run).startswith("There are none")
         del run.results["test"]
-        assert why_none(run) == "The test split was not measured."
+        assert "test" not in why_none(run)  # the page is about validation
+        run.results["val"]["top1"] = 1.0
+        assert "every validation image" in why_none(run)
+        del run.results["val"]
+        assert "measured" in why_none(run)
+
+
+class TestClassPictures:
+    def test_the_first_image_of_each_class(self, tmp_path: Path) -> None:
+        run = read_run(make_run(tmp_path / "run"))
+        split, _ = open_split(run)
+        assert split is not None
+        assert class_pictures(run, split) == []  # these are not the images that were measured
+        measured = run.results["test"]["per_class"]
+        for label, row in enumerate(measured):
+            row["support"] = int((split.labels == label).sum())
+        pictures = class_pictures(run, split)
+        assert len(pictures) == 10
+        for label, (uri, small) in enumerate(pictures):
+            place = int(np.flatnonzero(split.labels == label)[0])
+            assert np.array_equal(picture(uri), split.read(place))
+            assert small
+        assert class_pictures(run, None) == []
+        measured[3] = None
+        assert class_pictures(run, split) == []
+        run.results["test"]["per_class"] = [{"support": 0}] * 51
+        assert class_pictures(run, split) == []
+
+    def test_a_class_without_images_has_none(self, tmp_path: Path) -> None:
+        run = read_run(make_run(tmp_path / "run"))
+        run.results["test"]["per_class"] = [{"support": 0}, {"support": 1}]
+        pixels = np.full((1, 300, 200, 3), 7, dtype=np.uint8)
+        split = Split("test", np.array([1]), ArrayItems(pixels, "mine"))
+        (none, _), (uri, small) = class_pictures(run, split)
+        assert none == ""
+        assert picture(uri).shape == (64, 43, 3)
+        assert not small

@@ -17,6 +17,7 @@ from samples import make_folder
 from finetune.demo import model_facts as about
 from finetune.demo.model_facts import example_files, facts, model_folder, title_of
 from finetune.errors import WeightsError
+from finetune.text import TOO_FEW
 
 CLASSIFIER: Any = SimpleNamespace(
     class_names=["a", "b", "c"], pipeline=SimpleNamespace(image_size=(32, 48))
@@ -61,7 +62,19 @@ def test_a_run_s_figures(run_folder: Path) -> None:
 
 def test_the_figures_beside_the_model_come_first(run_folder: Path) -> None:
     (run_folder / "model" / "results.json").write_text('{"test": {"top1": 0.5, "examples": 8}}')
-    assert facts(str(run_folder), CLASSIFIER)[2] == "50.0 % of 8 test images right"
+    figure = "50.0 % of 8 test images right (95 % interval 21.5–78.5 %)"
+    assert facts(str(run_folder), CLASSIFIER)[2:] == [figure, TOO_FEW]
+
+
+def test_without_a_test_split_the_figure_and_the_pictures_are_those_of_validation(
+    run_folder: Path, tmp_path: Path
+) -> None:
+    (run_folder / "results.json").write_text('{"val": {"top1": 0.9, "examples": 1000}}')
+    assert facts(str(run_folder), CLASSIFIER)[2:] == ["90.0 % of 1,000 validation images right"]
+    shutil.rmtree(tmp_path / "data" / "test")
+    into = tmp_path / "into"
+    into.mkdir()
+    assert len(example_files(str(run_folder), into)) == 6
 
 
 @pytest.mark.parametrize(

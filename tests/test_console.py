@@ -1,0 +1,53 @@
+"""Progress where standard error is a file: whole lines, and few of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from finetune import console
+
+Captured = pytest.CaptureFixture[str]
+
+
+def steps(count: int, *, start: int = 0, shown: bool = True) -> None:
+    with console.bar(total=count, start=start, shown=shown) as bar:
+        for number in range(start, count):
+            bar.update()
+            bar.set_postfix({"loss": f"{number}"}, refresh=False)
+            if number % 10 == 0:
+                console.say(f"notice {number}")
+
+
+def test_a_short_loop_leaves_one_line_in_a_file(capsys: Captured) -> None:
+    steps(301, start=1)
+    lines = capsys.readouterr().err.splitlines()
+    notices = [f"finetune: notice {number}" for number in range(10, 301, 10)]
+    assert [line for line in lines if "notice" in line] == notices
+    (progress,) = (line for line in lines if "notice" not in line)
+    assert progress.startswith("finetune: 301 of 301 steps")
+    assert "loss=300" in progress
+    assert not any("\r" in line for line in lines)
+
+
+def test_a_long_loop_leaves_a_line_a_minute(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = 0.0
+
+    def clock() -> float:
+        nonlocal seconds
+        seconds += 10
+        return seconds
+
+    monkeypatch.setattr("time.monotonic", clock)  # which looks at progress after each notice
+    steps(301)
+    progress = [line for line in capsys.readouterr().err.splitlines() if "notice" not in line]
+    assert len(progress) == 301 // 10 // 6 + 1
+    assert progress[-1].startswith("finetune: 301 of 301 steps")
+
+
+def test_other_ranks_and_loops_without_a_step_leave_nothing(capsys: Captured) -> None:
+    with console.bar(total=5, start=0, shown=False) as bar:
+        bar.update()
+    steps(7, start=7)
+    assert capsys.readouterr().err == ""

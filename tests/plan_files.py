@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-RECIPE = """
-model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 16,
-        args: {patch_size: 4, embed_dim: 16, depth: 1, num_heads: 2}}
-data: {source: "embedded:digits", eval: resize}
-optim: {lr: 1e-3, steps: 2}
-run: {precision: fp32}
-claims:
+from recipe_texts import tiny_text
+
+RECIPE = (
+    tiny_text(optim="lr: 1e-3, steps: 2", width=16)
+    + """claims:
   - {metric: test.top1, value: 0.5, tolerance: 0.2, source: a table}
 """
+)
 PLAN = """
 title: A grid and its choice
 runs:

@@ -1,1 +1,1 @@
-"""How fast a recipe trains on this machine, how near that is to its limit, and beside others."""
+"""Measure how fast a recipe trains on this machine, beside its limits and other libraries."""

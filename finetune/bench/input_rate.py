@@ -1,4 +1,4 @@
-"""What it costs to hand images over: batches from workers beside processes that only decode."""
+"""Measure the input: batches from workers, beside processes that only decode."""
 
 from __future__ import annotations
 
@@ -76,7 +76,10 @@ def _decode(split: Split, order: NDArray[np.int64], workers: int, batch_size: in
     for process in processes:
         process.join()
     if any(process.exitcode for process in processes):
-        raise DataError("an image cannot be decoded; name it with: finetune data scan SOURCE")
+        raise DataError(
+            "an image cannot be decoded; name it with: finetune data scan SOURCE",
+            code="data.unreadable",
+        )
 
 
 def _hand_over(split: Split, order: NDArray[np.int64], workers: int, batch_size: int) -> None:

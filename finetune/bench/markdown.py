@@ -9,6 +9,7 @@ from typing import Any
 
 from finetune.errors import RecipeError
 from finetune.files import disk_errors, make_folder, open_regular, write_atomically
+from finetune.text import MISSING
 
 __all__ = ["check_page", "describe", "section", "write_section"]
 
@@ -16,7 +17,6 @@ _HEAD = (
     "# Benchmarks\n\nWritten by `finetune bench RECIPE --out`; each section names the command that "
     "measures it again.\n"
 )
-_MISSING = "–"
 _COLUMNS = (
     "loop",
     "numbers",
@@ -78,13 +78,13 @@ def write_section(path: Path, result: dict[str, Any]) -> None:
         written.
     """
     parts = re.split(r"^(?=## )", _text_of(path), flags=re.MULTILINE)
-    own, found = _heading(result), section(result)
+    own, new = _heading(result), section(result)
     kept = [part.rstrip("\n") + "\n" for part in parts]
     places = [place for place, part in enumerate(kept) if part.startswith(own + "\n")]
     if places:
-        kept[places[0]] = found
+        kept[places[0]] = new
     else:
-        kept.append(found)
+        kept.append(new)
     write_atomically(path, "\n".join(kept))
 
 
@@ -96,9 +96,14 @@ def _text_of(path: Path) -> str:
         with disk_errors(path, needed=4096), open_regular(path) as file:
             text = file.read().decode("utf-8", "replace")
     except ValueError as error:
-        raise RecipeError(f"--out: '{path}' {error}; name another") from error
+        raise RecipeError(
+            f"--out: '{path}' {error}; name another", code="recipe.unreadable"
+        ) from error
     if not text.startswith(_HEAD.split("\n")[0] + "\n"):
-        raise RecipeError(f"--out: '{path}' is no page of benchmarks; name another file")
+        raise RecipeError(
+            f"--out: '{path}' is no page of benchmarks; name another file",
+            code="recipe.wrong_value",
+        )
     return text
 
 
@@ -140,9 +145,9 @@ def _table(result: dict[str, Any]) -> list[list[str]]:
                 _figure(train["median"]),
                 f"{_figure(train['min'])}–{_figure(train['max'])}",
                 "" if row["name"] == "finetune" else f"{row['ratio']:.2f} ×",
-                _MISSING if row["fraction"] is None else f"{row['fraction']:.1%}",
-                _MISSING if evaluation is None else _figure(evaluation["median"]),
-                _MISSING if first is None else f"{first:.1f} s",
+                MISSING if row["fraction"] is None else f"{row['fraction']:.1%}",
+                MISSING if evaluation is None else _figure(evaluation["median"]),
+                MISSING if first is None else f"{first:.1f} s",
                 _memory(row["host_bytes"]),
                 _memory(row["device_bytes"]),
             ]
@@ -151,7 +156,7 @@ def _table(result: dict[str, Any]) -> list[list[str]]:
 
 
 def _operations(rows: list[dict[str, Any]]) -> str:
-    """What an image takes here, and in the loops of others where that is something else."""
+    """Operations of an image here, and in the loops of others where these differ."""
     own, *others = dict.fromkeys(f"{row['operations_per_image'] / 1e9:,.3g}" for row in rows)
     return f"{own} GFLOP" + (f" ({' or '.join(others)} in the other loops)" if others else "")
 
@@ -195,8 +200,8 @@ def _losses(losses: dict[str, Any]) -> list[list[str]]:
     ]
 
 
-def _way(found: dict[str, Any]) -> str:
-    return f"{found['precision']}{', compiled' if found['compiled'] else ''}"
+def _way(row: dict[str, Any]) -> str:
+    return f"{row['precision']}{', compiled' if row['compiled'] else ''}"
 
 
 def _closeness(losses: dict[str, Any]) -> str:
@@ -218,10 +223,10 @@ def _sizes(sizes: dict[str, Any]) -> list[list[str]]:
 
 
 def _growth(sizes: dict[str, Any]) -> list[str]:
-    said = "the set's images over and over in a file of uint8 that is mapped into memory, in turn"
+    about = "the set's images over and over in a file of uint8 that is mapped into memory, in turn"
     if sizes["per_image"] is None:
-        return [said]
-    return [said, f"{sizes['per_image']:.0f} bytes of memory for each image more"]
+        return [about]
+    return [about, f"{sizes['per_image']:.0f} bytes of memory for each image more"]
 
 
 def _profile(profile: dict[str, Any]) -> list[list[str]]:
@@ -243,7 +248,7 @@ def _figure(value: float) -> str:
 
 
 def _memory(number: int | None) -> str:
-    return _MISSING if number is None else f"{number / 2**20:,.0f} MiB"
+    return MISSING if number is None else f"{number / 2**20:,.0f} MiB"
 
 
 def _widths(rows: list[list[str]]) -> list[int]:

@@ -10,19 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from finetune.bench.flops import (
-    Product,
-    count_operations,
-    matrix_rate,
-    products,
-)
 from finetune.bench.input_rate import input_rates
+from finetune.bench.matrix_rate import Product, matrix_rate, products
 from finetune.bench.timer import BATCHES_AHEAD, Clock, give_back, peak_memory
 from finetune.data.feature_loader import AnyLoader
 from finetune.data.image_store import Store
 from finetune.data.loader import Loader
 from finetune.evaluation.evaluate import evaluate
 from finetune.models.head import set_train_mode
+from finetune.models.profile import count_operations
 from finetune.recipe.load import Recipe
 from finetune.run.directory import RunDir
 from finetune.run.environment import DTYPES, describe_machine, precision_of
@@ -112,7 +108,7 @@ class Ours:
         self.trainer.go_on(self.meter)
 
     def _distributed(self) -> str | None:
-        """How the network is spread over processes."""
+        """The way in which the network is spread over processes."""
         if self.accelerator.num_processes == 1:
             return None
         return "FSDP" if self.trainer.sharded else "DDP"
@@ -218,13 +214,13 @@ class Ours:
         is_gpu = self.device.type == "cuda"
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]
         self._one_step()
-        with profile(activities=kinds) as found:
+        with profile(activities=kinds) as profiler:
             for _ in range(_PROFILED_STEPS):
                 self._one_step()
         trace = Path(folder) / "trace.json"
-        found.export_chrome_trace(str(trace))
+        profiler.export_chrome_trace(str(trace))
         key = "self_device_time_total" if is_gpu else "self_cpu_time_total"
-        events = sorted(found.key_averages(), key=lambda each: -float(getattr(each, key)))
+        events = sorted(profiler.key_averages(), key=lambda each: -float(getattr(each, key)))
         total = sum(float(getattr(each, key)) for each in events) or 1.0
         rows = [
             {

@@ -52,7 +52,7 @@ class Images(Dataset[tuple[Any, int]]):
 
 @dataclass
 class Setting:
-    """What a loop needs to know.
+    """The settings of a loop.
 
     Attributes:
         network: on the device, in training mode.
@@ -83,7 +83,7 @@ class Setting:
 
     @property
     def compiled(self) -> bool:
-        """Whether the network is: where the recipe asks for it. What "auto" decides is our own."""
+        """True if the recipe asks for compilation; "auto" decides for our own loop alone."""
         return self.recipe.model.compile is True
 
     @property
@@ -223,19 +223,19 @@ def _timms_optimizer(setting: Setting) -> torch.optim.Optimizer:
     from timm.optim import create_optimizer_v2
 
     optim = setting.recipe.optim
-    given: dict[str, Any] = dict(optim.args)
+    settings: dict[str, Any] = dict(optim.args)
     if optim.betas is not None:
-        given["betas"] = tuple(optim.betas)
-    found: torch.optim.Optimizer = create_optimizer_v2(
+        settings["betas"] = tuple(optim.betas)
+    optimizer: torch.optim.Optimizer = create_optimizer_v2(
         setting.network,
         opt="momentum" if optim.name == "sgd" else optim.name,
         lr=optim.lr,
         weight_decay=optim.weight_decay,
         momentum=optim.momentum,
         layer_decay=optim.layer_decay,
-        **given,
+        **settings,
     )
-    return found
+    return optimizer
 
 
 LOOPS: dict[str, Callable[[Setting, int, Callable[[], None]], None]] = {

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from finetune.bench.flops import count_operations
 from finetune.bench.peer_loops import LOOPS, Images, Setting
 from finetune.bench.timer import BATCHES_AHEAD, Clock, give_back, peak_memory
 from finetune.bench.torchvision_transforms import translate
 from finetune.console import say_nothing
 from finetune.errors import RecipeError
 from finetune.models.head import set_train_mode
+from finetune.models.profile import count_operations
 from finetune.recipe.load import Recipe
 from finetune.training.setup import TrainingSetup, open_setup
 
@@ -59,7 +59,7 @@ class Peer:
         if recipe.run.threads is not None:
             torch.set_num_threads(recipe.run.threads)
         setup = open_setup(recipe, device=self.device, notice=say_nothing, progress=False)
-        parts, given = _equal_parts(setup), setup.preprocessing
+        parts, preprocessing = _equal_parts(setup), setup.preprocessing
         network = setup.built.model.to(self.device)
         set_train_mode(network)
         self.setting = Setting(
@@ -67,12 +67,12 @@ class Peer:
             images=_images(setup),
             augment=translate(
                 setup.train_pipeline.sentence,
-                image_size=given.image_size,
-                interpolation=given.interpolation,
+                image_size=preprocessing.image_size,
+                interpolation=preprocessing.interpolation,
             ),
-            image_size=given.image_size,
-            mean=given.mean,
-            std=given.std,
+            image_size=preprocessing.image_size,
+            mean=preprocessing.mean,
+            std=preprocessing.std,
             recipe=recipe,
             precision=self.precision,
             device=self.device,
@@ -126,6 +126,7 @@ def _equal_parts(setup: TrainingSetup) -> int:
     if data.batch_size % parts:
         raise RecipeError(
             f"data.micro_batch: {data.micro_batch} cuts {data.batch_size} images into {parts} "
-            "unequal parts, which the loops that --against compares with cannot; take a divisor"
+            "unequal parts, which the loops that --against compares with cannot; take a divisor",
+            code="recipe.unsupported",
         )
     return parts

@@ -14,10 +14,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from finetune.bench.flops import spread
 from finetune.bench.markdown import check_page, write_section
 from finetune.bench.studies import LOSSES_EVERY, PLAINLY, study_losses, study_sizes
 from finetune.bench.subprocess import Host
+from finetune.bench.timer import spread
 from finetune.console import bar, say
 from finetune.errors import RecipeError, SetupError, masked, nearest
 from finetune.files import make_folder
@@ -113,8 +113,8 @@ def _measured(
             inputs = own.ask("inputs", images=images, repeats=repeats)
         if profile is not None:
             traced = own.ask("profile", folder=profile)
-        found = session.result(shown_synthetic="synthetic" in against)
-    return {**found, "inputs": inputs, "profile": traced}
+        result = session.result(shown_synthetic="synthetic" in against)
+    return {**result, "inputs": inputs, "profile": traced}
 
 
 class _Session:
@@ -147,10 +147,10 @@ class _Session:
         # what `auto` came to
         data = self.recipe.data.model_copy(update={"micro_batch": facts["micro_batch"]})
         recipe = self.recipe.model_copy(update={"data": data})
-        for asked in [name for name in against if name not in _NO_LOOPS]:
+        for wish in [name for name in against if name not in _NO_LOOPS]:
             from finetune.bench.peers import Peer
 
-            loop, _, one = asked.partition(":")
+            loop, _, one = wish.partition(":")
             for precision in dict.fromkeys((one,) if one else (own, "fp32")):
                 arguments = {
                     "recipe": recipe,
@@ -198,7 +198,7 @@ class _Session:
         self.rates.setdefault(name, []).append(host.ask(method, **arguments))
 
     def result(self, *, shown_synthetic: bool) -> dict[str, Any]:
-        """What was found, in plain values."""
+        """The measurements in plain values."""
         facts, rates = self.facts[_OWN], self.rates
         pairs = zip(rates[_OWN], rates["synthetic"], strict=True)
         shares = [_share(real, without) for real, without in pairs]
@@ -273,21 +273,21 @@ def _command(
     losses: int | None,
     sizes: Sequence[int],
 ) -> str:
-    """What gives these figures again."""
+    """The command that measures these figures again."""
     words = ["finetune", "bench", path, *overrides]
     if (started := os.environ.get("WORLD_SIZE", "1")) != "1":
         on_cpu = os.environ.get("ACCELERATE_USE_CPU") == "true"
         launch = ["accelerate", "launch", "--multi_gpu", "--num_processes", started, "-m"]
         words = [*(["env", "ACCELERATE_USE_CPU=true"] if on_cpu else []), *launch, *words]
-    given = [("--against", name) for name in against]
-    given += [("--steps", str(steps)), ("--repeats", str(repeats))]
-    given += [] if losses is None else [("--losses", str(losses))]
-    given += [("--images", str(size)) for size in sizes]
-    return masked(shlex.join([*words, *(word for option in given for word in option)]))
+    options = [("--against", name) for name in against]
+    options += [("--steps", str(steps)), ("--repeats", str(repeats))]
+    options += [] if losses is None else [("--losses", str(losses))]
+    options += [("--images", str(size)) for size in sizes]
+    return masked(shlex.join([*words, *(word for option in options for word in option)]))
 
 
 def _speaks() -> bool:
-    """Whether this process is the one of a launch that tells and writes."""
+    """True in the one process of a launch that prints and writes."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -300,35 +300,41 @@ def _check(recipe: Recipe, against: Sequence[str], *, alone: bool, losses: int |
     """Refuse at once what could only fail later; `alone`: something is asked of one process."""
     if losses is not None and (losses < 1 or losses % LOSSES_EVERY):
         raise RecipeError(
-            f"--losses: {losses} steps; give a multiple of {LOSSES_EVERY}, such as 200"
+            f"--losses: {losses} steps; give a multiple of {LOSSES_EVERY}, such as 200",
+            code="recipe.wrong_value",
         )
-    for asked in against:
-        name, colon, precision = asked.partition(":")
+    for loop in against:
+        name, colon, precision = loop.partition(":")
         if name not in AGAINST or (colon and (name in _NO_LOOPS or precision not in DTYPES)):
             raise RecipeError(
-                f"--against: unknown '{asked}'{nearest(name, AGAINST)}; choose from "
-                f"{', '.join(AGAINST)}; a loop in one precision: transformers:{'|'.join(DTYPES)}"
+                f"--against: unknown '{loop}'{nearest(name, AGAINST)}; choose from "
+                f"{', '.join(AGAINST)}; a loop in one precision: transformers:{'|'.join(DTYPES)}",
+                code="recipe.unknown_name",
             )
         package = _PACKAGES.get(name)
         if package and importlib.util.find_spec(package) is None:
             raise SetupError(
-                f"--against {name}: {package} is not installed; pip install 'finetune[{package}]'"
+                f"--against {name}: {package} is not installed; pip install 'finetune[{package}]'",
+                code="setup.missing_package",
             )
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started > 1 and (set(against) - _NO_LOOPS or alone):
         raise SetupError(
             f"bench: other loops, --losses, --images and --profile are for one process, {started} "
-            "were started; leave them out, or run it without accelerate launch"
+            "were started; leave them out, or run it without accelerate launch",
+            code="setup.one_process",
         )
     if recipe.run.num_processes not in (None, started):
         raise RecipeError(
             f"run.num_processes: the recipe asks for {recipe.run.num_processes} and {started} "
-            f"started; add run.num_processes={started}"
+            f"started; add run.num_processes={started}",
+            code="recipe.conflict",
         )
     if "decode" in against and (recipe.data.keep != "none" or not recipe.data.workers):
         raise RecipeError(
             "--against decode: is for images that workers decode in every epoch; add "
-            "data.keep=none data.workers=2"
+            "data.keep=none data.workers=2",
+            code="recipe.conflict",
         )
     if set(against) - _NO_LOOPS and recipe.data.train is not None:
         from finetune.bench.torchvision_transforms import translate

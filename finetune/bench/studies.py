@@ -1,4 +1,4 @@
-"""What else a bench can show of a recipe: its losses beside float32's, and sets of other sizes."""
+"""Further measurements of a recipe: its losses beside float32's, and sets of other sizes."""
 
 # N images, H W pixels, C channels
 
@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from finetune.bench.flops import spread
 from finetune.bench.ours import Ours
 from finetune.bench.subprocess import Host
+from finetune.bench.timer import spread
 from finetune.console import bar, say
 from finetune.data.image_store import Store
 from finetune.data.loader import Loader
+from finetune.data.pixel_file import Images
 from finetune.errors import RecipeError
 from finetune.files import disk_errors
 from finetune.recipe.load import Recipe
@@ -49,14 +50,14 @@ class Curve(Ours):
         Returns: "losses", the means; "precision"; "compiled".
         """
         self._open()
-        trainer, found = self.trainer, []
+        trainer, losses = self.trainer, []
         with contextlib.closing(trainer.run), contextlib.closing(self._batches(steps)) as planned:
             for number, micro_batches in planned:
                 trainer.step(number, micro_batches, self.meter)
                 self.line.tick()
                 if trainer.counters.step % every == 0:
-                    found.append(trainer.log(self.meter)["loss"])
-        return {"losses": found, "precision": self.precision, "compiled": trainer.compiled}
+                    losses.append(trainer.log(self.meter)["loss"])
+        return {"losses": losses, "precision": self.precision, "compiled": trainer.compiled}
 
 
 def compared(own: dict[str, Any], plain: dict[str, Any], *, every: int) -> dict[str, Any]:
@@ -71,8 +72,8 @@ def compared(own: dict[str, Any], plain: dict[str, Any], *, every: int) -> dict[
         for number, (loss, other) in enumerate(pairs, start=1)
     ]
     largest = max(abs(row["difference"]) for row in rows)
-    told = {key: own[key] for key in ("precision", "compiled")}
-    return {"rows": rows, "largest": largest, **told}
+    settings = {key: own[key] for key in ("precision", "compiled")}
+    return {"rows": rows, "largest": largest, **settings}
 
 
 class Grown(Ours):
@@ -90,11 +91,15 @@ class Grown(Ours):
         Raises: RecipeError for images of several sizes; SetupError where the file does not fit.
         """
         loader, setup = self.loader, self.setup
-        if not isinstance(loader.store.images, torch.Tensor):
+        own = loader.store.images
+        if isinstance(own, Images) and own.size:
+            own = own.to(torch.device("cpu"))
+        if not isinstance(own, torch.Tensor):
             raise RecipeError(
-                "--images: the images have several sizes; name a set where they have one"
+                "--images: the images have several sizes; name a set where they have one",
+                code="recipe.unsupported",
             )
-        mapped = self._mapped(loader.store.images, images)
+        mapped = self._mapped(own, images)
         self.trainer.setup = setup.with_num_samples(images)
         tracemalloc.start()  # after the mapping, which is no memory of this process
         split = loader.store.split.subset(np.resize(np.arange(len(loader.store.split)), images))
@@ -151,15 +156,15 @@ def study_losses(recipe: Recipe, plain: Recipe, *, steps: int) -> dict[str, Any]
     """
     from finetune.bench.studies import Curve, compared
 
-    found = []
+    curves = []
     with bar(total=2 * steps, start=0, shown=True) as shown:
         for name, each in (("finetune", recipe), ("in float32", plain)):
             shown.set_description(f"losses {name}")
             with tempfile.TemporaryDirectory(prefix="finetune-bench-") as folder:
                 arguments = {"recipe": each, "folder": folder}
                 with Host(name, Curve, arguments, steps=shown.update, notice=say) as host:
-                    found.append(host.ask("losses", steps=steps, every=LOSSES_EVERY))
-    return compared(*found, every=LOSSES_EVERY)
+                    curves.append(host.ask("losses", steps=steps, every=LOSSES_EVERY))
+    return compared(*curves, every=LOSSES_EVERY)
 
 
 def study_sizes(
@@ -199,16 +204,16 @@ def study_sizes(
         for _ in range(repeats):
             for size, host in hosts.items():
                 shown.set_description(f"{size:,} images")
-                found = host.ask("grow", images=size, warmup=warmup, steps=steps)
-                turns[size].append(found)
-    rows = [_middle(size, found) for size, found in turns.items()]
+                turn = host.ask("grow", images=size, warmup=warmup, steps=steps)
+                turns[size].append(turn)
+    rows = [_middle(size, turn) for size, turn in turns.items()]
     return {"rows": rows, "per_image": per_image(rows)}
 
 
-def _middle(size: int, found: list[dict[str, Any]]) -> dict[str, Any]:
-    rates = [each["rate"] for each in found]
+def _middle(size: int, repeats: list[dict[str, Any]]) -> dict[str, Any]:
+    rates = [each["rate"] for each in repeats]
     return {
         "images": size,
         "train": spread(rates),
-        "own_bytes": int(statistics.median(each["own_bytes"] for each in found)),
+        "own_bytes": int(statistics.median(each["own_bytes"] for each in repeats)),
     }

@@ -1,4 +1,4 @@
-"""Each loop that is measured has a process of its own, which waits while another one works.
+"""A process for each loop that is measured; it waits while another one works.
 
 So no library's settings reach another, and each one's start and peak of memory are its own.
 """
@@ -30,18 +30,18 @@ _PATIENCE_SECONDS = 10.0  # for a process to end when it is asked to
 
 
 class Line:
-    """What a measured process tells while it works."""
+    """The progress and notices of a measured process, on the way to the one that asked."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._steps = 0
-        self._told = 0.0
+        self._reported = 0.0
 
     def tick(self) -> None:
         """Count a step."""
         self._steps += 1
-        if (now := time.perf_counter()) - self._told > _EVERY_SECONDS:
-            self._told = now
+        if (now := time.perf_counter()) - self._reported > _EVERY_SECONDS:
+            self._reported = now
             self.flush()
 
     def flush(self) -> None:
@@ -86,8 +86,8 @@ class Host:
             args=(theirs, f"{make.__module__}:{make.__qualname__}", arguments),
             name=f"bench {name}",
         )
-        # An interrupt from the terminal reaches them all; this process alone answers it.
-        with _deaf_to_interrupts():
+        # An interrupt from the terminal reaches every process; this one alone handles it.
+        with _interrupts_ignored():
             self._process.start()
         theirs.close()
 
@@ -128,7 +128,8 @@ class Host:
             self._process.join(_PATIENCE_SECONDS)
             raise SetupError(
                 f"{self.name}: its process ended with code {self._process.exitcode}; -9 is most "
-                "often a machine out of memory: a smaller data.batch_size needs less"
+                "often a machine out of memory: a smaller data.batch_size needs less",
+                code="setup.worker_ended",
             ) from error
 
 
@@ -136,24 +137,28 @@ class _Elsewhere(Exception):
     """The traceback of another process, as text."""
 
 
-def _as_here(name: str, kind: str, message: str, code: int | None, trace: str) -> Exception:
+def _as_here(
+    name: str, kind: str, message: str, exit_code: int | None, code: str | None, trace: str
+) -> Exception:
     """An error of another process as one of this."""
-    if code is not None:
-        found = FinetuneError(message)
-        found.exit_code = code
+    if exit_code is not None:
+        error = FinetuneError(message, code=code)
+        error.exit_code = exit_code
     elif kind == MemoryError.__name__:
-        found = SetupError(f"{name}: out of memory; a smaller data.batch_size needs less")
+        error = SetupError(
+            f"{name}: out of memory; a smaller data.batch_size needs less", code="setup.memory"
+        )
     else:
         unknown = RuntimeError(f"{name}: {kind}: {message}")
         unknown.__cause__ = _Elsewhere(trace)
         return unknown
-    found.__cause__ = _Elsewhere(trace)
-    return found
+    error.__cause__ = _Elsewhere(trace)
+    return error
 
 
 @contextlib.contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
-    """What is started meanwhile ignores the terminal's interrupt, also before its first line."""
+def _interrupts_ignored() -> Iterator[None]:
+    """Start processes that ignore the terminal's interrupt, also before their first line."""
     try:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     except ValueError:  # in another thread than the main one there is nothing to set
@@ -167,7 +172,7 @@ def _deaf_to_interrupts() -> Iterator[None]:
 
 def _serve(connection: Connection, make: str, arguments: dict[str, Any]) -> None:
     """Be the other process: make the object, then answer until nobody asks any more."""
-    with processes.patient():
+    with processes.defer_garbage_collection():
         _answer(connection, make, arguments)
 
 
@@ -185,17 +190,17 @@ def _answer(connection: Connection, make: str, arguments: dict[str, Any]) -> Non
     line, subject = Line(connection), None
     with contextlib.suppress(EOFError, ConnectionError, SystemExit):  # the one that asked has ended
         while True:
-            method, given = connection.recv()
+            method, keywords = connection.recv()
             try:
                 if subject is None:
                     subject = pkgutil.resolve_name(make)(line, **arguments)
-                answer = ("answer", getattr(subject, method)(**given))
+                answer = ("answer", getattr(subject, method)(**keywords))
             except Exception as error:
-                code = getattr(error, "exit_code", None)
+                ends = [getattr(error, name, None) for name in ("exit_code", "code")]
                 kind = (MemoryError if is_of_memory(error) else type(error)).__name__
-                told = (kind, str(error), code, traceback.format_exc())
-                answer = ("error", told)
-            processes.as_usual()  # the first answer ends the start, whatever is measured
+                answer = ("error", (kind, str(error), *ends, traceback.format_exc()))
+            # the first answer ends the start, whatever is measured
+            processes.resume_garbage_collection()
             line.flush()
             connection.send(answer)
     os._exit(0)  # nothing is kept: taking the libraries down would only cost seconds

@@ -1,15 +1,15 @@
-"""What time and memory a loop takes, read alike in our own training and in that of others."""
+"""Read time and memory of a loop, alike in our own training and in that of others."""
 
 from __future__ import annotations
 
 import resource
+import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-
-from finetune.bench.flops import synchronise
 
 __all__ = [
     "BATCHES_AHEAD",
@@ -18,10 +18,12 @@ __all__ = [
     "host_bytes",
     "peak_memory",
     "seconds_alive",
+    "spread",
+    "synchronise",
 ]
 
-# That torch's loader keeps for each worker: what was loaded while the first steps ran would be a
-# present to the timed ones.
+# That torch's loader keeps for each worker. What was loaded during the first steps would make the
+# timed ones look faster.
 BATCHES_AHEAD = 2
 
 
@@ -62,6 +64,18 @@ class Clock:
                 self._started = now
             self.seconds = now - self._started
         self._tick()
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has finished its queue."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Summarise repeated measurements: {"median", "min", "max", "values"}."""
+    middle = statistics.median(values)
+    return {"median": middle, "min": min(values), "max": max(values), "values": list(values)}
 
 
 def seconds_alive() -> float:

@@ -28,7 +28,7 @@ def translate(sentence: str, *, image_size: _Size, interpolation: str) -> list[A
     Returns: transforms from PIL image to PIL image; normalisation is the loop's own affair.
     Raises: RecipeError naming an operation that has no counterpart here.
     """
-    found = []
+    transforms = []
     for call in parse(sentence):
         if call.name == "normalise":
             continue
@@ -36,16 +36,17 @@ def translate(sentence: str, *, image_size: _Size, interpolation: str) -> list[A
             raise RecipeError(
                 f"data.train: {call.name} has no counterpart in the loops that --against compares "
                 f"with; they know {', '.join(_COUNTERPARTS)}. Leave it out for the comparison, or "
-                "compare with synthetic only"
+                "compare with synthetic only",
+                code="recipe.unsupported",
             )
         # torchvision's names of the kernels are the grammar's
         kernel = InterpolationMode(call.arguments.get("interpolation") or interpolation)
-        found.append(_COUNTERPARTS[call.name](call.arguments, _size(call, image_size), kernel))
-    return found
+        transforms.append(_COUNTERPARTS[call.name](call.arguments, _size(call, image_size), kernel))
+    return transforms
 
 
 def _size(call: Call, image_size: _Size) -> int | _Size:
-    """What an operation leads to; a resize to one number keeps the shape, a crop is square."""
+    """The size after an operation; a resize to one number keeps the shape, a crop is square."""
     size: int | _Size | None = call.arguments.get("size")
     if size is None:
         return image_size

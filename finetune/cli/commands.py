@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import glob
+import os
 from pathlib import Path
+from typing import Any
 
 import click
 
-from finetune.cli.runner import Answer, answers
-from finetune.errors import RecipeError
+from finetune.cli.runner import Answer, answers, checked
+from finetune.errors import DataError, RecipeError, WeightsError
+from finetune.recipe.local import check_model, check_source
 
-__all__ = ["VERBS"]
+__all__ = ["VERBS", "data_option", "model_argument"]
+
+model_argument = click.argument("model", callback=checked(check_model))
+data_option = click.option(
+    "--data",
+    metavar="SOURCE",
+    callback=checked(check_source),
+    help="By default the data that MODEL was trained on.",
+)
 
 PIXELS = click.IntRange(1, 8192)  # a side; more would ask for gigabytes an image
 
@@ -33,50 +45,66 @@ def model_info(
         return _plan(model, overrides, image_size)
     if model.endswith((".yaml", ".yml")):
         raise RecipeError(
-            f"{model}: is a recipe; add --plan for what its training takes here, or name a model"
+            f"{model}: is a recipe; add --plan for what its training takes here, or name a model",
+            code="recipe.conflict",
         )
     if overrides:
-        raise RecipeError(f"{overrides[0]}: belongs to a recipe; info takes it with --plan")
+        raise RecipeError(
+            f"{overrides[0]}: belongs to a recipe; info takes it with --plan",
+            code="recipe.conflict",
+        )
+    check_model(model)
+
     from finetune.commands.info import describe
     from finetune.commands.info import model_info as look
 
-    found = look(model, image_size=image_size)
-    return Answer(found, describe(found))
+    facts = look(model, image_size=image_size)
+    return Answer(facts, describe(facts))
 
 
 def _plan(recipe: str, overrides: tuple[str, ...], image_size: int | None) -> Answer:
-    """The forecast of a recipe; a run directory has one, too."""
+    """The plan of a recipe; a run directory has one, too."""
+    from finetune.recipe.load import load_recipe
     from finetune.recipe.validate import refuse_undone
 
     if image_size is not None:
         raise RecipeError(
-            f"--image-size: not with --plan; write model.image_size={image_size} instead"
+            f"--image-size: not with --plan; write model.image_size={image_size} instead",
+            code="recipe.conflict",
         )
     refuse_undone(overrides)
     own = Path(recipe) / "recipe.yaml"
+    path = str(own) if own.is_file() else recipe
+    load_recipe(path, overrides)
+
     from finetune.commands.plan import describe, forecast
 
-    found = forecast(str(own) if own.is_file() else recipe, overrides)
-    return Answer(found, describe(found))
+    prediction = forecast(path, overrides)
+    return Answer(prediction, describe(prediction))
+
+
+def _check_image(path: str) -> None:
+    if not glob.has_magic(path) and not os.path.lexists(path):
+        raise DataError(f"{path}: no such file; name another", code="data.not_found")
 
 
 @click.command("show")
-@click.argument("model")
-@click.argument("images", metavar="[IMAGE]...", nargs=-1)
+@model_argument
+@click.argument("images", metavar="[IMAGE]...", nargs=-1, callback=checked(_check_image))
 @click.option("--out", metavar="DIR", required=True, help="The folder for the pictures.")
 @answers
 def show(model: str, images: tuple[str, ...], out: str) -> Answer:
     """Draw where MODEL looks, its filters, position embeddings and attention distances."""
     from finetune.commands.show import show as draw
 
-    found = draw(model, images, out=out)
-    skipped = [f"{name}: {why}" for name, why in found["skipped"].items()]
-    return Answer(found, "\n".join([*found["files"], *skipped]))
+    drawn = draw(model, images, out=out)
+    skipped = [f"{name}: {why}" for name, why in drawn["skipped"].items()]
+    return Answer(drawn, "\n".join([*drawn["files"], *skipped]))
 
 
 @click.command("probe")
-@click.argument("model")
-@click.option("--data", metavar="SOURCE", help="By default the data that MODEL was trained on.")
+@model_argument
+@data_option
 @click.option("--split", help="test or val.  [default: test, or val where there is no test]")
 @click.option("--shots", default="1,5,10,25", show_default=True, help="Images of each class.")
 @click.option("--seeds", default=3, show_default=True, type=click.IntRange(min=1))
@@ -84,29 +112,11 @@ def show(model: str, images: tuple[str, ...], out: str) -> Answer:
 @click.option("--knn", metavar="K", type=click.IntRange(min=1), help="Also K nearest neighbours.")
 @click.option("--out", metavar="DIR", help="Write probe.json.")
 @answers
-def probe(
-    model: str,
-    data: str | None,
-    split: str | None,
-    shots: str,
-    seeds: int,
-    linear: bool,
-    knn: int | None,
-    out: str | None,
-) -> Answer:
+def probe(model: str, shots: str, **options: Any) -> Answer:
     """Measure what MODEL's frozen features are worth: few-shot linear accuracy."""
     from finetune.commands.probe import describe, probe_model, shots_of
 
-    result = probe_model(
-        model,
-        data=data,
-        split=split,
-        shots=shots_of(shots),
-        seeds=seeds,
-        linear=linear,
-        knn=knn,
-        out=out,
-    )
+    result = probe_model(model, shots=shots_of(shots), **options)
     return Answer(result, describe(result))
 
 
@@ -126,41 +136,29 @@ def probe(
 @click.option("--page", metavar="FILE", help="Write the page of all recipes and these runs.")
 @answers
 def reproduce(
-    name: str,
-    overrides: tuple[str, ...],
-    only: tuple[str, ...],
-    scale: str,
-    data: tuple[str, ...],
-    out: str | None,
-    done: bool,
-    page: str | None,
+    name: str, overrides: tuple[str, ...], data: tuple[str, ...], **options: Any
 ) -> Answer:
     """Carry out the plan NAME, a set of runs, and answer its claims in one table."""
-    from finetune.commands.reproduce import reproduce as carry_out
-    from finetune.commands.reproduce_table import describe
+    from finetune.commands.reproduce_plan import find_plan, load_plan
     from finetune.recipe.validate import refuse_undone
 
     refuse_undone(overrides)
-    if page == "":
-        raise RecipeError("--page: is empty; name a file")
+    load_plan(find_plan(name))
     sources = {}
     for pair in data:
         source, sign, copy = pair.partition("=")
         if not (source and sign and copy):
-            raise RecipeError(f"--data: got '{pair}'; expected SOURCE=COPY")
+            raise RecipeError(
+                f"--data: got '{pair}'; expected SOURCE=COPY", code="recipe.wrong_value"
+            )
         sources[source] = copy
-    told = carry_out(
-        name,
-        only=only,
-        scale=scale,
-        overrides=overrides,
-        sources=sources,
-        out=out,
-        done=done,
-        page=page,
-    )
-    pages = [str(told[key]) for key in ("table", "comparison", "page") if told[key]]
-    return Answer(told, "\n".join([describe(told), *pages]))
+
+    from finetune.commands.reproduce import reproduce as carry_out
+    from finetune.commands.reproduce_table import describe
+
+    answer = carry_out(name, overrides=overrides, sources=sources, **options)
+    pages = [str(answer[key]) for key in ("table", "comparison", "page") if answer[key]]
+    return Answer(answer, "\n".join([describe(answer), *pages]))
 
 
 @click.command("report")
@@ -171,6 +169,11 @@ def reproduce(
 @answers
 def report(runs: tuple[str, ...], out: str | None) -> Answer:
     """Write a page for each RUN, and one that compares them."""
+    from finetune.report.run_data import check_run
+
+    for run in runs:
+        check_run(Path(run))
+
     from finetune.report.page import report as write_pages
 
     written = write_pages(runs, out=out)
@@ -178,50 +181,59 @@ def report(runs: tuple[str, ...], out: str | None) -> Answer:
     return Answer(written, "\n".join(str(page) for page in pages if page))
 
 
+def _check_folder(path: str) -> None:
+    if not os.path.lexists(path):
+        raise WeightsError(
+            f"{path}: no such folder; give the one that `finetune train` wrote",
+            code="weights.not_found",
+        )
+
+
 @click.command("push")
-@click.argument("run_or_model", metavar="RUN")
+@click.argument("run_or_model", metavar="RUN", callback=checked(_check_folder))
 @click.argument("repository", metavar="REPO")
 @click.option("--private", is_flag=True, help="Make REPO a private repository.")
 @click.option("--revision", metavar="BRANCH", help="The branch to push to.  [default: main]")
 @click.option("--message", metavar="TEXT", help="The commit's message.")
 @answers
-def push(
-    run_or_model: str, repository: str, private: bool, revision: str | None, message: str | None
-) -> Answer:
+def push(run_or_model: str, repository: str, **options: Any) -> Answer:
     """Push the model of RUN (a run directory or model folder) to REPO, owner/name on the hub.
 
     The token is that of HF_TOKEN or of `hf auth login`.
     """
     from finetune.publish.push import push as push_model
 
-    pushed = push_model(
-        run_or_model, repository, private=private, revision=revision, message=message
-    )
-    said = f"commit {pushed['commit']}"
+    pushed = push_model(run_or_model, repository, **options)
+    text = f"commit {pushed['commit']}"
     if not pushed["changed"]:
-        said += " (nothing has changed: no new commit)"
-    return Answer(pushed, f"{pushed['url']}\n{said}")
+        text += " (nothing has changed: no new commit)"
+    return Answer(pushed, f"{pushed['url']}\n{text}")
 
 
 @click.command("export")
-@click.argument("model")
-@click.option("--format", "kind", default="onnx", show_default=True, help="onnx or torch.")
+@model_argument
+@click.option(
+    "--format",
+    default="onnx",
+    show_default=True,
+    metavar="TEXT",
+    type=click.Choice(["onnx", "torch"]),
+    help="onnx or torch.",
+)
 @click.option("--out", metavar="PATH", help="The file, or the folder for it.")
 @click.option("--images", metavar="PATH", multiple=True, help="What to compare the logits on.")
 @click.option("--image-size", metavar="N", type=PIXELS, help="Resize to N pixels.")
 @answers
-def export(
-    model: str, kind: str, out: str | None, images: tuple[str, ...], image_size: int | None
-) -> Answer:
+def export(model: str, **options: Any) -> Answer:
     """Export MODEL for other programs, with its preprocessing, and compare the logits."""
     from finetune.commands.export import describe, export_model
 
-    exported = export_model(model, format=kind, out=out, images=images, image_size=image_size)
+    exported = export_model(model, **options)
     return Answer(exported, describe(exported))
 
 
 @click.command("demo")
-@click.argument("model")
+@model_argument
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=7860, show_default=True, type=PORTS, help="0 takes a free one.")
 @click.option("--share", is_flag=True, help="Also make a public link, through Gradio's servers.")
@@ -229,8 +241,6 @@ def export(
 @answers
 def demo(model: str, host: str, port: int, share: bool, export_space: str | None) -> Answer:
     """Show MODEL in the browser: drop a picture, see its classes and where the model looked."""
-    if export_space == "":
-        raise RecipeError("--export-space: is empty; name a folder")
     if export_space:
         from finetune.demo.space import export_space as export_folder
 
@@ -256,6 +266,7 @@ def demo(model: str, host: str, port: int, share: bool, export_space: str | None
 @click.option("--losses", metavar="STEPS", type=int, help="Compare the first losses with fp32's.")
 @click.option(
     "--images",
+    "sizes",
     metavar="N",
     multiple=True,
     type=click.IntRange(min=1),
@@ -264,37 +275,19 @@ def demo(model: str, host: str, port: int, share: bool, export_space: str | None
 @click.option("--profile", metavar="DIR", help="Write a trace, and list the costliest operations.")
 @click.option("--out", metavar="FILE", help="Add the figures to a page such as BENCHMARKS.md.")
 @answers
-def bench(
-    recipe: str,
-    overrides: tuple[str, ...],
-    against: tuple[str, ...],
-    steps: int,
-    repeats: int,
-    losses: int | None,
-    images: tuple[int, ...],
-    profile: str | None,
-    out: str | None,
-) -> Answer:
+def bench(recipe: str, overrides: tuple[str, ...], **options: Any) -> Answer:
     """Measure how fast RECIPE trains on this machine, and the same training in other loops."""
-    from finetune.bench.markdown import describe
-    from finetune.bench.run import bench as measure
+    from finetune.recipe.load import load_recipe
     from finetune.recipe.validate import refuse_undone
 
     refuse_undone(overrides)
-    if "" in (profile, out):
-        raise RecipeError("--profile, --out: is empty; name a place, or leave it out")
-    found = measure(
-        recipe,
-        overrides,
-        against=against,
-        steps=steps,
-        repeats=repeats,
-        losses=losses,
-        sizes=images,
-        profile=profile,
-        out=out,
-    )
-    return Answer(found, describe(found))
+    load_recipe(recipe, overrides)
+
+    from finetune.bench.markdown import describe
+    from finetune.bench.run import bench as measure
+
+    result = measure(recipe, overrides, **options)
+    return Answer(result, describe(result))
 
 
 VERBS = (model_info, show, probe, reproduce, report, push, export, demo, bench)

@@ -5,18 +5,36 @@ Nothing heavy is imported before a verb needs it: `finetune --help` does not loa
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from finetune import processes
-from finetune.cli.commands import VERBS
-from finetune.cli.runner import Answer, Verbs, answers, debug_option, figures, flat, run, to_json
-from finetune.errors import DataError, RecipeError
+from finetune.cli.commands import VERBS, data_option, model_argument
+from finetune.cli.runner import (
+    EXIT_INTERRUPTED,
+    Answer,
+    Verbs,
+    answers,
+    checked,
+    debug_option,
+    end_by_interrupts,
+    figures,
+    flat,
+    next_steps,
+    run,
+    to_json,
+)
+from finetune.errors import DataError, RecipeError, SetupError, visible
 from finetune.processes import is_first_rank
+from finetune.recipe.local import check_source, names_images, source_of
+
+if TYPE_CHECKING:
+    from finetune.recipe.load import Recipe
 
 __all__ = ["cli", "main"]
 
@@ -38,7 +56,7 @@ def cli() -> None:
 
 
 @cli.command("train")
-@click.argument("recipe")
+@click.argument("recipe", metavar="RECIPE|SOURCE")
 @click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
 @click.option("--out", metavar="DIR", help="Run directory; by default runs/<name of the recipe>.")
 @click.option("--resume", is_flag=True, help="Continue from the newest intact checkpoint.")
@@ -49,32 +67,98 @@ def train(
 ) -> Answer:
     """Train as RECIPE says; KEY=VALUE changes one of its keys, such as optim.lr=1e-3.
 
+    For a SOURCE of images (a folder of class folders, folder:, parquet: or hub:) a recipe is made
+    first, as `finetune start` does, and shown.
+
     With --resume, RECIPE may be a run directory.
     """
     from finetune.recipe.load import load_recipe
     from finetune.recipe.validate import refuse_undone
 
-    if out == "":
-        raise RecipeError("--out: is empty; name a folder, or leave it out for runs/RECIPE")
+    refuse_undone(overrides)
+    folder = Path(out) if out else None
+    if names_images(recipe):
+        folder = folder or Path("runs") / _name_of(recipe)
+        if not (resume and (folder / "recipe.yaml").is_file()):
+            return _train_source(recipe, overrides, folder, dry_run=dry_run)
+        recipe = str(folder)
     if resume and (Path(recipe) / "recipe.yaml").is_file():
         recipe = str(Path(recipe) / "recipe.yaml")
-    refuse_undone(overrides)
     loaded, path = load_recipe(recipe, overrides), Path(recipe)
     # a run's own copy of its recipe belongs to that run, whatever the name of the file
     own = path.name == "recipe.yaml" and (path.parent / "run.json").is_file()
-    folder = Path(out) if out else path.parent if own else Path("runs") / path.stem
+    folder = folder or (path.parent if own else Path("runs") / path.stem)
+    return _train(loaded, folder, resume=resume, dry_run=dry_run)
 
+
+def _train(recipe: Recipe, folder: Path, *, resume: bool, dry_run: bool) -> Answer:
     from finetune.training.train import train as run_training
 
-    results = run_training(loaded, folder, resume=resume, dry_run=dry_run)
-    text = flat(results) if dry_run else f"{figures(results)}\n{folder}"
+    results = run_training(recipe, folder, resume=resume, dry_run=dry_run)
+    text = flat(results) if dry_run else f"{figures(results)}\n{next_steps(folder)}"
     return Answer(results, text)
 
 
+def _train_source(
+    source: str, overrides: tuple[str, ...], folder: Path, *, dry_run: bool
+) -> Answer:
+    """Make a recipe for a source of images and train it."""
+    source_of(source)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise RecipeError(
+            f"{source}: a recipe is made by one process; run finetune start {source} --out "
+            "my.yaml first, then launch the training of my.yaml",
+            code="recipe.unsupported",
+        )
+    from finetune.commands.start import note, start
+
+    started = start(source, overrides=overrides)
+    click.echo(visible(started.text), err=True, nl=False)
+    if not dry_run:
+        note(started, folder)
+    return _train(started.recipe, folder, resume=False, dry_run=dry_run)
+
+
+def _name_of(source: str) -> str:
+    """A run's name for a source: the last part of its path, without what is no name of a folder."""
+    last = source.rstrip("/").rpartition("/")[2].rpartition(":")[2]
+    return Path(last).stem.strip(".") or "run"
+
+
+@cli.command("start")
+@click.argument("source")
+@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
+@click.option("--out", metavar="FILE", help="Write the recipe there.")
+@answers
+def start(source: str, overrides: tuple[str, ...], out: str | None) -> Answer:
+    """Make a recipe for SOURCE, with a reason beside each choice; nothing is downloaded.
+
+    SOURCE is a folder of class folders, or folder:, parquet:, hub: or embedded: as in data.source.
+    KEY=VALUE takes the place of a choice.
+    """
+    from finetune.recipe.validate import refuse_undone
+
+    source_of(source)
+    refuse_undone(overrides)
+    if out and Path(out).exists():
+        raise SetupError(
+            f"--out: '{out}' is there already; remove it, or choose another name",
+            code="setup.exists",
+        )
+    from finetune.commands.start import start as make_recipe
+    from finetune.files import write_atomically
+
+    started = make_recipe(source, overrides=overrides)
+    if out:
+        write_atomically(Path(out), started.text)
+    written = f"\n{out}\ntrain it: finetune train {out}" if out else ""
+    return Answer(started.recipe.model_dump(), f"{started.text.rstrip()}{written}")
+
+
 @cli.command("eval")
-@click.argument("model")
-@click.option("--data", metavar="SOURCE", help="By default the data that MODEL was trained on.")
-@click.option("--split", help="train, val or test.  [default: test]")
+@model_argument
+@data_option
+@click.option("--split", help="train, val or test.  [default: test, or val where there is none]")
 @click.option("--out", metavar="DIR", help="Write results.json, per_class.csv and pictures.")
 @click.option(
     "--fit-temperature",
@@ -82,23 +166,17 @@ def train(
     help="Fit a temperature on val (or --split) and write it into MODEL's config.json.",
 )
 @answers
-def evaluate(
-    model: str, data: str | None, split: str | None, out: str | None, fit_temperature: bool
-) -> Answer:
+def evaluate(model: str, out: str | None, **options: Any) -> Answer:
     """Measure MODEL on a split: a run directory, a model folder, hf-hub:owner/name or timm name."""
     from finetune.commands.evaluate import describe, evaluate_model, write_results
 
-    if out == "":
-        raise RecipeError("--out: is empty; name a folder, or leave it out")
-    results = evaluate_model(
-        model, data=data, split=split, fit_temperature=fit_temperature, out=out
-    )
+    results = evaluate_model(model, out=out, **options)
     written = write_results(results, out) if out and is_first_rank() else []
     return Answer(results, "\n".join([describe(results), *written]))
 
 
 @cli.command("predict")
-@click.argument("model")
+@model_argument
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True)
 @click.option("--top-k", default=3, show_default=True, type=click.IntRange(min=1))
 @click.option("--out", metavar="FILE", help="Write a .csv or .jsonl file.")
@@ -107,27 +185,13 @@ def evaluate(
 @click.option("--batch-size", default=64, show_default=True, type=click.IntRange(min=1))
 @answers
 def predict(
-    model: str,
-    paths: tuple[str, ...],
-    top_k: int,
-    out: str | None,
-    sheet: str | None,
-    calibrated: bool,
-    batch_size: int,
+    model: str, paths: tuple[str, ...], out: str | None, sheet: str | None, **options: Any
 ) -> Answer:
     """Classify images: files, folders, patterns, or "-" for a list on standard input."""
     from finetune.commands.predict import predict as classify
     from finetune.commands.predict_io import describe, unreadable
 
-    rows = classify(
-        model,
-        paths,
-        top_k=top_k,
-        out=out,
-        sheet=sheet,
-        calibrated=calibrated,
-        batch_size=batch_size,
-    )
+    rows = classify(model, paths, out=out, sheet=sheet, **options)
     return Answer(rows, describe(rows, out=out, sheet=sheet), unreadable(rows))
 
 
@@ -168,7 +232,7 @@ def check(files: tuple[str, ...]) -> Answer:
     return Answer(
         rows,
         "\n".join(f"{row['path']}: {'ok' if row['valid'] else 'not valid'}" for row in rows),
-        RecipeError("\n".join(problems)) if problems else None,
+        RecipeError("\n".join(problems), code="recipe.wrong_value") if problems else None,
     )
 
 
@@ -188,8 +252,8 @@ def schema() -> Answer:
     """Print the JSON schema of a recipe, for editors."""
     from finetune.recipe.help import json_schema
 
-    found = json_schema()
-    return Answer(found, to_json(found))
+    document = json_schema()
+    return Answer(document, to_json(document))
 
 
 @cli.group("data", cls=Verbs)
@@ -199,19 +263,19 @@ def data() -> None:
 
 
 @data.command("info")
-@click.argument("source")
+@click.argument("source", callback=checked(check_source))
 @answers
 def info(source: str) -> Answer:
     """Show the splits, classes and image sizes of SOURCE."""
     from finetune.data.decode_all import info as describe
     from finetune.data.source import open_source
 
-    found = describe(open_source(source))
-    return Answer(found, flat(found))
+    facts = describe(open_source(source))
+    return Answer(facts, flat(facts))
 
 
 @data.command("scan")
-@click.argument("source")
+@click.argument("source", callback=checked(check_source))
 @answers
 def scan(source: str) -> Answer:
     """Decode every image of SOURCE and list those that cannot be read."""
@@ -219,16 +283,17 @@ def scan(source: str) -> Answer:
     from finetune.data.source import open_source
 
     opened = open_source(source)
-    found = find_unreadable(opened)
+    unreadable = find_unreadable(opened)
     problem = None
-    if found:
+    if unreadable:
         total = sum(len(split) for split in opened.splits.values())
         problem = DataError(
-            f"{source}: {len(found)} of {total} images cannot be read; mend or remove them, or "
-            "train with data.unreadable=quarantine"
+            f"{source}: {len(unreadable)} of {total} images cannot be read; mend or remove them, "
+            "or train with data.unreadable=quarantine",
+            code="data.unreadable",
         )
-    lines = [f"{row['split']}: {row['name']}: {row['error']}" for row in found]
-    return Answer(found, "\n".join(lines) or f"{source}: every image can be read", problem)
+    lines = [f"{row['split']}: {row['name']}: {row['error']}" for row in unreadable]
+    return Answer(unreadable, "\n".join(lines) or f"{source}: every image can be read", problem)
 
 
 for verb in VERBS:
@@ -242,5 +307,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what stands behind `finetune`; by default the process's own.
     Returns: the exit code.
     """
-    with processes.patient():
-        return run(cli, sys.argv[1:] if arguments is None else arguments)
+    try:
+        with processes.defer_garbage_collection():
+            code = run(cli, sys.argv[1:] if arguments is None else arguments)
+    except KeyboardInterrupt:  # it came when the verb had ended
+        code = EXIT_INTERRUPTED
+    if arguments is None:
+        end_by_interrupts()
+    return code

@@ -1,4 +1,4 @@
-"""How the command line talks: answers on standard output, everything else on standard error.
+"""Print answers on standard output, and everything else on standard error.
 
 A verb returns an `Answer`; `run` prints it, turns errors into one message and an exit code, and
 keeps tracebacks for --debug.
@@ -12,11 +12,13 @@ import io
 import json
 import math
 import os
+import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -34,14 +36,19 @@ from finetune.errors import (
     visible,
 )
 from finetune.processes import is_first_rank
+from finetune.text import MISSING, counted, percent, percent_range
 
 __all__ = [
+    "EXIT_INTERRUPTED",
     "Answer",
     "Verbs",
     "answers",
+    "checked",
     "debug_option",
+    "end_by_interrupts",
     "figures",
     "flat",
+    "next_steps",
     "run",
     "to_json",
     "visible",
@@ -53,16 +60,20 @@ EXIT_TERMINATED = 143
 
 # Every rank ends with these, and one report is enough.
 _ALIKE = (RecipeError, DivergedError, Interrupted)
-_PLACES = ("out", "sheet", "profile", "export_space")  # options that say where to write
+_PLACES = ("out", "sheet", "page", "profile", "export_space")  # options that say where to write
 _OUT_OF_MEMORY_HELP = (
     "out of memory; the training stays the same with a smaller data.micro_batch or with "
     "model.grad_checkpointing=true; see also data.eval_batch_size and data.keep"
+)
+_NO_ROOM_HELP = (
+    "out of memory while a library was loaded: this process may have too little; raise its limit "
+    "('ulimit -v unlimited', the container's), or end other programs"
 )
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a verb found: as data for --json, as text otherwise, and what is wrong, if anything."""
+    """The result of a verb: data for --json, text otherwise, and a problem, if there is one."""
 
     data: Any
     text: str
@@ -108,7 +119,8 @@ def answers(function: Callable[..., Answer]) -> Callable[..., None]:
         if is_first_rank():
             shown = to_json(answer.data) if as_json else visible(answer.text)
             state["answered"] = bool(shown)
-            click.echo(shown, nl=bool(shown))
+            with _stdout_errors():
+                click.echo(shown, nl=bool(shown))
         if answer.problem:
             raise answer.problem
 
@@ -118,6 +130,22 @@ def answers(function: Callable[..., Answer]) -> Callable[..., None]:
     return json_option(debug_option(body))
 
 
+def checked(check: Callable[[str], None]) -> Callable[..., Any]:
+    """Make a callback of a click parameter that refuses a value before the verb is imported.
+
+    Args:
+        check: raises a FinetuneError; of several values it gets each.
+    """
+
+    def callback(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+        for each in value if isinstance(value, tuple) else (value,):
+            if each is not None:
+                check(each)
+        return value
+
+    return callback
+
+
 def _check_places(arguments: dict[str, Any]) -> None:
     """Refuse, before any work, a place to write to that the system has no such names for.
 
@@ -125,11 +153,15 @@ def _check_places(arguments: dict[str, Any]) -> None:
 
     Args:
         arguments: of a verb, by name.
-    Raises: SetupError naming the option.
+    Raises: RecipeError or SetupError naming the option.
     """
     for name in _PLACES:
-        if place := arguments.get(name):
-            option = f"--{name.replace('_', '-')}"
+        option, place = f"--{name.replace('_', '-')}", arguments.get(name)
+        if place == "":
+            raise RecipeError(
+                f"{option}: is empty; name a place, or leave it out", code="recipe.wrong_value"
+            )
+        if place:
             try:
                 os.lstat(place)
             except (FileNotFoundError, NotADirectoryError, PermissionError):
@@ -138,7 +170,8 @@ def _check_places(arguments: dict[str, Any]) -> None:
                 why = getattr(error, "strerror", None) or "no path has such characters"
                 raise SetupError(
                     f"{option}: '{visible(place)}' cannot be written ({why}); choose another "
-                    f"{option}"
+                    f"{option}",
+                    code="setup.not_writable",
                 ) from error
 
 
@@ -155,12 +188,14 @@ def run(group: click.Group, arguments: Sequence[str]) -> int:
     if "_FINETUNE_COMPLETE" in os.environ:  # the shell asks for completions
         group.main(prog_name="finetune")
     _open_closed_streams()
+    _buffer_stdout()
     before = signal.signal(signal.SIGTERM, _end)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # file names need not be valid text
     try:
         code = _invoke(group, arguments, state)
-        _flush()
+        with _stdout_errors():
+            sys.stdout.flush()
         return code
     except click.ClickException as error:
         shown = io.StringIO()
@@ -180,16 +215,22 @@ def run(group: click.Group, arguments: Sequence[str]) -> int:
         _say("interrupted")
         return EXIT_INTERRUPTED
     except FinetuneError as error:
-        return _fail(error, state, expected=isinstance(error, _ALIKE), said=error.said)
+        return _fail(
+            error,
+            state,
+            expected=isinstance(error, _ALIKE),
+            printed_elsewhere=error.printed_elsewhere,
+        )
     except Exception as error:
         kind = type(error).__name__
         if is_of_memory(error):
-            out_of_memory = SetupError(_OUT_OF_MEMORY_HELP, code="setup.memory")
+            help_text = _NO_ROOM_HELP if isinstance(error, ImportError) else _OUT_OF_MEMORY_HELP
+            out_of_memory = SetupError(help_text, code="setup.memory")
             return _fail(out_of_memory, state, expected=False)
         message = f"internal error: {kind}: {error}".strip().splitlines()[0]
-        said = getattr(error, "said", False)
+        printed_elsewhere = getattr(error, "printed_elsewhere", False)
         internal = FinetuneError(f"{message}; run again with --debug")
-        return _fail(internal, state, expected=False, said=said)
+        return _fail(internal, state, expected=False, printed_elsewhere=printed_elsewhere)
     finally:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
@@ -202,23 +243,56 @@ def _end(number: int, frame: FrameType | None) -> None:
     raise _Terminated
 
 
+def end_by_interrupts() -> None:
+    """Let an interrupt end this process as it ends other programs: all is done but its end.
+
+    Python's own handler would print a traceback for each that comes while it shuts down.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def _open_closed_streams() -> None:
-    """Give a program whose standard output or error was closed a place to write to."""
-    for name in ("stdout", "stderr"):
+    """Give standard streams that were closed a place that is empty and takes everything.
+
+    Without it the next file that is opened gets the stream's number, and what a library prints
+    goes into that file.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+            os.set_inheritable(number, True)
         if getattr(sys, name) is None:
-            nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until the end)
-            setattr(sys, name, nowhere)
+            mode = "w" if number else "r"
+            stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
 
 
-def _flush() -> None:
-    """Bring the answer out. Raises: SetupError where it cannot be written."""
+def _buffer_stdout() -> None:
+    """Write answers whole where PYTHONUNBUFFERED is set, too.
+
+    Python then forgets the rest of a text of which the system takes a part: of a pipe whose reader
+    leaves, of a disk that is almost full.
+    """
+    if isinstance(getattr(sys.stdout, "buffer", None), io.RawIOBase):
+        number, encoding = sys.stdout.fileno(), sys.stdout.encoding
+        sys.stdout = open(number, "w", encoding=encoding, closefd=False)  # noqa: SIM115
+
+
+@contextlib.contextmanager
+def _stdout_errors() -> Iterator[None]:
+    """Raise SetupError where standard output cannot be written."""
     try:
-        sys.stdout.flush()
+        yield
     except BrokenPipeError:
         raise
     except OSError as error:
         _silence_stdout()
-        raise SetupError(f"standard output: {error.strerror}; write it elsewhere") from error
+        raise SetupError(
+            f"standard output: {error.strerror}; write it elsewhere", code="setup.not_writable"
+        ) from error
 
 
 def _silence_stdout() -> None:
@@ -236,13 +310,13 @@ def _invoke(group: click.Group, arguments: Sequence[str], state: dict[str, bool]
 
 
 def _fail(
-    error: FinetuneError, state: dict[str, bool], *, expected: bool, said: bool = False
+    error: FinetuneError, state: dict[str, bool], *, expected: bool, printed_elsewhere: bool = False
 ) -> int:
     """Report an error on standard error and, where JSON was asked for, on standard output.
 
     Args:
         expected: every rank has it, and rank 0 reports it.
-        said: another rank reports it.
+        printed_elsewhere: another rank reports it.
     """
     # A launcher ends the ranks that are left when one has ended: the message comes out whole.
     ended_by = signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -251,11 +325,11 @@ def _fail(
         click.echo(masked(traceback.format_exc()), err=True, nl=False)
         click.echo(f"error code: {error.code}", err=True)
     if is_first_rank():
-        if not said:
+        if not printed_elsewhere:
             click.echo(message, err=True)
         if state.get("json") and not state.get("answered"):
             click.echo(to_json(_error(message, error.exit_code, error.code)))
-    elif not expected and not said:
+    elif not expected and not printed_elsewhere:
         click.echo(f"rank {os.environ['RANK']}: {message}", err=True)
     signal.signal(signal.SIGTERM, ended_by)
     return error.exit_code
@@ -290,25 +364,53 @@ def _finite(value: Any) -> Any:
 
 
 def figures(results: dict[str, Any]) -> str:
-    """One line for each split, one for each claim."""
+    """Write a run's results: a line for each split, each claim and each warning."""
+    from finetune.evaluation.claims import wording  # not before it is needed: it brings torch
+
     lines = []
-    for split in ("test", "val", "train"):
-        found = results.get(split) or {}
-        shown = [
-            f"{key} {found[key]:.4f}"
-            for key in ("top1", "top5", "loss", "ece")
-            if isinstance(found.get(key), (int, float))
-        ]
-        if shown:
-            images = f"  ({found['examples']} images)" if "examples" in found else ""
-            label = "train (last log line)" if split == "train" else split
-            lines.append(f"{label}: {'  '.join(shown)}{images}")
+    for split in ("test", "val"):
+        if shown := _measures(results.get(split) or {}):
+            lines.append(f"{split}: {shown}")
     for claim in results.get("claims") or []:
-        measured = claim.get("measured")
-        figure = f"{measured:.4f}" if isinstance(measured, float) else measured
-        found = f" ({claim.get('how')})" if measured is None else f", measured {figure}"
-        lines.append(f"claim {claim.get('metric')}: {claim.get('verdict')}{found}")
+        what, reported, measured = wording(claim)
+        if claim.get("measured") is None:
+            lines.append(f"claim {what}: not measured: {claim.get('how') or 'no figure'}")
+        else:
+            against = "" if reported == MISSING else f", reported {reported}"
+            lines.append(f"claim {what}: {claim.get('verdict')}: measured {measured}{against}")
+    lines += [f"warning: {warning}" for warning in results.get("warnings") or []]
     return "\n".join(lines)
+
+
+def _measures(metrics: dict[str, Any]) -> str:
+    """The figures of a split in a line, the accuracy with its interval if that is wide."""
+    from finetune.evaluation.intervals import TOO_FEW_IMAGES, interval
+
+    shown = []
+    images, classes = metrics.get("examples"), len(metrics.get("per_class") or [])
+    for key, name in (("top1", "accuracy"), ("top5", "top-5 accuracy")):
+        share = metrics.get(key)
+        if not isinstance(share, (int, float)) or (key == "top5" and 0 < classes <= 5):
+            continue
+        ends = interval(share, images) if key == "top1" and images else None
+        between = f" (95 % interval {percent_range(*ends)})" if ends else ""
+        shown.append(f"{name} {percent(share)}{between}")
+    for key, name in (("loss", "loss"), ("ece", "calibration error")):
+        if isinstance(metrics.get(key), (int, float)):
+            shown.append(f"{name} {metrics[key]:.4f}")
+    if shown and images:
+        few = " (too few to judge by)" if images < TOO_FEW_IMAGES else ""
+        shown.append(f"on {counted(images, 'image')}{few}")
+    return ", ".join(shown)
+
+
+def next_steps(folder: Path) -> str:
+    """Name a finished run's folder, its report, and two commands to try with it."""
+    quoted = shlex.quote(str(folder))
+    report = folder / "report.html"
+    lines = [f"report: {report}"] if report.is_file() else []
+    lines += [f"next: finetune predict {quoted} IMAGE", f"next: finetune demo {quoted}"]
+    return "\n".join([*lines, f"run: {folder}"])
 
 
 def flat(data: Any, name: str = "") -> str:

@@ -1,4 +1,8 @@
-"""A contact sheet: the pictures in a grid, with what was predicted under each."""
+"""A contact sheet: the pictures in a grid, with what was predicted under each.
+
+The least sure predictions come first, unreadable files last. A picture in a folder that has the
+name of a class is of that class: a prediction of another one is marked.
+"""
 
 # H W pixels
 
@@ -13,7 +17,8 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from finetune.commands.predict_io import Row, one_line, refusals, replacing
-from finetune.text import counted
+from finetune.evaluation.intervals import interval
+from finetune.text import confidence, counted, percent_range
 
 __all__ = ["ContactSheet"]
 
@@ -38,11 +43,14 @@ class ContactSheet:
     """Collects small pictures and rows while predictions stream by, then draws them.
 
     Args:
+        class_names: of the model; a folder called like one of them holds its pictures.
         limit: tiles; what comes after them is counted and left out.
     """
 
-    def __init__(self, *, limit: int = LIMIT) -> None:
+    def __init__(self, class_names: Iterable[str] = (), *, limit: int = LIMIT) -> None:
         self.limit = limit
+        self._class_names = frozenset(class_names)
+        self._labelled = self._correct = 0
         self._pictures: dict[int, Image.Image] = {}
         self._rows: list[Row] = []
         self._seen = 0
@@ -62,8 +70,17 @@ class ContactSheet:
         """Take the next row, in order."""
         self._seen += 1
         self._unreadable += "error" in row
+        truth = self._truth(row)
+        if truth and "error" not in row:
+            self._labelled += 1
+            self._correct += row["predictions"][0]["label"] == truth
         if len(self._rows) < self.limit:
             self._rows.append(row)
+
+    def _truth(self, row: Row) -> str:
+        """The class that the picture's folder names; empty if it names none."""
+        folder = os.path.basename(os.path.dirname(row["path"]))
+        return folder if folder in self._class_names else ""
 
     def save(self, path: Path, *, title: str, remark: str = "") -> None:
         """Draw the sheet and replace a PNG file by it in one step.
@@ -84,7 +101,8 @@ class ContactSheet:
         columns = round((1.6 * len(self._rows)) ** 0.5)
         columns = min(_MAX_COLUMNS, max(_MIN_COLUMNS, columns))
         width = 2 * _MARGIN + columns * (_CARD + _GAP) - _GAP
-        fonts = _Fonts([title, remark, *names, *_texts(self._rows)])
+        truths = [self._truth(row) for row in self._rows]
+        fonts = _Fonts([title, remark, *names, *truths, *_texts(self._rows)])
         small = fonts.size(15)
         facts = _wrapped(self._facts(remark), small, width - 2 * _MARGIN, lines=4)
         top = _MARGIN + 44 + 22 * len(facts) + 14
@@ -101,20 +119,29 @@ class ContactSheet:
         for number, line in enumerate(facts):
             draw.text((_MARGIN, _MARGIN + 38 + 22 * number), line, _GREY, small(line))
         card = _card(height)
-        for place, (row, name) in enumerate(zip(self._rows, names, strict=True)):
+        order = sorted(range(len(self._rows)), key=lambda place: _sureness(self._rows[place]))
+        for place, source in enumerate(order):
+            row, name = self._rows[source], names[source]
             x = _MARGIN + place % columns * (_CARD + _GAP)
             y = top + place // columns * (height + _GAP)
             page.paste(card, (x, y))
             tile = _Tile(page, draw, fonts, x + _PAD, y + _PAD, y + height - _PAD)
-            tile.draw(row, self._pictures.get(place), name)
+            tile.draw(row, self._pictures.get(source), name, truths[source])
         return page
 
     def _facts(self, remark: str) -> str:
         facts = [counted(self._seen, "file")]
         if self._unreadable:
             facts.append(f"{self._unreadable} unreadable")
+        if self._labelled:
+            share = f"{self._correct} of {self._labelled} as their folder says"
+            if ends := interval(self._correct / self._labelled, self._labelled):
+                share += f" (95 % interval {percent_range(*ends)})"
+            facts.append(share)
         if self._seen > len(self._rows):
             facts.append(f"the first {len(self._rows)} are shown")
+        if len(self._rows) > 1:
+            facts.append("least sure first")
         return " · ".join(facts + [one_line(remark)] * bool(remark))
 
 
@@ -129,27 +156,35 @@ class _Tile:
     top: int
     bottom: int
 
-    def draw(self, row: Row, picture: Image.Image | None, name: str) -> None:
-        """Put the picture and the text of a row into the card."""
+    def draw(self, row: Row, picture: Image.Image | None, name: str, truth: str = "") -> None:
+        """Put the picture and the text of a row into the card.
+
+        Args:
+            truth: the picture's class; empty where it is not known.
+        """
+        frame = (self.left, self.top, self.left + _BOX - 1, self.top + _BOX - 1)
         if picture is None or "error" in row:
             self._mark_unreadable(row.get("error", ""))
         else:
             picture = _enlarged(picture)
-            frame = (self.left, self.top, self.left + _BOX - 1, self.top + _BOX - 1)
             self.pen.rectangle(frame, fill=_MOUNT)
             x = self.left + (_BOX - picture.width) // 2
             self.page.paste(picture, (x, self.top + (_BOX - picture.height) // 2))
             self._predictions(row["predictions"][:_RANKS])
-        font = self.fonts.size(12)
-        text = _fitted(one_line(name), font, _BOX)
-        self.pen.text((self.left, self.bottom), text, _GREY, font(text), anchor="ld")
+        wrong = bool(truth) and "error" not in row and row["predictions"][0]["label"] != truth
+        if wrong:
+            self.pen.rectangle(frame, outline=_RED, width=3)
+        font = self.fonts.size(12, bold=wrong)
+        text = _fitted(one_line(f"is {truth}: {name}" if wrong else name), font, _BOX)
+        ink = _RED if wrong else _GREY
+        self.pen.text((self.left, self.bottom), text, ink, font(text), anchor="ld")
 
     def _predictions(self, predictions: Sequence[Row]) -> None:
         y = self.top + _BOX + 10
         for rank, one in enumerate(predictions):
             font = self.fonts.size(14 if rank == 0 else 13, bold=rank == 0)
             colour = _INK if rank == 0 else _GREY
-            share = f"{100 * one['confidence']:.1f} %"
+            share = confidence(one["confidence"])
             room = _BOX - font(share).getlength(share) - 10
             label = _fitted(one_line(one["label"]), font, room)
             self.pen.text((self.left, y + 14), label, colour, font(label), anchor="ls")
@@ -210,8 +245,8 @@ class _Fonts:
             path = _own_font(bold=bold)
             missing = {ord(char) for char in text} - self._known
             if missing and self._others:
-                best, found = max(self._others, key=lambda other: len(other[1] & missing))
-                path = best if found & missing else path
+                best, covered = max(self._others, key=lambda other: len(other[1] & missing))
+                path = best if covered & missing else path
             if (path, pixels) not in self._loaded:
                 self._loaded[path, pixels] = ImageFont.truetype(path, pixels)
             return self._loaded[path, pixels]
@@ -236,16 +271,21 @@ def _fonts_with(missing: set[int]) -> list[tuple[str, set[int]]]:
     """The system's fonts that have some of these characters, and which of them."""
     from matplotlib.font_manager import findSystemFonts
 
-    found = []
+    fonts = []
     for path in sorted(findSystemFonts()):
         try:
             known = _characters(path) & missing
             if known:
                 ImageFont.truetype(path, 14)  # fonts of pictures come in sizes of their own
-                found.append((path, known))
+                fonts.append((path, known))
         except (OSError, RuntimeError, ValueError):
             continue  # a font that cannot be read is no font
-    return found
+    return fonts
+
+
+def _sureness(row: Row) -> float:
+    """The confidence of the prediction; of a file that was not read more than any."""
+    return float(row["predictions"][0]["confidence"]) if row.get("predictions") else 2.0
 
 
 def _texts(rows: Iterable[Row]) -> Iterable[str]:
@@ -285,19 +325,19 @@ def _without_middle(text: str, kept: int) -> str:
 def _wrapped(text: str, font: Callable[[str], _Font], width: float, *, lines: int) -> list[str]:
     """Text broken between words into at most so many lines; the last is cut where it must be."""
     words = text.split()
-    found: list[str] = []
-    while words and len(found) < lines - 1:
+    broken: list[str] = []
+    while words and len(broken) < lines - 1:
         count = 1
         while count < len(words):
             line = " ".join(words[: count + 1])
             if font(line).getlength(line) > width:
                 break
             count += 1
-        found.append(_fitted(" ".join(words[:count]), font, width))
+        broken.append(_fitted(" ".join(words[:count]), font, width))
         words = words[count:]
     if words and lines > 0:
-        found.append(_fitted(" ".join(words), font, width))
-    return found
+        broken.append(_fitted(" ".join(words), font, width))
+    return broken
 
 
 def _small(pixels_HWC: np.ndarray) -> Image.Image:

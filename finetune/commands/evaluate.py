@@ -21,8 +21,10 @@ from finetune.data.image_store import open_store
 from finetune.data.loader import Loader
 from finetune.data.source import Source, Split
 from finetune.errors import DataError, RecipeError, WeightsError, nearest
+from finetune.evaluation.confusion import DENSE_CLASSES, Confusion, read_confusion
 from finetune.evaluation.evaluate import examine
 from finetune.evaluation.features import identity_of
+from finetune.evaluation.intervals import TOO_FEW_IMAGES, interval
 from finetune.files import make_folder, write_atomically
 from finetune.models.build import build
 from finetune.models.features import accept_features
@@ -31,7 +33,9 @@ from finetune.models.weights.resolve import locate
 from finetune.processes import local_processes
 from finetune.recipe.identity import recipe_of
 from finetune.recipe.load import DataSection, RunSection
+from finetune.run.directory import json_text
 from finetune.run.environment import dtype_of
+from finetune.text import TOO_FEW, counted, percent_range
 from finetune.training.compile import choose_kernels
 from finetune.training.frozen_backbone import feature_loader
 from finetune.training.launch import launch
@@ -44,6 +48,7 @@ __all__ = ["describe", "evaluate_model", "write_results"]
 
 SPLITS = ("train", "val", "test")
 NUM_MISTAKES = 24
+_SHOWN_PAIRS = 20
 
 
 def evaluate_model(
@@ -60,14 +65,15 @@ def evaluate_model(
         model: run directory, model folder, hub or timm name.
         data: a source string; None for the one that the run was trained on. Its classes may be
             some of the model's.
-        split: "train", "val" or "test"; None for test, or for val with `fit_temperature`.
+        split: "train", "val" or "test"; None for val with `fit_temperature`, and otherwise for
+            test, or for val where the data has no test split.
         fit_temperature: fit a temperature on the split and write it into the model's config.json.
         out: a folder that `write_results` will be given; checked before the work begins.
     Returns: as `examine`, with "model", "data", "split" and "class_names".
-    Raises: RecipeError if the data is not known, DataError if its classes are not the model's,
-        SetupError if the temperature cannot be written.
+    Raises: RecipeError if the data is not known, DataError if its classes are not the model's or
+        it has no such split, SetupError if the temperature cannot be written.
     """
-    split = _known(("val" if fit_temperature else "test") if split is None else split)
+    split = _checked("val" if split is None and fit_temperature else split)
     config = _config_of(model) if fit_temperature else None
     if out is not None:
         make_folder(Path(out), option="--out")
@@ -76,10 +82,13 @@ def evaluate_model(
     built = build(model)
     num_classes = int(getattr(built.model, "num_classes", 0) or 0)
     if not num_classes:
-        raise WeightsError(f"{model}: these weights have no classifier; fine-tune them first")
+        raise WeightsError(
+            f"{model}: these weights have no classifier; fine-tune them first",
+            code="weights.no_classifier",
+        )
     settings = {} if recipe is None else recipe.run.model_dump(include={"precision", "threads"})
     accelerator = launch(RunSection(**settings))
-    source = _source_with(section, split, seed=seed)
+    source, split = _open(section, split, seed=seed, shown=accelerator.is_main_process)
     labelled, names = _by_the_models_classes(model, built.class_names, num_classes, source, split)
     frozen = recipe is not None and recipe.model.freeze == "backbone"
     network = built.model.to(accelerator.device, torch.float32)
@@ -95,14 +104,15 @@ def evaluate_model(
     )
     if config is not None and accelerator.is_main_process:
         _store_temperature(config, result["temperature"], split)
-    told = {"model": model, "data": section.source, "split": split}
-    return {**told, **result, "class_names": names}
+    facts = {"model": model, "data": section.source, "split": split}
+    return {**facts, **result, "class_names": names}
 
 
-def _known(split: str) -> str:
-    if split not in SPLITS:
+def _checked(split: str | None) -> str | None:
+    if split is not None and split not in SPLITS:
         raise RecipeError(
-            f"--split: unknown '{split}'{nearest(split, SPLITS)}; known: {', '.join(SPLITS)}"
+            f"--split: unknown '{split}'{nearest(split, SPLITS)}; known: {', '.join(SPLITS)}",
+            code="recipe.unknown_name",
         )
     return split
 
@@ -121,11 +131,11 @@ def write_results(result: Mapping[str, Any], folder: str | Path) -> list[str]:
     folder = Path(folder)
     make_folder(folder, option="--out")
     names = result["class_names"]
-    write_atomically(folder / "results.json", json.dumps(result, indent=2, allow_nan=False) + "\n")
+    write_atomically(folder / "results.json", json_text(result))
     write_atomically(folder / "per_class.csv", _per_class_csv(names, result["per_class"]))
     after = result.get("calibrated", {}).get("calibration")
     pictures = {
-        "confusion.png": figures.confusion(result["confusion"], names),
+        "confusion.png": figures.confusion(_confusion(result), names),
         "reliability.png": figures.reliability(result["calibration"], after),
     }
     for name, figure in pictures.items():
@@ -140,6 +150,9 @@ def describe(result: Mapping[str, Any]) -> str:
         + "  ".join(f"{key} {result[key]:.4f}" for key in ("top1", "top5", "loss", "ece"))
         + f"  ({result['examples']} images)"
     ]
+    if ends := interval(result["top1"], result["examples"]):
+        few = f"; {TOO_FEW} to judge by" if result["examples"] < TOO_FEW_IMAGES else ""
+        lines.append(f"95 % interval of top1: {percent_range(*ends)}{few}")
     if scaled := result.get("calibrated"):
         lines.append(
             f"with temperature {scaled['temperature']:.4g}: loss {scaled['loss']:.4f}  "
@@ -154,20 +167,36 @@ def _per_class(result: Mapping[str, Any]) -> str:
     """scikit-learn's classification report of the classes that occur or were predicted."""
     from sklearn.metrics import classification_report  # half a second
 
-    counts_KK = np.asarray(result["confusion"])
-    truth, guess = np.nonzero(counts_KK)
-    times = counts_KK[truth, guess]
-    found = np.union1d(truth, guess)
-    names = [one_line(result["class_names"][index]) for index in found]
+    counts = _confusion(result)
+    truth, guess, times = counts.true_M, counts.said_M, counts.count_M
+    if counts.num_classes > DENSE_CLASSES:
+        return _most_confused(counts, result["class_names"])
+    present = np.union1d(truth, guess)
+    names = [one_line(result["class_names"][index]) for index in present]
     report: str = classification_report(
         np.repeat(truth, times),
         np.repeat(guess, times),
-        labels=found,
+        labels=present,
         target_names=names,
         digits=4,
         zero_division=0,
     )
     return report.rstrip("\n")
+
+
+def _confusion(result: Mapping[str, Any]) -> Confusion:
+    counts = read_confusion(result)
+    assert counts is not None  # of an evaluation that this process made
+    return counts
+
+
+def _most_confused(counts: Confusion, names: Sequence[str]) -> str:
+    """The most confused pairs, where a line for each class would fill many screens."""
+    lines = ["images  true class → predicted class"] + [
+        f"{count:6}  {one_line(names[true])} → {one_line(names[predicted])}"
+        for true, predicted, count in counts.most_confused(_SHOWN_PAIRS)
+    ]
+    return "\n".join([*lines, "", "every class: per_class.csv, with --out DIR"])
 
 
 def _per_class_csv(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
@@ -181,13 +210,28 @@ def _per_class_csv(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> s
     return text.getvalue()
 
 
-def _source_with(section: DataSection, split: str, *, seed: int) -> Source:
-    """Open the data. Raises: DataError if it does not have the split."""
-    source = whole_data_of(section) if split == "test" else data_of(section, seed)
+def _open(section: DataSection, split: str | None, *, seed: int, shown: bool) -> tuple[Source, str]:
+    """Open the data, and choose the split where none is named: test, or val without a test split.
+
+    Args:
+        shown: print that there is no test split.
+    Raises: DataError if it does not have the split.
+    """
+    source = whole_data_of(section, seed) if split in (None, "test") else data_of(section, seed)
+    if split is None and "test" not in source.splits:
+        source = data_of(section, seed)
+        if "val" in source.splits:
+            split = "val"
+            images = counted(len(source.splits["val"]), "image")
+            if shown:
+                say(f"{section.source}: has no test split; measuring validation, {images}")
+    split = split or "test"
     if split not in source.splits:
         have = ", ".join(source.splits)
-        raise DataError(f"{section.source}: has no split '{split}'; it has {have}")
-    return source
+        raise DataError(
+            f"{section.source}: has no split '{split}'; it has {have}", code="data.no_split"
+        )
+    return source, split
 
 
 def _feed_of(
@@ -240,19 +284,22 @@ def _by_the_models_classes(
         if len(theirs) != num_classes:
             raise DataError(
                 f"{source.name}: {len(theirs)} classes, and {model} tells {num_classes} apart; "
-                "measure it on data with the same classes"
+                "measure it on data with the same classes",
+                code="data.wrong_classes",
             )
         return source.splits[split], theirs
-    unknown = [name for name in theirs if name not in names]
+    number = {name: index for index, name in reversed([*enumerate(names)])}  # the first of equals
+    unknown = [name for name in theirs if name not in number]
     if unknown:
         raise DataError(
             f"{source.name}: its {len(theirs)} classes are not those of {model} ({len(names)}: "
             f"{', '.join(names[:5])}…), which does not know '{unknown[0]}'; measure it on data "
-            "with the same classes"
+            "with the same classes",
+            code="data.wrong_classes",
         )
     if theirs == names:
         return source.splits[split], names
-    place = np.array([names.index(name) for name in theirs], dtype=np.int64)
+    place = np.array([number[name] for name in theirs], dtype=np.int64)
     chosen = source.splits[split]
     return dataclasses.replace(chosen, labels=place[chosen.labels]), names
 
@@ -263,7 +310,8 @@ def _config_of(model: str) -> Path:
     if folder is None or not (folder / "config.json").is_file():
         raise RecipeError(
             f"--fit-temperature: {model} is not a run directory or model folder, so there is no "
-            "config.json to write it into; copy the model into a folder first"
+            "config.json to write it into; copy the model into a folder first",
+            code="recipe.conflict",
         )
     return folder / "config.json"
 

@@ -32,16 +32,17 @@ from finetune.commands.export_formats import (
     write,
 )
 from finetune.commands.predict import evaluation
-from finetune.commands.predict_io import list_files
+from finetune.commands.predict_io import list_files, refusals
 from finetune.console import say
 from finetune.data.decode import decode, planes
 from finetune.data.from_recipe import whole_data_of
 from finetune.data.source import Source, open_source
-from finetune.errors import DataError, FinetuneError, RecipeError, SetupError, WeightsError, nearest
+from finetune.errors import DataError, FinetuneError, RecipeError, WeightsError, nearest
 from finetune.files import sha256_of
-from finetune.models.build import Built, build
+from finetune.models.build import build
+from finetune.models.saved import Built
 from finetune.recipe.identity import recipe_of
-from finetune.text import counted
+from finetune.text import byte_size, counted
 from finetune.transforms.evaluation import as_published
 from finetune.transforms.pipeline import Pipeline
 
@@ -80,16 +81,18 @@ def export_model(
     if format not in SUFFIXES:
         known = ", ".join(SUFFIXES)
         hint = nearest(format, SUFFIXES)
-        raise RecipeError(f"--format: unknown '{format}'{hint}; known: {known}")
+        raise RecipeError(
+            f"--format: unknown '{format}'{hint}; known: {known}", code="recipe.unknown_name"
+        )
     target = _target(model, format, out)
     require_packages(format)
     built = build(model, image_size=image_size)
     pipeline, class_names = evaluation(model, built, as_recorded=image_size is None)
-    images_N3hw, told = _pictures(model, pipeline, images)
+    images_N3hw, compared_on = _pictures(model, pipeline, images)
     network = built.model.eval().requires_grad_(False)
     # zeros: a .pt2 keeps the example, and an image of somebody has no place in it
     example = torch.zeros(2, *images_N3hw.shape[1:])
-    with _writable(target), _workshop(target.parent) as at:
+    with refusals(target, "--out"), _workshop(target.parent) as at:
         exported = at / target.name
         with quiet():
             opset = write(network, example, exported, built.architecture, format)
@@ -103,7 +106,7 @@ def export_model(
             "max_difference": difference,
             "batch_sizes": list(BATCH_SIZES),
             "num_images": len(images_N3hw),
-            "images": told,
+            "images": compared_on,
         }
         facts = {**_facts(model, built, pipeline, class_names), "export": result}
         text = json.dumps(facts, indent=2, allow_nan=False) + "\n"
@@ -113,11 +116,11 @@ def export_model(
 
 
 def describe(result: dict[str, Any]) -> str:
-    """What was exported, and how far it is from the model, for people."""
+    """The exported file, and how far its logits are from the model's, for people."""
     opset = f", opset {result['opset']}" if result["opset"] else ""
     sizes = ", ".join(map(str, result["batch_sizes"]))
     return (
-        f"{result['file']}: {result['bytes'] / 1e6:.1f} MB{opset}, any batch size\n"
+        f"{result['file']}: {byte_size(result['bytes'])}{opset}, any batch size\n"
         f"{result['preprocessing']}: its preprocessing and classes\n"
         f"largest difference of a logit {result['max_difference']:.2g} (limit {TOLERANCE:g}) on "
         f"{counted(result['num_images'], 'image')} of {result['images']}, batches of {sizes}"
@@ -131,17 +134,22 @@ def _target(model: str, format: str, out: str | None) -> Path:
     """The file to write: as named, or called after the model in the folder that is named."""
     suffix = SUFFIXES[format]
     if out == "":
-        raise RecipeError("--out: is empty; name a file or a folder, or leave it out")
+        raise RecipeError(
+            "--out: is empty; name a file or a folder, or leave it out", code="recipe.wrong_value"
+        )
     path = Path(out or ".").expanduser()
     if path.suffix == suffix and not path.is_dir():
         return path
     if path.suffix in (".pt", ".pth", *SUFFIXES.values()) and not path.is_dir():
-        raise RecipeError(f"--out: '{out}' is not named as {format} is; use the suffix {suffix}")
+        raise RecipeError(
+            f"--out: '{out}' is not named as {format} is; use the suffix {suffix}",
+            code="recipe.wrong_value",
+        )
     return path / f"{_name_of(model)}{suffix}"
 
 
 def _name_of(model: str) -> str:
-    """What to call the exported file: the run's, the folder's, the repository's or timm's name."""
+    """The exported file's stem: the run's, the folder's, the repository's or timm's name."""
     path = Path(model).expanduser()
     if os.path.exists(path):
         path = path.resolve()
@@ -161,7 +169,7 @@ def _pictures(model: str, pipeline: Pipeline, paths: Sequence[str]) -> tuple[Ten
     if recipe := recipe_of(model):
         section = recipe.data
         try:
-            return _some_of(whole_data_of(section), pipeline), section.source
+            return _some_of(whole_data_of(section, recipe.run.seed), pipeline), section.source
         except FinetuneError as error:
             say(f"{section.source} cannot be read here ({error}); digits are compared instead")
     return _some_of(open_source(_DIGITS), pipeline), _DIGITS
@@ -169,11 +177,11 @@ def _pictures(model: str, pipeline: Pipeline, paths: Sequence[str]) -> tuple[Ten
 
 def _decoded(path: str, error: str | None, size: int | None) -> np.ndarray:
     if error is not None:
-        raise DataError(f"--images: {path}: {error}; name another")
+        raise DataError(f"--images: {path}: {error}; name another", code="data.unreadable")
     try:
         return decode(path, size=size)
     except DataError as cause:
-        raise DataError(f"--images: {cause}; name another") from None
+        raise DataError(f"--images: {cause}; name another", code="data.unreadable") from None
 
 
 def _some_of(source: Source, pipeline: Pipeline) -> Tensor:
@@ -196,7 +204,7 @@ def _spread(things: Sequence[Any]) -> list[Any]:
 # Comparing ---------------------------------------------------------------------------------------
 
 
-def _difference(network: nn.Module, run: Run, images_N3hw: Tensor, told: str) -> float:
+def _difference(network: nn.Module, run: Run, images_N3hw: Tensor, compared_on: str) -> float:
     """The largest difference of a logit over batches of several sizes.
 
     Raises: WeightsError above the tolerance, or for a batch size that the export does not take.
@@ -210,15 +218,18 @@ def _difference(network: nn.Module, run: Run, images_N3hw: Tensor, told: str) ->
             found_BK = run(images_B3hw)
         except Exception as error:  # see exporters.write
             raise WeightsError(
-                f"{told}: the export does not take a batch of {size} ({innermost(error)}); "
-                "it is not written"
+                f"{compared_on}: the export does not take a batch of {size} ({innermost(error)}); "
+                "it is not written; try another --format",
+                code="weights.wrong_export",
             ) from error
         same = expected_BK.shape == found_BK.shape
         largest = float((expected_BK - found_BK).abs().max()) if same else float("inf")
         if not largest <= TOLERANCE:  # written so that NaN fails too
             raise WeightsError(
-                f"{told}: a logit of the export differs from the model's by {largest:.3g} in a "
-                f"batch of {size}, more than {TOLERANCE:g}; it is not written"
+                f"{compared_on}: a logit of the export differs from the model's by {largest:.3g} "
+                f"in a batch of {size}, more than {TOLERANCE:g}; it is not written; "
+                "try another --format",
+                code="weights.wrong_export",
             )
         worst = max(worst, largest)
     return worst
@@ -257,11 +268,11 @@ def _facts(model: str, built: Built, pipeline: Pipeline, names: list[str]) -> di
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in _VERSIONS:
         with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            versions[package] = version(package)
+    return versions
 
 
 def _publish(folder: Path, target: Path) -> None:
@@ -283,13 +294,3 @@ def _workshop(folder: Path) -> Iterator[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".export-", dir=folder) as at:
         yield Path(at)
-
-
-@contextlib.contextmanager
-def _writable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise SetupError(
-            f"--out: '{path}' cannot be written ({error.strerror or error}); choose another place"
-        ) from error

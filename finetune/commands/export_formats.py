@@ -36,7 +36,8 @@ def require_packages(format: str) -> None:
         except ImportError as error:
             raise SetupError(
                 f"--format {format}: {name} cannot be imported ({error}); "
-                "pip install 'finetune[export]'"
+                "pip install 'finetune[export]'",
+                code="setup.missing_package",
             ) from error
 
 
@@ -79,13 +80,15 @@ def write(
         other = next(name for name in SUFFIXES if name != format)
         raise WeightsError(
             f"{architecture}: does not export to {format} with a dynamic batch "
-            f"({innermost(error)}); try --format {other}"
+            f"({innermost(error)}); try --format {other}",
+            code="weights.unsupported",
         ) from error
     try:
         save(path)
     except RuntimeError as error:  # torch's own writer for a full disk
         raise SetupError(
-            f"--out: {path.name} cannot be written ({innermost(error)}); free space on the disk"
+            f"--out: {path.name} cannot be written ({innermost(error)}); free space on the disk",
+            code="setup.not_writable",
         ) from error
     return opset
 
@@ -127,7 +130,7 @@ def _traced(network: nn.Module, example: Tensor) -> torch.export.ExportedProgram
 
 
 def innermost(error: BaseException) -> str:
-    """What went wrong at first, in a line."""
+    """The first cause of an error, in a line."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).split()) or type(error).__name__
@@ -144,7 +147,9 @@ def opened(path: Path, format: str) -> Run:
         return _opened_torch(path) if format == "torch" else _opened_onnx(path)
     except Exception as error:  # see write
         raise WeightsError(
-            f"{path.name}: the export cannot be read back ({innermost(error)}); it is not written"
+            f"{path.name}: the export cannot be read back ({innermost(error)}); it is not "
+            "written; try another --format",
+            code="weights.wrong_export",
         ) from error
 
 

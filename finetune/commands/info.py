@@ -1,4 +1,4 @@
-"""What a model is: layers, parameters, MACs, tokens, preprocessing and where its weights are."""
+"""A model's layers, parameters, MACs, tokens, preprocessing, and the place of its weights."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from torch import hub
 
 from finetune.errors import FinetuneError
 from finetune.files import sha256_of
-from finetune.models.build import Built, build
+from finetune.models.build import build
 from finetune.models.head import classifier_names
 from finetune.models.profile import count_parameters, depth, survey
+from finetune.models.saved import Built
 from finetune.models.weights.resolve import WEIGHT_FILES, locate
 from finetune.recipe.identity import recipe_of
-from finetune.text import counted
+from finetune.text import counted, short_count
 from finetune.transforms.evaluation import default_eval
 
 __all__ = ["describe", "model_info"]
@@ -57,7 +58,7 @@ def model_info(
         count_parameters(parameters),
         count_parameters(p for p in parameters if p.requires_grad),
     )
-    found = survey(network, size)
+    layout = survey(network, size)
     own_size = recipe is not None and image_size is None
     sentence = recipe.data.eval if recipe is not None and own_size else None
     decode_size = recipe.data.decode_size if recipe is not None else None
@@ -72,10 +73,10 @@ def model_info(
             "trainable": trainable,
             "head": count_parameters(p for head in heads for p in head.parameters()),
         },
-        "macs": found["macs"],
-        "tokens": found["tokens"],
+        "macs": layout["macs"],
+        "tokens": layout["tokens"],
         "depth": depth(network),
-        "layers": found["layers"],
+        "layers": layout["layers"],
         "preprocessing": {
             "operations": sentence or default_eval(preprocessing),
             "mean": list(preprocessing.mean),
@@ -93,7 +94,7 @@ def _skeleton(name: str, image_size: int | tuple[int, int] | None, freeze: str |
         with torch.device("meta"):
             return build(name, pretrained=False, image_size=image_size, freeze=freeze)
     except (FinetuneError, RuntimeError):
-        # What is wrong with the model itself is said again here.
+        # an error of the model itself is raised again here
         built = build(name, pretrained=False, image_size=image_size, freeze=freeze)
         built.model.to("meta")
         return built
@@ -103,7 +104,7 @@ def _skeleton(name: str, image_size: int | tuple[int, int] | None, freeze: str |
 
 
 def _weights(name: str, provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """Where the weights come from, and their sha256 if they are on this machine."""
+    """The origin of the weights, and their sha256 if they are on this machine."""
     known = {key: provenance.get(key) for key in ("source", "repository", "revision", "license")}
     path, repository = _cached(name, known["repository"])
     if repository is not None:
@@ -142,8 +143,8 @@ def _of_registry(name: str) -> tuple[Path | None, str | None]:
 
 
 def _in_cache(repository: str, files: Sequence[str], revision: str | None) -> Path | None:
-    found = (try_to_load_from_cache(repository, file, revision=revision) for file in files)
-    return next((Path(path) for path in found if isinstance(path, str)), None)
+    cached = (try_to_load_from_cache(repository, file, revision=revision) for file in files)
+    return next((Path(path) for path in cached if isinstance(path, str)), None)
 
 
 def _sha256(path: Path) -> str:
@@ -155,25 +156,27 @@ def _sha256(path: Path) -> str:
 
 
 def describe(info: Mapping[str, Any]) -> str:
-    """What a model is, as text.
+    """Describe a model as text.
 
     Args:
         info: from `model_info`.
     Returns: a line for each fact, then a table of its layers; equal neighbours share a row.
     """
     height, width = info["image_size"]
-    found, prepared = info["parameters"], info["preprocessing"]
-    frozen = found["total"] - found["trainable"]
-    trained = f"{found['trainable']:,} trainable, {frozen:,} frozen" if frozen else "all trainable"
+    parameters, prepared = info["parameters"], info["preprocessing"]
+    frozen = parameters["total"] - parameters["trainable"]
+    trained = "all trainable"
+    if frozen:
+        trained = f"{parameters['trainable']:,} trainable, {frozen:,} frozen"
     classes = f"{info['num_classes']:,} classes" if info["num_classes"] else "no classifier"
     size = prepared["decode_size"]
     decoded = f"; JPEGs decoded to no less than {size} pixels a side" if size else ""
     mean, std = (", ".join(f"{x:.4g}" for x in prepared[key]) for key in ("mean", "std"))
     facts = {
         "architecture": f"{info['architecture']}, {height} x {width} px, {classes}",
-        "parameters": f"{found['total']:,} ({trained}; head {found['head']:,})",
-        "MACs": f"{_short(info['macs'])} an image ({info['macs']:,})",
-        "tokens": _said(info["tokens"]),
+        "parameters": f"{parameters['total']:,} ({trained}; head {parameters['head']:,})",
+        "MACs": f"{short_count(info['macs'])} an image ({info['macs']:,})",
+        "tokens": _tokens(info["tokens"]),
         "depth": _blocks(info["depth"]),
         "preprocessing": f"{prepared['operations']}, {prepared['interpolation']}",
         "": f"mean {mean}; std {std}{decoded}",
@@ -183,7 +186,7 @@ def describe(info: Mapping[str, Any]) -> str:
     return "\n".join([info["model"], *(f"  {line}" for line in lines), "", *_table(info["layers"])])
 
 
-def _said(tokens: Mapping[str, Any] | None) -> str:
+def _tokens(tokens: Mapping[str, Any] | None) -> str:
     if tokens is None:
         return "none (convolutions)"
     grid, prefix = tokens["grid"], tokens["prefix"]
@@ -206,15 +209,6 @@ def _place(weights: Mapping[str, Any]) -> str:
     return "none: timm has no pretrained weights under this name; it starts at random"
 
 
-def _short(count: int) -> str:
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= size:
-            return (
-                f"{count / size:.3g} {unit}" if count < 100 * size else f"{count / size:.1f} {unit}"
-            )
-    return str(count)
-
-
 def _table(layers: Sequence[Mapping[str, Any]]) -> list[str]:
     rows = [("layer", "kind", "output", "parameters", "MACs")]
     for group in _grouped(layers):
@@ -222,7 +216,7 @@ def _table(layers: Sequence[Mapping[str, Any]]) -> list[str]:
         last = group[-1]["name"].rsplit(".", 1)[-1]
         name, kind = first["name"], first["kind"]
         shape = " x ".join(map(str, first["output"]))
-        each = (f"{first['parameters']:,}", _short(first["macs"]))
+        each = (f"{first['parameters']:,}", short_count(first["macs"]))
         if many > 1:
             name, kind = f"{name}-{last}", f"{many} {kind}"
             each = (f"{many} x {each[0]}", f"{many} x {each[1]}")

@@ -1,7 +1,7 @@
-"""`finetune info RECIPE --plan`: what a run will take here, from a few of its steps.
+"""`finetune info RECIPE --plan`: memory, time and disk of a run, from a few of its steps.
 
 A process of its own opens the run as `train` would and takes real steps in a folder that is removed
-afterwards. Memory is added up from its parts; what another setting would need is rehearsed.
+afterwards. Other settings are overrides of the recipe, sent through the same predictor.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ import numpy as np
 import torch
 from torch import nn
 
-from finetune.bench.flops import synchronise
 from finetune.bench.ours import Ours
+from finetune.bench.predictor import Measured, Prediction, Predictor
 from finetune.bench.subprocess import Host
-from finetune.commands.plan_options import Baseline, rehearsed
+from finetune.bench.timer import synchronise
 from finetune.console import bar, say
 from finetune.data.feature_loader import AnyLoader, FeatureLoader
 from finetune.data.image_store import Store
-from finetune.errors import RecipeError, SetupError
+from finetune.errors import FinetuneError, RecipeError, SetupError
 from finetune.evaluation.evaluate import evaluate
-from finetune.evaluation.features import at_once, pre_logits
-from finetune.recipe.load import Recipe, load_recipe
+from finetune.evaluation.features import pre_logits
+from finetune.models.profile import count_parameters, depth
+from finetune.recipe.load import Recipe, load_recipe, parse_recipe
 from finetune.run.environment import DTYPES
-from finetune.text import counted
-from finetune.training.memory import Need, num_bytes
+from finetune.text import byte_size, counted, duration
 
-__all__ = ["Trial", "describe", "forecast"]
+__all__ = ["Trial", "decoded_bytes", "describe", "forecast", "other_settings"]
 
 _PARTS = {
     "program": "interpreter, libraries, threads",
@@ -44,60 +44,60 @@ _PARTS = {
     "moments": "the optimiser's",
     "average": "optim.ema_decay",
     "images": "decoded and kept",
-    "features": "computed once, in a file that is mapped",
+    "features": "computed once, in memory",
     "snapshot": "a checkpoint that is being written",
 }
 
 
-def describe(found: Mapping[str, Any]) -> str:
+def describe(plan: Mapping[str, Any]) -> str:
     """Write a forecast for a terminal.
 
     Args:
-        found: from `forecast`.
+        plan: from `forecast`.
     Returns: a block each for the run, memory, time and disk, then a table of other settings.
     """
-    height, width = found["image_size"]
-    device = found["machine"]["device"]
-    parameters = found["parameters"]
+    height, width = plan["image_size"]
+    device = plan["machine"]["device"]
+    parameters = plan["parameters"]
     frozen = parameters["total"] - parameters["trained"]
     lines = [
-        found["recipe"],
-        f"  {found['architecture']}, {height} x {width} px, {found['precision']}, "
+        plan["recipe"],
+        f"  {plan['architecture']}, {height} x {width} px, {plan['precision']}, "
         f"{device['name']} ({device['type']})",
         f"  {parameters['total']:,} parameters"
         + (f", {frozen:,} of them frozen" if frozen else ", all trained"),
-        f"  {found['num_images']:,} images, {found['batch_size']} a step, "
-        f"{found['micro_batch']} at once",
+        f"  {plan['num_images']:,} images, {plan['batch_size']} a step, "
+        f"{plan['micro_batch']} at once",
         "",
-        *_memory(found),
+        *_memory(plan),
         "",
-        *_time(found["time"], found["steps"]),
+        *_time(plan["time"], plan["steps"]),
         "",
-        *_disk(found["disk"]),
+        *_disk(plan["disk"]),
         "",
-        *_options(found),
+        *_options(plan),
     ]
     return "\n".join(lines)
 
 
-def _memory(found: Mapping[str, Any]) -> Iterator[str]:
-    memory = found["memory"]
+def _memory(plan: Mapping[str, Any]) -> Iterator[str]:
+    memory = plan["memory"]
     parts = memory["parts"]
     yield f"memory of the {memory['where']}, predicted"
     for name, about in _PARTS.items():
         if parts[name]:
-            yield f"  {name:14}{_size(parts[name]):>10}  {about}".rstrip()
-    each = f"{_size(parts['activations_per_image'])} an image"
-    yield f"  {'activations':14}{_size(parts['activations']):>10}  {each}"
+            yield f"  {name:14}{byte_size(parts[name]):>10}  {about}".rstrip()
+    each = f"{byte_size(parts['activations_per_image'])} an image"
+    yield f"  {'activations':14}{byte_size(parts['activations']):>10}  {each}"
     for phase, number in memory["phases"].items():
-        yield f"  {'in ' + phase:14}{_size(number):>10}"
-    yield f"  {'peak':14}{_size(memory['peak']):>10}"
+        yield f"  {'in ' + phase:14}{byte_size(number):>10}"
+    yield f"  {'peak':14}{byte_size(memory['peak']):>10}"
     measured = memory["measured"]
     if measured:
         training = memory["phases"]["training"]
         yield (
-            f"  {'measured':14}{_size(measured):>10}  in the steps of this trial; "
-            f"predicted for them {_percent(training / measured - 1)}"
+            f"  {'measured':14}{byte_size(measured):>10}  in the steps of this trial; "
+            f"predicted for them {training / measured - 1:+.0%}"
         )
 
 
@@ -105,29 +105,30 @@ def _time(time: Mapping[str, Any], steps: int) -> Iterator[str]:
     turns = ", ".join(f"{rate:,.1f}" for rate in time["turns"])
     yield f"time, from {counted(len(time['turns']), 'turn')} of {counted(steps, 'step')}"
     if time["features_seconds"]:
-        features = _duration(time["features_seconds"])
-        yield f"  {'features':14}{features:>10}  once; then they are kept"
-    yield f"  {'images/s':14}{time['images_per_second']:>10,.1f}  ({turns})"
-    yield f"  {'input':14}{time['input_share']:>10.0%}  of a step"
-    yield f"  {'evaluation':14}{time['evaluated_per_second']:>10,.1f}  images/s"
-    yield f"  {'an epoch':14}{_duration(time['epoch_seconds']):>10}"
+        features = duration(time["features_seconds"])
+        yield f"  {'features':14}{features:>12}  once; then they are kept"
+    yield f"  {'images/s':14}{time['images_per_second']:>12,.1f}  ({turns})"
+    yield f"  {'input':14}{time['input_share']:>12.0%}  of a step"
+    yield f"  {'evaluation':14}{time['evaluated_per_second']:>12,.1f}  images/s"
+    yield f"  {'an epoch':14}{duration(time['epoch_seconds']):>12}"
     evaluations = counted(time["evaluations"], "evaluation")
     yield (
-        f"  {'the run':14}{_duration(time['run_seconds']):>10}  "
+        f"  {'the run':14}{duration(time['run_seconds']):>12}  "
         f"{counted(time['run_steps'], 'step')}, {evaluations}"
     )
 
 
 def _disk(disk: Mapping[str, int]) -> Iterator[str]:
     yield "disk"
-    yield f"  {'a checkpoint':14}{_size(disk['checkpoint']):>10}"
-    yield f"  {'the run':14}{_size(disk['needed']):>10}  of {_size(disk['free_here'])} free here"
+    yield f"  {'a checkpoint':14}{byte_size(disk['checkpoint']):>10}"
+    free = byte_size(disk["free_here"])
+    yield f"  {'the run':14}{byte_size(disk['needed']):>10}  of {free} free here"
 
 
-def _options(found: Mapping[str, Any]) -> Iterator[str]:
-    peak, rate = found["memory"]["peak"], found["time"]["images_per_second"]
-    options = found["options"]
-    if found["time"]["features_seconds"]:
+def _options(plan: Mapping[str, Any]) -> Iterator[str]:
+    peak, rate = plan["memory"]["peak"], plan["time"]["images_per_second"]
+    options = plan["options"]
+    if plan["time"]["features_seconds"]:
         yield "only the classifier is trained: no other setting was tried"
         return
     if not options:
@@ -139,28 +140,9 @@ def _options(found: Mapping[str, Any]) -> Iterator[str]:
     for option in options:
         faster = option["images_per_second"]
         speed = f"{faster:>10,.1f}  x{faster / rate:<5.2f}" if faster else f"{'-':>10}        "
-        memory = f"{_size(option['peak']):>10}  x{option['peak'] / peak:<5.2f}"
+        memory = f"{byte_size(option['peak']):>10}  x{option['peak'] / peak:<5.2f}"
         halves = f"halves {' and '.join(option['halves'])}" if option["halves"] else ""
         yield f"  {option['change']:{wide}}  {memory}{speed} {halves}".rstrip()
-
-
-def _size(number: float) -> str:
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if number >= scale:
-            return f"{number / scale:,.1f} {unit}"
-    return f"{number:.0f} B"
-
-
-def _percent(share: float) -> str:
-    return f"{share:+.0%}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.1f} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.1f} min"
-    return f"{seconds / 3600:,.1f} h"
 
 
 _SECONDS = 3.0  # of steps, for each of the turns
@@ -168,6 +150,8 @@ _TURNS = 2
 _MOST = 40  # steps of a turn
 _WARMUP = 2
 _MOST_EVALUATED = 1024
+_WORTH = 0.98  # of memory or time: what leaves more is no line
+_INPUT_SHARE = 0.1  # of a step, from which on the input is worth a line
 
 
 def forecast(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -220,12 +204,14 @@ def _check(recipe: Recipe) -> None:
     if started > 1:
         raise SetupError(
             f"info --plan: looks at one process, and {started} were started; run it without "
-            "accelerate launch"
+            "accelerate launch",
+            code="setup.one_process",
         )
     if recipe.run.num_processes not in (None, 1):
         raise RecipeError(
             f"run.num_processes: info --plan looks at one process, and the recipe asks for "
-            f"{recipe.run.num_processes}; add run.num_processes=1"
+            f"{recipe.run.num_processes}; add run.num_processes=1",
+            code="recipe.conflict",
         )
 
 
@@ -234,7 +220,6 @@ class Trial(Ours):
 
     def __init__(self, line: Any, *, recipe: Recipe, folder: str) -> None:
         super().__init__(line, recipe=recipe, folder=folder)
-        self.rates: dict[str, float] = {}
         # of features, where the run trains on them
         self.rows: FeatureLoader | None = None  # to evaluate
         self.width = self.feature_bytes = 0
@@ -246,8 +231,10 @@ class Trial(Ours):
         """
         one = min(self._seconds_of_one() for _ in range(2))
         # between two steps, when the network, its moments and the images are all that is held
-        self.resident = _resident()
-        self.images = sum(self._kept(loader.store) for loader in self._feeds())
+        on_host = self.device.type == "cpu"
+        resident = _resident() if on_host else 0
+        loaders = [self.loader, *([self.val_loader] if "val" in self.setup.source.splits else [])]
+        images = sum(decoded_bytes(loader.store, self.device) for loader in loaders)
         first = 0.0
         if self.trainer.gives_features:
             first = self._seconds_of_features(one)
@@ -260,9 +247,18 @@ class Trial(Ours):
         # before anything else that takes memory
         self.peaks = self.memory()
         rate, without = (sum(rates) / len(rates) for rates in (real, synthetic))
-        images = min(max(int(3 * rate * _SECONDS), 1), _MOST_EVALUATED)
-        self.rates = {"real": rate, "synthetic": max(without, rate)}
-        self.rates["evaluation"] = self.evaluate(images=images)
+        count = min(max(int(3 * rate * _SECONDS), 1), _MOST_EVALUATED)
+        evaluated_per_second = self.evaluate(images=count)
+        self.measured = Measured(
+            real=rate,
+            synthetic=max(without, rate),
+            resident=resident,
+            images=images,
+            report=_report_bytes() if on_host else 0,
+            features=self.feature_bytes,
+            width=self.width,
+            in_memory=self.loader.store.images is not None,
+        )
         setup = self.setup
         evaluations = sum(setup.evaluates_after(step) for step in range(1, setup.steps + 1))
         splits = {name: len(split) for name, split in setup.source.splits.items()}
@@ -275,10 +271,10 @@ class Trial(Ours):
                 "images_per_second": rate,
                 "turns": real,
                 "input_share": max(0.0, 1 - rate / without),
-                "evaluated_per_second": self.rates["evaluation"],
+                "evaluated_per_second": evaluated_per_second,
                 "features_seconds": first,
                 "epoch_seconds": setup.num_samples / rate,
-                "run_seconds": first + seconds + evaluated / self.rates["evaluation"],
+                "run_seconds": first + seconds + evaluated / evaluated_per_second,
                 "run_steps": setup.steps,
                 "evaluations": evaluations,
             },
@@ -308,8 +304,8 @@ class Trial(Ours):
         if self.rows is None:
             return super().evaluate(images=images)
         size = self.recipe.data.eval_batch_size
-        found = evaluate(self.trainer.evaluated(), self.rows, self.accelerator, batch_size=size)
-        return float(found["images_per_second"])
+        metrics = evaluate(self.trainer.evaluated(), self.rows, self.accelerator, batch_size=size)
+        return float(metrics["images_per_second"])
 
     def _seconds_of_one(self) -> float:
         started = time.perf_counter()
@@ -318,99 +314,130 @@ class Trial(Ours):
         return time.perf_counter() - started
 
     def predict(self) -> dict[str, Any]:
-        """Add the memory up, and see what other settings would make of it.
+        """Predict this run, and the same run with other settings.
 
         Returns: "parameters", "memory", "disk", "micro_batch" and "options".
         """
         network = self.accelerator.unwrap_model(self.trainer.model)
-        cut = self.setup.sampler.micro_batches(0, micro_batch=self.trainer.micro_batch)
-        self.part = max(len(indices) for _, indices in cut)
-        given: dict[str, Any] = {"dtype": DTYPES[self.precision], "images": self.part}
-        self.line.tick()
-        # a classifier's step takes its features, in float32 and in the dtype it computes with
-        need = Need(0, 8 * self.width) if self.width else rehearsed(self.setup, network, **given)
-        evaluation = rehearsed(self.setup, network, train=False, **given)
-        splits = self.setup.source.splits
-        sizes = [len(splits[name]) for name in ("val", "test") if name in splits]
-        parts = {**self._parts(network), "features": self.feature_bytes}
-        checkpoint = sum(parts[key] for key in ("weights", "moments", "average"))
-        on_host = self.device.type == "cpu"
-        baseline = Baseline(
-            setup=self.setup,
-            network=network,
+        predictor = Predictor(
+            self.setup,
+            network,
             dtype=DTYPES[self.precision],
-            part=self.part,
-            evaluated=min(self.recipe.data.eval_batch_size, max(sizes, default=0)),
-            parts=parts,
-            report=_report_bytes() if on_host else 0,
-            need=need,
-            evaluation=evaluation,
-            real=self.rates["real"],
-            synthetic=self.rates["synthetic"],
-            in_memory=self.loader.store.images is not None,
-            features_at_once=at_once(self.device, self.recipe.data) if self.width else 0,
+            micro_batch=self.trainer.micro_batch,
+            measured=self.measured,
             tick=self.line.tick,
         )
-        phases = baseline.phases(parts, need.at(self.part))
-        model = parts["average"] or parts["weights"]
+        own = predictor.predict(self.recipe)
+        where = "host" if self.device.type == "cpu" else "device"
         kept = self.recipe.run.keep_checkpoints + 2  # the best one, and one that is being written
+        model = own.parts["average"] or own.parts["weights"]
         return {
             "parameters": {
-                "total": sum(p.numel() for p in network.parameters()),
-                "trained": sum(p.numel() for p in network.parameters() if p.requires_grad),
+                "total": count_parameters(network.parameters()),
+                "trained": count_parameters(p for p in network.parameters() if p.requires_grad),
             },
-            "micro_batch": self.part,
+            "micro_batch": own.micro_batch,
             "memory": {
-                "where": "host" if on_host else "device",
+                "where": where,
                 "parts": {
-                    **parts,
-                    "activations": need.at(self.part),
-                    "activations_per_image": need.per_image,
+                    **own.parts,
+                    "activations": own.need.at(own.micro_batch),
+                    "activations_per_image": own.need.per_image,
                 },
-                "phases": phases,
-                "peak": max(phases.values()),
+                "phases": own.phases,
+                "peak": own.peak,
                 # of steps that compute the features anew there is nothing in a run
-                "measured": None if self.width else self.peaks["host" if on_host else "device"],
+                "measured": None if self.width else self.peaks[where],
             },
-            "disk": {"checkpoint": checkpoint, "needed": kept * checkpoint + 2 * model},
-            "options": baseline.options(),
+            "disk": {"checkpoint": own.checkpoint, "needed": kept * own.checkpoint + 2 * model},
+            # a classifier that is trained on features takes next to nothing
+            "options": [] if self.width else other_settings(predictor, own, network),
         }
 
-    def _parts(self, network: nn.Module) -> dict[str, int]:
-        """Bytes of what is there in every step."""
-        averages = [] if self.trainer.ema is None else self.trainer.ema.module.state_dict().values()
-        moments = self.trainer.optimizer.optimizer.state.values()
-        state = [value for each in moments for value in each.values() if torch.is_tensor(value)]
-        kept = {
-            "weights": num_bytes(network.state_dict().values()),
-            "moments": num_bytes(state),
-            "average": num_bytes(averages),
-        }
-        parts = {"program": 0, **kept, "images": self.images, "snapshot": 0}
-        if self.device.type == "cpu":
-            # interpreter, libraries, threads and what the allocator keeps
-            parts["program"] = max(self.resident - sum(parts.values()), 0)
-            if self._saves_before_the_end():  # it is written while training goes on
-                parts["snapshot"] = sum(kept.values())
-        trained = (p for p in network.parameters() if p.requires_grad)
-        return {**parts, "gradients": num_bytes(trained)}
 
-    def _feeds(self) -> list[Any]:
-        """What `train` keeps open: its own images and those of validation."""
-        return [self.loader, *([self.val_loader] if "val" in self.setup.source.splits else [])]
+def other_settings(
+    predictor: Predictor, own: Prediction, network: nn.Module
+) -> list[dict[str, Any]]:
+    """Predict other settings of a run.
 
-    def _kept(self, store: Store) -> int:
-        """Bytes of decoded images, where this device's memory holds them."""
-        images = store.images
-        if images is None:
-            return 0
-        whole = [images] if isinstance(images, torch.Tensor) else images
-        # not num_bytes: an image that is made when it is asked for has another one's id afterwards
-        return sum(image.nbytes for image in whole if image.device.type == self.device.type)
+    Args:
+        predictor: of the run.
+        own: its prediction of the run's recipe.
+        network: of the run.
+    Returns: those that take less memory or time, the most helpful first, each {"change", "peak" in
+        bytes, "images_per_second" or None, "halves": "memory", "time", both or neither}.
+    """
+    recipe, rate = predictor.setup.recipe, predictor.measured.real
+    gains, options = [], []
+    for change, overrides, free_input in _changes(predictor, own, network):
+        try:
+            changed = parse_recipe(recipe.to_yaml(), overrides=overrides)
+            other = predictor.predict(changed, free_input=free_input)
+        except (FinetuneError, AssertionError):  # not with this network
+            continue
+        faster = other.images_per_second
+        gain = min(other.peak / own.peak, rate / (faster or rate))
+        if gain > _WORTH:
+            continue
+        halves = {"memory": 2 * other.peak <= own.peak, "time": (faster or 0) >= 2 * rate}
+        gains.append(gain)
+        options.append(
+            {
+                "change": change,
+                "peak": other.peak,
+                "halves": [name for name, is_half in halves.items() if is_half],
+                "images_per_second": faster,
+            }
+        )
+    return [options[place] for place in sorted(range(len(gains)), key=gains.__getitem__)]
 
-    def _saves_before_the_end(self) -> bool:
-        setup = self.setup
-        return any(setup.saves_after(step) for step in range(1, setup.steps))
+
+def _changes(
+    predictor: Predictor, own: Prediction, network: nn.Module
+) -> Iterator[tuple[str, list[str], bool]]:
+    """Settings to try: for the user, as overrides of the recipe, and if they free the input."""
+    recipe, measured = predictor.setup.recipe, predictor.measured
+    overrides = []
+    if hasattr(network, "set_grad_checkpointing"):
+        overrides.append("model.grad_checkpointing=true")
+    if recipe.model.freeze == "none":
+        overrides += [f"model.freeze={sum(depth(network)) // 2}", "model.freeze=backbone"]
+    if predictor.dtype == torch.float32:
+        overrides.append("run.precision=bf16")
+    yield from ((override, [override], False) for override in overrides)
+    height, width = predictor.setup.preprocessing.image_size
+    size = _smaller(network, height, width)
+    if size != [height, width]:
+        override = f"model.image_size={size[0] if size[0] == size[1] else size}"
+        is_named = str(height) in (recipe.data.train or "")
+        yield override + (" and in data.train" if is_named else ""), [override], False
+    overrides = [
+        f"data.micro_batch={-(-own.micro_batch // 2)}",
+        f"data.eval_batch_size={max(own.evaluated // 2, 1)}",
+    ]
+    yield from ((override, [override], False) for override in overrides)
+    yield "optim.name=sgd", ["optim.name=sgd", "optim.betas=null", "optim.args={}"], False
+    yield "data.keep=none", ["data.keep=none"], False
+    if 1 - measured.real / measured.synthetic > _INPUT_SHARE:
+        if measured.in_memory:
+            yield "an input that costs nothing (data.train)", [], True
+        else:
+            yield "data.keep=memory", ["data.keep=memory"], True
+
+
+def _smaller(network: nn.Module, height: int, width: int) -> list[int]:
+    """The image size with about half as many pixels that patches divide."""
+    patch = getattr(getattr(network, "patch_embed", None), "patch_size", 32)
+    step = max(patch) if isinstance(patch, tuple | list) else int(patch)
+    return [max(int(side / 2**0.5 / step), 1) * step for side in (height, width)]
+
+
+def decoded_bytes(store: Store, device: torch.device) -> int:
+    """Bytes of decoded images, where this device's memory holds them."""
+    images = store.images
+    if images is None:
+        return 0
+    return images.nbytes if images.device.type == device.type else 0
 
 
 def _rows(loader: AnyLoader, width: int) -> FeatureLoader:
@@ -432,7 +459,7 @@ def _resident() -> int:
 
 
 def _report_bytes() -> int:
-    """What the libraries take that draw the report at the end of a run."""
+    """Bytes of the libraries that draw the report at the end of a run."""
     before = _resident()
     importlib.import_module("finetune.report.page")
     importlib.import_module("matplotlib.pyplot")

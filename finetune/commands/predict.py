@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from finetune.commands.contact_sheet import ContactSheet
 from finetune.commands.predict_io import (
@@ -28,9 +26,11 @@ from finetune.commands.predict_io import (
     refuse_inputs,
     writing,
 )
+from finetune.console import terminal_bar
 from finetune.data.decode import decode, planes
 from finetune.errors import DataError, FinetuneError, RecipeError, SetupError, WeightsError
-from finetune.models.build import Built, build
+from finetune.models.build import build
+from finetune.models.saved import Built
 from finetune.run.environment import pick_precision
 from finetune.run.pipeline import pipeline_of
 from finetune.text import printable
@@ -98,7 +98,8 @@ class Classifier:
         if calibrated and temperature is None:
             raise WeightsError(
                 f"{model}: has no temperature to calibrate with; fit one on its validation split: "
-                f"finetune eval {model} --fit-temperature"
+                f"finetune eval {model} --fit-temperature",
+                code="weights.no_temperature",
             )
         chosen = temperature if calibrated else None
         return cls(built.model, pipeline, class_names, device=device, temperature=chosen)
@@ -136,12 +137,12 @@ class Classifier:
         Raises: RecipeError if top_k or batch_size is below 1; WeightsError if an output is not
             finite.
         """
-        found = find_files([paths] if isinstance(paths, (str, Path)) else paths)
-        return list(self.rows(found, top_k=top_k, batch_size=batch_size, progress=progress))
+        files = find_files([paths] if isinstance(paths, (str, Path)) else paths)
+        return list(self.rows(files, top_k=top_k, batch_size=batch_size, progress=progress))
 
     def rows(
         self,
-        found: Sequence[Found],
+        files: Sequence[Found],
         *,
         top_k: int = 3,
         batch_size: int = 64,
@@ -151,7 +152,7 @@ class Classifier:
         """Classify images one batch after another, for lists that do not fit into memory.
 
         Args:
-            found: from `find_files`.
+            files: from `find_files`.
             top_k, batch_size, progress: see `predict`.
             look: is shown every decoded image, (H, W, 3) uint8, with its place in the list; called
                 from several threads.
@@ -160,12 +161,14 @@ class Classifier:
         """
         for name, number in (("top_k", top_k), ("batch_size", batch_size)):
             if number < 1:
-                raise RecipeError(f"{name}: got {number}; expected 1 or more")
-        return self._rows(found, top_k, batch_size, progress, look)
+                raise RecipeError(
+                    f"{name}: got {number}; expected 1 or more", code="recipe.wrong_value"
+                )
+        return self._rows(files, top_k, batch_size, progress, look)
 
     def _rows(
         self,
-        found: Sequence[Found],
+        files: Sequence[Found],
         top_k: int,
         batch_size: int,
         progress: bool,
@@ -173,9 +176,8 @@ class Classifier:
     ) -> Iterator[Row]:
         held: list[Row] = []  # rows that wait for a batch to be full
         waiting: list[tuple[Row, Tensor]] = []
-        hidden = None if progress else True
-        with tqdm(total=len(found), unit="image", file=sys.stderr, disable=hidden) as shown:
-            for path, image in self._read(found, look):
+        with terminal_bar(len(files), shown=progress) as shown:
+            for path, image in self._read(files, look):
                 row: Row = {"path": path}
                 held.append(row)
                 if isinstance(image, str):
@@ -192,14 +194,14 @@ class Classifier:
             yield from held
 
     def _read(
-        self, found: Sequence[Found], look: Callable[[int, np.ndarray], None] | None
+        self, files: Sequence[Found], look: Callable[[int, np.ndarray], None] | None
     ) -> Iterator[tuple[str, Tensor | str]]:
         """Prepare files in order: (3, h, w) on the device, or what is wrong with the file."""
         # a few at a time: 64 decoded photos of 48 megapixels would be 9 GB
         ahead: deque[tuple[str, Future[Tensor | str]]] = deque()
         size = self.pipeline.decode_size
         with ThreadPoolExecutor(_DECODERS) as pool:
-            for place, (path, error) in enumerate(found):
+            for place, (path, error) in enumerate(files):
                 ahead.append((path, pool.submit(_decoded, path, error, place, size, look)))
                 if len(ahead) == _DECODERS:
                     yield self._prepared(*ahead.popleft())
@@ -225,10 +227,14 @@ class Classifier:
         except torch.OutOfMemoryError as error:
             raise SetupError(
                 f"the memory of {self.device} does not hold {len(waiting)} images at once; take "
-                "fewer with --batch-size"
+                "fewer with --batch-size",
+                code="setup.memory",
             ) from error
         if not bool(logits_BK.isfinite().all()):
-            raise WeightsError("the model's outputs are not finite; its weights are damaged")
+            raise WeightsError(
+                "the model's outputs are not finite; its weights are damaged",
+                code="weights.not_finite",
+            )
         scaled_BK = logits_BK / (1.0 if self.temperature is None else self.temperature)
         # stable, so that equal classes come by index on every device
         confidence_BK, index_BK = scaled_BK.softmax(1).sort(dim=1, descending=True, stable=True)
@@ -243,7 +249,7 @@ class Classifier:
 def evaluation(
     model: str | Path, built: Built, *, as_recorded: bool = True
 ) -> tuple[Pipeline, list[str]]:
-    """How a model is evaluated: its pipeline, and the names of its classes.
+    """The evaluation pipeline of a model, and the names of its classes.
 
     Args:
         model: a run directory is evaluated as its recipe says, everything else as the weights'
@@ -255,7 +261,8 @@ def evaluation(
     num_classes = int(getattr(built.model, "num_classes", 0) or 0)
     if not num_classes:
         raise WeightsError(
-            f"{model}: these weights have no classifier; fine-tune them first: finetune train"
+            f"{model}: these weights have no classifier; fine-tune them first: finetune train",
+            code="weights.no_classifier",
         )
     names = built.class_names or [str(index) for index in range(num_classes)]
     if as_recorded:
@@ -294,13 +301,13 @@ def predict(
     """
     target = None if out is None else check_target(out, option="--out")
     picture = None if sheet is None else check_target(sheet, option="--sheet", suffixes=[".png"])
-    found = list_files(paths)
-    refuse_inputs((path for path, _ in found), {"--out": target, "--sheet": picture})
+    files = list_files(paths)
+    refuse_inputs((path for path, _ in files), {"--out": target, "--sheet": picture})
     classifier = Classifier.load(model, device=device, calibrated=calibrated)
     rows = Rows(classifier.class_names)
-    drawing = ContactSheet() if picture is not None else None
+    drawing = ContactSheet(classifier.class_names) if picture is not None else None
     look = None if drawing is None else drawing.look
-    stream = classifier.rows(found, top_k=top_k, batch_size=batch_size, progress=True, look=look)
+    stream = classifier.rows(files, top_k=top_k, batch_size=batch_size, progress=True, look=look)
     depth = min(top_k, len(classifier.class_names))
     with contextlib.ExitStack() as stack:
         takers: list[Callable[[Row], None]] = [rows.append]

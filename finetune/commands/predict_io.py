@@ -1,4 +1,4 @@
-"""Files to predict as they are given, and predictions as CSV, JSONL or text."""
+"""Files to predict, as the user names them, and predictions as CSV, JSONL or text."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import Any, overload
 
 from finetune.data.items import walk_images
 from finetune.errors import DataError, RecipeError, SetupError, visible
+from finetune.text import confidence
 
 __all__ = [
     "Found",
@@ -119,14 +120,25 @@ def check_target(path: str | Path, *, option: str, suffixes: Sequence[str] = SUF
     Raises: RecipeError for another suffix, SetupError where the file cannot be.
     """
     if path == "":
-        raise RecipeError(f"{option}: is empty; name a file, or leave it out")
+        raise RecipeError(
+            f"{option}: is empty; name a file, or leave it out", code="recipe.wrong_value"
+        )
     path = Path(path)
     if path.suffix.lower() not in suffixes:
-        raise RecipeError(f"{option}: '{path}' has an unknown suffix; use {' or '.join(suffixes)}")
+        raise RecipeError(
+            f"{option}: '{path}' has an unknown suffix; use {' or '.join(suffixes)}",
+            code="recipe.wrong_value",
+        )
     if not path.parent.is_dir():
-        raise SetupError(f"{option}: the folder '{path.parent}' does not exist; make it first")
+        raise SetupError(
+            f"{option}: the folder '{path.parent}' does not exist; make it first",
+            code="setup.not_writable",
+        )
     if path.is_dir():
-        raise SetupError(f"{option}: '{path}' cannot be written (a folder); choose another name")
+        raise SetupError(
+            f"{option}: '{path}' cannot be written (a folder); choose another name",
+            code="setup.not_writable",
+        )
     return path
 
 
@@ -142,7 +154,10 @@ def refuse_inputs(read: Iterable[str], targets: Mapping[str, Path | None]) -> No
     for path in read if written else ():
         option = written.get(os.path.realpath(path))
         if option is not None:
-            raise RecipeError(f"{option}: would replace the image {one_line(path)}; name another")
+            raise RecipeError(
+                f"{option}: would replace the image {one_line(path)}; name another",
+                code="recipe.conflict",
+            )
 
 
 @contextlib.contextmanager
@@ -207,7 +222,8 @@ def refusals(path: Path, option: str) -> Iterator[None]:
     except OSError as error:
         raise SetupError(
             f"{option}: '{path}' cannot be written ({error.strerror or error}); choose another "
-            "place"
+            "place",
+            code="setup.not_writable",
         ) from error
 
 
@@ -241,7 +257,7 @@ def _jsonl_line(row: Row, depth: int) -> str:
 
 
 def unreadable(rows: Iterable[Row]) -> DataError | None:
-    """What to raise once everything else is written: the files that could not be read."""
+    """The error to raise once everything else is written, which names the files not read."""
     lines, count = [], 0
     for row in rows:
         if "error" in row:
@@ -253,7 +269,9 @@ def unreadable(rows: Iterable[Row]) -> DataError | None:
     if count > _LISTED:
         lines.append(f"  … and {count - _LISTED} more, which a file of --out names")
     which = "1 file was" if count == 1 else f"{count} files were"
-    return DataError("\n".join([f"{which} not classified; mend or leave out:", *lines]))
+    return DataError(
+        "\n".join([f"{which} not classified; mend or leave out:", *lines]), code="data.unreadable"
+    )
 
 
 def describe(
@@ -274,10 +292,10 @@ def describe(
 
 
 def _table_line(row: Row, width: int) -> str:
-    found = (
-        f"{one_line(one['label'])} {100 * one['confidence']:.1f} %" for one in row["predictions"]
+    labels = (
+        f"{one_line(one['label'])} {confidence(one['confidence'])}" for one in row["predictions"]
     )
-    return f"{one_line(row['path']):{width}}  " + "  ".join(found)
+    return f"{one_line(row['path']):{width}}  " + "  ".join(labels)
 
 
 def one_line(text: str) -> str:
@@ -298,14 +316,14 @@ def list_files(paths: Sequence[str]) -> list[Found]:
     Raises: DataError if the list on standard input is empty, RecipeError if it is named twice.
     """
     if list(paths).count("-") > 1:
-        raise RecipeError("-: standard input is read once; name it once")
-    found: list[Found] = []
+        raise RecipeError("-: standard input is read once; name it once", code="recipe.conflict")
+    files: list[Found] = []
     for path in paths:
         if path == "-":
-            found += find_files(_listed_on_stdin(), patterns=False)
+            files += find_files(_listed_on_stdin(), patterns=False)
         else:
-            found += find_files([path])
-    return found
+            files += find_files([path])
+    return files
 
 
 def find_files(paths: Iterable[str | Path], *, patterns: bool = True) -> list[Found]:
@@ -316,24 +334,24 @@ def find_files(paths: Iterable[str | Path], *, patterns: bool = True) -> list[Fo
         patterns: False takes every path as it is.
     Returns: (path, None), or (path, error) for a name behind which there is nothing.
     """
-    found: list[Found] = []
+    files: list[Found] = []
     for path in [os.fspath(path) for path in paths]:
         matches = [path]
         if patterns and not os.path.lexists(path) and glob.has_magic(path):
             matches = sorted(glob.glob(path, recursive=True))
             if not matches:
-                found.append((path, "no file matches this pattern"))
+                files.append((path, "no file matches this pattern"))
         for match in matches:
             if not os.path.isdir(match):
-                found.append((match, None))
+                files.append((match, None))
                 continue
             try:
                 inside = sorted(walk_images(Path(match), Counter()))
             except DataError as error:
-                found.append((match, str(error)))
+                files.append((match, str(error)))
                 continue
-            found += [(file, None) for file in inside] or [(match, "a folder without images")]
-    return found
+            files += [(file, None) for file in inside] or [(match, "a folder without images")]
+    return files
 
 
 def _listed_on_stdin() -> list[str]:
@@ -345,5 +363,7 @@ def _listed_on_stdin() -> list[str]:
         names = [line.removesuffix(b"\r") for line in listed.split(b"\n")]
     paths = [os.fsdecode(name) for name in names if name]
     if not paths:
-        raise DataError("-: the list on standard input is empty; write one path on each line")
+        raise DataError(
+            "-: the list on standard input is empty; write one path on each line", code="data.empty"
+        )
     return paths

@@ -1,4 +1,4 @@
-"""What frozen features are worth: few-shot accuracy, a linear probe, nearest neighbours."""
+"""Measure frozen features: few-shot accuracy, a linear probe, nearest neighbours."""
 
 # N images, D width, K classes
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from finetune.data.from_recipe import data_of, section_of, whole_data_of
 from finetune.data.source import Source
 from finetune.data.splits import split_train
-from finetune.errors import DataError, RecipeError, SetupError, nearest
+from finetune.errors import DataError, RecipeError, nearest
 from finetune.evaluation.features import Features, identity_of, places_of, split_features
 from finetune.evaluation.linear_probe import (
     BIAS,
@@ -26,7 +26,7 @@ from finetune.evaluation.linear_probe import (
     logistic_regression,
     neighbours,
 )
-from finetune.files import disk_errors, write_atomically
+from finetune.files import make_folder, write_atomically
 from finetune.models.build import build
 from finetune.recipe.identity import recipe_of
 from finetune.recipe.load import DataSection, RunSection
@@ -80,18 +80,20 @@ def probe_model(
         `out` cannot be written.
     """
     _check_arguments(shots, seeds, split, knn)
-    folder = None if out is None else _made(Path(out))
+    folder = None if out is None else Path(out)
+    if folder is not None:
+        make_folder(folder, option="--out")
     task = _open(model, data, split)
     _check_counts(task.source, task.source.splits["train"].labels, shots, knn)
     accelerator = launch(RunSection(precision="fp32", threads=task.threads))
     identity, features = _features(model, task, accelerator, with_val=linear)
-    told = {"model": model, "data": task.section.source, "split": task.split}
+    facts = {"model": model, "data": task.section.source, "split": task.split}
     if not features:
-        return {**told, "shots": {}}
+        return {**facts, "shots": {}}
     figures = _figures(task, features, shots=shots, seeds=seeds, linear=linear, knn=knn)
     figures["protocol"] |= {key: identity[key] for key in ("eval", "weights")}
     machine = describe_machine(accelerator.device, accelerator.num_processes)
-    result = {**told, **figures, "machine": machine}
+    result = {**facts, **figures, "machine": machine}
     if folder is not None:
         text = json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         write_atomically(folder / "probe.json", text)
@@ -121,11 +123,11 @@ def describe(result: Mapping[str, Any]) -> str:
             f"{knn['k']} nearest neighbours: {knn['weighted']:.4f} weighted with temperature "
             f"{knn['temperature']:g}, {knn['plain']:.4f} with one vote each"
         )
-    told = (
+    times = (
         f"{name} {'from the cache' if one['cached'] else 'computed'} in {one['seconds']:.1f} s"
         for name, one in features.items()
     )
-    lines += ["", f"features: {', '.join(told)}"]
+    lines += ["", f"features: {', '.join(times)}"]
     return "\n".join(lines)
 
 
@@ -133,7 +135,10 @@ def shots_of(text: str) -> tuple[int, ...]:
     """Read "1,5,10". Raises: RecipeError if it is no list of numbers."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
-        raise RecipeError(f"--shots: got '{text[:60]}'; expected numbers such as 1,5,10,25")
+        raise RecipeError(
+            f"--shots: got '{text[:60]}'; expected numbers such as 1,5,10,25",
+            code="recipe.wrong_value",
+        )
     return tuple(int(part) for part in parts)
 
 
@@ -142,30 +147,26 @@ def shots_of(text: str) -> tuple[int, ...]:
 
 def _check_arguments(shots: Sequence[int], seeds: int, split: str | None, knn: int | None) -> None:
     if not shots or min(shots) < 1 or len(set(shots)) < len(shots):
-        given = ",".join(map(str, shots))
-        raise RecipeError(f"--shots: got '{given}'; expected different numbers of 1 or more")
+        listed = ",".join(map(str, shots))
+        raise RecipeError(
+            f"--shots: got '{listed}'; expected different numbers of 1 or more",
+            code="recipe.wrong_value",
+        )
     for option, number in (("--seeds", seeds), ("--knn", knn)):
         if number is not None and number < 1:
-            raise RecipeError(f"{option}: got {number}; expected 1 or more")
+            raise RecipeError(
+                f"{option}: got {number}; expected 1 or more", code="recipe.wrong_value"
+            )
     if split is not None and split not in SPLITS:
         raise RecipeError(
-            f"--split: unknown '{split}'{nearest(split, SPLITS)}; known: {', '.join(SPLITS)}"
+            f"--split: unknown '{split}'{nearest(split, SPLITS)}; known: {', '.join(SPLITS)}",
+            code="recipe.unknown_name",
         )
-
-
-def _made(folder: Path) -> Path:
-    """Make a folder before anything is computed for it."""
-    with disk_errors(folder, needed=1 << 20):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError) as error:
-            raise SetupError(f"{folder}: is not a folder; choose another --out") from error
-    return folder
 
 
 @dataclass(frozen=True)
 class _Task:
-    """What is measured on what; `seed` splits the data."""
+    """Data, splits and settings of a probe; `seed` splits the data."""
 
     source: Source
     split: str
@@ -178,11 +179,12 @@ def _open(model: str, data: str | None, split: str | None) -> _Task:
     """Open the data as the run does if it is the run's own, and find the split to measure on."""
     recipe = recipe_of(model)
     section, seed = section_of(model, recipe, data)
-    source = data_of(section, seed) if split == "val" else whole_data_of(section)
+    source = data_of(section, seed) if split == "val" else whole_data_of(section, seed)
     have = ", ".join(source.splits)
     if "train" not in source.splits:
         raise DataError(
-            f"{source.name}: has no train split to take shots from, only {have}; add one"
+            f"{source.name}: has no train split to take shots from, only {have}; add one",
+            code="data.no_split",
         )
     if split is None:
         split = next((name for name in ("test", "val") if name in source.splits), None)
@@ -190,7 +192,8 @@ def _open(model: str, data: str | None, split: str | None) -> _Task:
         missing = "neither test nor val" if split is None else f"no split '{split}'"
         raise DataError(
             f"{source.name}: has {missing} to measure on, only {have}; add one, or measure on a "
-            "part of train with --split val"
+            "part of train with --split val",
+            code="data.no_split",
         )
     return _Task(source, split, section, seed, recipe.run.threads if recipe else None)
 
@@ -209,14 +212,19 @@ def _check_counts(
         raise DataError(
             f"{source.name}: {max(shots)} shots need as many images of each class in train, and "
             f"{len(few)} of {len(counts)} classes have fewer: {named}{'…' if few[5:] else ''}; "
-            "take fewer with --shots, or add images"
+            "take fewer with --shots, or add images",
+            code="data.too_few_images",
         )
     if np.count_nonzero(counts) < 2:
-        raise DataError(f"{source.name}: only one class has images in train; add another's")
+        raise DataError(
+            f"{source.name}: only one class has images in train; add another's",
+            code="data.one_class",
+        )
     if knn is not None and knn > len(labels_N):
         raise DataError(
             f"{source.name}: {knn} neighbours were asked for and train has {len(labels_N)} "
-            "images; take fewer with --knn"
+            "images; take fewer with --knn",
+            code="data.too_few_images",
         )
 
 
@@ -226,7 +234,7 @@ def _check_counts(
 def _features(
     model: str, task: _Task, accelerator: Accelerator, *, with_val: bool
 ) -> tuple[dict[str, Any], dict[str, Features]]:
-    """What the features depend on, and those of each split that is needed; on rank 0 alone."""
+    """The features of each split, and what they depend on; on rank 0 alone."""
     built = build(model)
     identity = identity_of(built, task.section.eval) if accelerator.is_main_process else {}
     pipeline = make_pipeline(built.preprocessing, task.section.eval)
@@ -235,7 +243,7 @@ def _features(
     names = dict.fromkeys(["train", task.split])
     if with_val and "val" in task.source.splits:
         names["val"] = None
-    found = {
+    features = {
         name: split_features(
             task.source.splits[name],
             network=network,
@@ -246,7 +254,7 @@ def _features(
         )
         for name in names
     }
-    return identity, {name: one for name, one in found.items() if one is not None}
+    return identity, {name: one for name, one in features.items() if one is not None}
 
 
 def _figures(
@@ -307,5 +315,5 @@ def _linear(task: _Task, features: Mapping[str, Features]) -> dict[str, Any]:
         places = np.flatnonzero(~in_val)
         chosen_on, choose = f"{_VAL_FRACTION:.0%} of train", train.at(np.flatnonzero(in_val))
     pairs = ((one.values_ND, one.labels_N) for one in (train, test))
-    found = logistic_regression(next(pairs), (places, choose), next(pairs))
-    return {**found, "chosen_on": chosen_on, "val_images": len(choose[1])}
+    fitted = logistic_regression(next(pairs), (places, choose), next(pairs))
+    return {**fitted, "chosen_on": chosen_on, "val_images": len(choose[1])}

@@ -62,7 +62,7 @@ class _Done:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What came of one entry: a run for each seed and the grid's rows if it has one, or a probe."""
+    """The outcome of an entry: a run for each seed and the grid's rows if any, or a probe."""
 
     entry: Entry
     finals: list[_Done]
@@ -70,7 +70,7 @@ class _Outcome:
     probe: dict[str, Any] | None = None
 
     def measured(self, folder: Path) -> Measured:
-        """What the page reads: run directories, or that of a probe."""
+        """The directories that the page reads: of runs, or of a probe."""
         paths = [done.path for done in self.finals] or [folder / self.entry.name]
         return Measured(self.entry, paths)
 
@@ -119,7 +119,7 @@ def reproduce(
         if entry.name in wanted_runs:
             number = wanted_runs.index(entry.name) + 1
             say(f"{plan_name}: {entry.name}, {number} of {len(wanted_runs)}")
-        run_of = _trained if entry.name in wanted_runs else _copied if done else _found
+        run_of = _trained if entry.name in wanted_runs else _copied if done else _done_run
         recipe_of_run = functools.partial(_recipe, entry, path, added, sources or {})
         outcome = _outcome(entry, recipe_of_run, folder, run_of)
         if outcome is not None:
@@ -127,24 +127,30 @@ def reproduce(
         elif done:
             say(f"{entry.name}: left out: nothing of it is done, or the plan is another by now")
     leave()
-    told = _told(plan, scale, folder, outcomes)
+    answer = _answer(plan, scale, folder, outcomes)
     if page is not None and is_first_rank():
         measured = [one.measured(folder) for one in outcomes]
         notice = SMOKE if small else None
         write_atomically(Path(page), page_of(plan, path, measured, notice=notice))
-    return {**told, "page": page and str(page)}
+    return {**answer, "page": page and str(page)}
 
 
 def _check_request(
     path: Path, known: Sequence[str], only: Sequence[str], scale: str, out: str | Path | None
 ) -> None:
     if scale not in ("full", "smoke"):
-        raise RecipeError(f"--scale: unknown '{scale}'{nearest(scale, ['full', 'smoke'])}")
+        raise RecipeError(
+            f"--scale: unknown '{scale}'{nearest(scale, ['full', 'smoke'])}",
+            code="recipe.unknown_name",
+        )
     for wanted in only:
         if wanted not in known:
-            raise RecipeError(f"--only: {path} has no run '{wanted}'{nearest(wanted, known)}")
+            raise RecipeError(
+                f"--only: {path} has no run '{wanted}'{nearest(wanted, known)}",
+                code="recipe.unknown_name",
+            )
     if out is not None and not str(out).strip():
-        raise RecipeError("--out: is empty; give a folder")
+        raise RecipeError("--out: is empty; give a folder", code="recipe.wrong_value")
 
 
 def _recipe(
@@ -186,7 +192,8 @@ def _outcome(
         if figure is None:
             raise RecipeError(
                 f"{entry.name}: nothing to choose by: {name} has no {entry.by}; set "
-                "data.val_fraction"
+                "data.val_fraction",
+                code="recipe.conflict",
             )
         choices.append({"overrides": list(changes), entry.by: figure, "run": str(done.path)})
     if choices:
@@ -205,7 +212,8 @@ def _outcome(
                 raise
             raise RecipeError(
                 f"{error}; the grid chooses {' '.join(chosen)}: remove {folder / name} to train "
-                "that"
+                "that",
+                code="recipe.not_this_run",
             ) from None
         if final is not None:
             finals.append(final)
@@ -219,9 +227,9 @@ def _trained(recipe: Recipe, folder: Path, name: str) -> _Done:
 
     A run that is done and has no model/ was copied without it, and is not trained again for it.
     """
-    found = _found(recipe, folder, name)
-    if found is not None and not (folder / "model").is_dir():
-        return found
+    finished_run = _done_run(recipe, folder, name)
+    if finished_run is not None and not (folder / "model").is_dir():
+        return finished_run
     gc.collect()  # the network of the run before, which Accelerate's wrappers hold
     torch.cuda.empty_cache()  # for those who ask the device what is free
     try:
@@ -231,7 +239,7 @@ def _trained(recipe: Recipe, folder: Path, name: str) -> _Done:
         raise Interrupted(message, error.signal_number) from None
 
 
-def _found(recipe: Recipe, folder: Path, name: str) -> _Done | None:
+def _done_run(recipe: Recipe, folder: Path, name: str) -> _Done | None:
     """A run of a plan if it is done, with this recipe."""
     results = finished(folder, recipe)
     return None if results is None else _Done(name, folder, results)
@@ -244,37 +252,37 @@ def _copied(recipe: Recipe, folder: Path, name: str) -> _Done | None:
         return None
     data = recipe.data.model_copy(update={"source": before.data.source})
     run = recipe.run.model_copy(update={"note": before.run.note})
-    return _found(recipe.model_copy(update={"data": data, "run": run}), folder, name)
+    return _done_run(recipe.model_copy(update={"data": data, "run": run}), folder, name)
 
 
 def _probed(
-    entry: Entry, asked: Probe, recipe: Recipe, folder: Path, *, anew: bool
+    entry: Entry, wanted: Probe, recipe: Recipe, folder: Path, *, anew: bool
 ) -> _Outcome | None:
     """Measure the features of a recipe's weights, unless that is done."""
     file = folder / entry.name / "probe.json"
-    found = load_json(file) if file.is_file() else {}
-    shots = {int(count): row for count, row in found.get("shots", {}).items()}
-    same = found.get("model") == recipe.model.name and tuple(shots) == asked.shots
-    if same and all(len(row["seeds"]) == asked.draws for row in shots.values()):
-        return _Outcome(entry, [], probe={**found, "shots": shots})
+    recorded = load_json(file) if file.is_file() else {}
+    shots = {int(count): row for count, row in recorded.get("shots", {}).items()}
+    same = recorded.get("model") == recipe.model.name and tuple(shots) == wanted.shots
+    if same and all(len(row["seeds"]) == wanted.draws for row in shots.values()):
+        return _Outcome(entry, [], probe={**recorded, "shots": shots})
     if not anew:
         return None
     measured = probe_model(
         recipe.model.name,
         data=recipe.data.source,
-        shots=asked.shots,
-        seeds=asked.draws,
+        shots=wanted.shots,
+        seeds=wanted.draws,
         out=file.parent,
     )
     return _Outcome(entry, [], probe=measured)
 
 
-def _told(plan: Plan, scale: str, folder: Path, outcomes: Sequence[_Outcome]) -> dict[str, Any]:
+def _answer(plan: Plan, scale: str, folder: Path, outcomes: Sequence[_Outcome]) -> dict[str, Any]:
     """Write the table and the page that compares the runs."""
     from finetune.report.page import compare  # brings matplotlib
 
     every = [done for outcome in outcomes for done in outcome.finals]
-    told: dict[str, Any] = {
+    answer: dict[str, Any] = {
         "title": plan.title,
         "scale": scale,
         "runs": [_summary(outcome) for outcome in outcomes if outcome.finals],
@@ -289,10 +297,10 @@ def _told(plan: Plan, scale: str, folder: Path, outcomes: Sequence[_Outcome]) ->
     page = folder / "comparison.html" if len(every) > 1 else None
     if is_first_rank():
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "table.md", describe(told))
+        write_atomically(folder / "table.md", describe(answer))
         if page:
             compare([done.path for done in every], page)
-    return {**told, "table": str(folder / "table.md"), "comparison": page and str(page)}
+    return {**answer, "table": str(folder / "table.md"), "comparison": page and str(page)}
 
 
 def _summary(outcome: _Outcome) -> dict[str, Any]:

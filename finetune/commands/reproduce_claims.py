@@ -1,4 +1,4 @@
-"""Who has answered the claims of the recipes: a run, a smaller run, or nobody yet.
+"""Answers to the claims of the recipes: by a run, by a smaller run, or open.
 
 A smaller run, of another network or fewer images, answers no figure; a plan may ask it which way
 the figures go.
@@ -24,7 +24,7 @@ from finetune.commands.reproduce_measured import (
 )
 from finetune.commands.reproduce_plan import PLAN, Direction, Entry, load_plan
 from finetune.evaluation.claims import answer, wording
-from finetune.recipe.identity import but_the_seed
+from finetune.recipe.identity import without_seed
 from finetune.recipe.load import Claim, Recipe, load_recipe
 from finetune.report.run_data import Run
 
@@ -41,38 +41,39 @@ def directions_table(directions: Sequence[Direction], measured: Sequence[Measure
     """
     known = {one.entry.name: one for one in measured}
     rows = []
-    for asked in directions:
-        runs = known[asked.run].runs if asked.run in known else []
-        others = known[asked.below].runs if asked.below in known else []
-        figures = [_figure(asked, run) for run in runs]
-        if asked.trend:
-            sign = 1 if asked.trend == "rising" else -1
+    for direction in directions:
+        runs = known[direction.run].runs if direction.run in known else []
+        others = known[direction.below].runs if direction.below in known else []
+        figures = [_figure(direction, run) for run in runs]
+        if direction.trend:
+            sign = 1 if direction.trend == "rising" else -1
             answers = [None if one is None else sign * one > 0 for one in figures]
-            shown = f"{asked.metric}, slope an epoch: {spread(figures, '{:+.4f}')}"
+            shown = f"{direction.metric}, slope an epoch: {spread(figures, '{:+.4f}')}"
         else:
-            larger = {run.recipe.run.seed: _figure(asked, run) for run in others}
+            larger = {run.recipe.run.seed: _figure(direction, run) for run in others}
             pairs = [
                 (one, larger.get(run.recipe.run.seed))
                 for one, run in zip(figures, runs, strict=True)
             ]
             answers = [None if a is None or b is None else a < b for a, b in pairs]
-            shown = f"{asked.metric}: {_as_is(asked.metric, figures)} and "
-            shown += _as_is(asked.metric, larger.values())
-        names = f"`{asked.run}`" + (f", `{asked.below}`" if asked.below else "")
+            shown = f"{direction.metric}: {_as_is(direction.metric, figures)} and "
+            shown += _as_is(direction.metric, larger.values())
+        names = f"`{direction.run}`" + (f", `{direction.below}`" if direction.below else "")
         counted = [one for one in answers if one is not None]
-        said = f"yes for {sum(counted)} of {len(counted)} seeds" if counted else "open"
-        expected = asked.expected or MISSING
+        verdict = f"yes for {sum(counted)} of {len(counted)} seeds" if counted else "open"
+        expected = direction.expected or MISSING
         shown = shown if counted else MISSING
-        rows.append([asked.question, asked.source, expected, said, shown, names])
+        rows.append([direction.question, direction.source, expected, verdict, shown, names])
     heads = ["question", "yes is claimed by", EXPECTED, "answer", "measured", "runs"]
     return table_if_any(heads, rows)
 
 
-def _figure(asked: Direction, run: Run) -> float | None:
+def _figure(direction: Direction, run: Run) -> float | None:
     """The figure of a direction's metric in one run; for a trend its slope per epoch."""
-    claim: dict[str, Any] = {"metric": asked.metric, "when": asked.when, "trend": asked.trend}
-    found = answer([claim], run.history, run.results, run.steps_per_epoch or 1.0)[0]["measured"]
-    return None if found is None else float(found)
+    keys = ("metric", "when", "trend")
+    claim: dict[str, Any] = {key: getattr(direction, key) for key in keys}
+    measured = answer([claim], run.history, run.results, run.steps_per_epoch or 1.0)[0]["measured"]
+    return None if measured is None else float(measured)
 
 
 def _as_is(metric: str, values: Iterable[float | None]) -> str:
@@ -96,10 +97,10 @@ def claims_table(root: Path, path: Path, measured: Sequence[Measured], earlier: 
             head = [f"`{name}`", what, claim.source, reported]
             rows += [[*head, *cells] for cells in _answers(claim, recipe, used, needs)]
             if not used:
-                said = "open"
+                verdict = "open"
                 if f"{root.name}/{name}" in earlier:
-                    said += "; for an earlier run see below"
-                rows.append([*head, said, MISSING, needs])
+                    verdict += "; for an earlier run see below"
+                rows.append([*head, verdict, MISSING, needs])
     for file, entry in _reported(root):
         recipe = load_recipe(file.parent / entry.recipe, list(entry.overrides))
         name = f"{file.relative_to(root).parent.as_posix()}: {entry.name}"
@@ -123,19 +124,19 @@ def _answers(
 
 
 def _shown(claim: Claim, rows: Sequence[Mapping[str, Any]]) -> str:
-    """What the runs measured for a claim, with its spread and their number."""
+    """The runs' figure for a claim, with its spread and their number."""
     values = [row["measured"] for row in rows if row["measured"] is not None]
     if not values:
         return MISSING
-    told = f"{spread(values, '{:+.4f}')} an epoch" if claim.trend else _as_is(claim.metric, values)
+    shown = f"{spread(values, '{:+.4f}')} an epoch" if claim.trend else _as_is(claim.metric, values)
     if claim.below and all("measured_other" in row for row in rows):
-        told += f" and {_as_is(claim.below, [row['measured_other'] for row in rows])}"
-    return f"{told} ({len(values)} runs)"
+        shown += f" and {_as_is(claim.below, [row['measured_other'] for row in rows])}"
+    return f"{shown} ({len(values)} runs)"
 
 
 def _same_training(recipe: Recipe, run: Recipe) -> bool:
-    """Whether a run is one of the recipe as it stands, on whatever copy of its images."""
-    keys = [but_the_seed(one) for one in (recipe, run)]
+    """True if a run is of the recipe as it stands, on any copy of its images."""
+    keys = [without_seed(one) for one in (recipe, run)]
     for one in keys:
         one["data"] = {**one["data"], "source": None}
         one["run"] = {**one["run"], "note": None}

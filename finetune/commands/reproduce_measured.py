@@ -1,4 +1,4 @@
-"""What came of an entry of a plan, read from its run directories, and how it is put in words."""
+"""The outcome of an entry of a plan, read from its run directories, and put in words."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from finetune.evaluation.metrics import mean_std
 from finetune.recipe.load import Claim, Recipe
 from finetune.report.run_data import Run, read_run
 from finetune.run.validation import load_json
-from finetune.text import counted, markdown_table
+from finetune.text import MISSING, counted, markdown_table
 
 __all__ = [
     "EXPECTED",
@@ -38,12 +38,11 @@ __all__ = [
 
 RUN_FILES = ("recipe.yaml", "run.json", "metrics.jsonl", "results.json")
 EXPECTED = "expected before the run"  # how the source of such a claim begins
-MISSING = "–"
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What came of one entry of a plan.
+    """The outcome of one entry of a plan.
 
     Attributes:
         entry: of the plan.
@@ -65,7 +64,7 @@ class Measured:
 
     @property
     def machines(self) -> list[Mapping[str, Any]]:
-        """What each run, or the probe, says of where it was done."""
+        """The machines and commits of the runs, or of the probe."""
         return [self.probe["machine"]] if self.entry.probe else [run.record for run in self.runs]
 
 
@@ -81,16 +80,17 @@ def run_hash(path: Path) -> str:
     for file in files:
         if not file.is_file():
             raise CheckpointError(
-                f"{file}: is missing, and the hash of a run is over it; copy it with the others"
+                f"{file}: is missing, and the hash of a run is over it; copy it with the others",
+                code="checkpoint.not_found",
             )
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def in_words(recipe: Recipe, *, asked: str | None = None) -> str:
+def in_words(recipe: Recipe, *, named: str | None = None) -> str:
     """Network, data and length of a training.
 
     Args:
-        asked: the data source that the plan names, where a copy of it may have been read.
+        named: the data source that the plan names, where a copy of it may have been read.
     """
     model, data, optim = recipe.model, recipe.data, recipe.optim
     length = f"{optim.steps} steps"
@@ -100,7 +100,7 @@ def in_words(recipe: Recipe, *, asked: str | None = None) -> str:
     frozen = ", classifier alone" if model.freeze == "backbone" else ""
     size = "" if model.image_size is None else f" at {model.image_size} px"
     some = "" if data.num_train is None else f"{data.num_train:,} images of "
-    source = data.source if asked in (None, data.source) else f"{asked}, a copy"
+    source = data.source if named in (None, data.source) else f"{named}, a copy"
     return (
         f"`{model.name}`{size}{weights}{frozen}; {some}{source}; {length} of batch "
         f"{data.batch_size}, {optim.name} at {optim.lr:g}"
@@ -108,18 +108,18 @@ def in_words(recipe: Recipe, *, asked: str | None = None) -> str:
 
 
 def is_expectation(claim: Claim) -> bool:
-    """Whether a claim is our own, written before the run, and no source's."""
+    """True if a claim is our own, written before the run, and no source's."""
     return claim.source.startswith(EXPECTED)
 
 
 def answer_of(claim: Claim, run: Run) -> dict[str, Any]:
     """A claim, also one that the run did not have, answered from its files; see `claims.answer`."""
-    asked = [claim.model_dump(mode="json")]
-    return answer(asked, run.history, run.results, run.steps_per_epoch or 1.0)[0]
+    claims = [claim.model_dump(mode="json")]
+    return answer(claims, run.history, run.results, run.steps_per_epoch or 1.0)[0]
 
 
 def verdicts(rows: Sequence[Mapping[str, Any]]) -> str:
-    """How many of the runs meet a claim.
+    """Count the runs that meet a claim.
 
     Args:
         rows: what `answer_of` gave for each.

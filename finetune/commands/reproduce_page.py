@@ -121,7 +121,7 @@ def _runs_table(measured: Sequence[Measured], path: Path, *, judged: bool) -> li
         rows.append(
             [
                 f"`{one.entry.name}`",
-                in_words(one.runs[0].recipe, asked=_source_of_entry(one, path)),
+                in_words(one.runs[0].recipe, named=_source_of_entry(one, path)),
                 _expected(one, judged=judged),
                 f"{percent(top1)} on {joined(images)} {split} images",
                 joined(run.recipe.run.seed for run in one.runs),
@@ -140,14 +140,14 @@ def _source_of_entry(one: Measured, path: Path) -> str:
 
 
 def _expected(one: Measured, *, judged: bool) -> str:
-    """What the first run's own recipe.yaml expects, and how many of the runs were so."""
-    told = []
+    """The claims of the first run's own recipe.yaml, and how many of the runs met them."""
+    expectations = []
     for claim in one.runs[0].recipe.claims:
         if is_expectation(claim):
             rows = [answer_of(claim, run) for run in one.runs]
             what, reported, _ = wording(rows[0])
-            told.append(f"{what}: {reported}" + (f"; {verdicts(rows)}" if judged else ""))
-    return "; ".join(told) or MISSING
+            expectations.append(f"{what}: {reported}" + (f"; {verdicts(rows)}" if judged else ""))
+    return "; ".join(expectations) or MISSING
 
 
 # --- frozen features -----------------------------------------------------------------------------
@@ -158,23 +158,25 @@ def _probe_table(measured: Sequence[Measured], path: Path) -> list[str]:
     shots = sorted({int(count) for one in probed for count in one.probe["shots"]})
     rows = []
     for one in probed:
-        asked, found = one.entry.probe, one.probe["shots"]
-        assert asked is not None
+        probe, measured_shots = one.entry.probe, one.probe["shots"]
+        assert probe is not None
         cells = []
         for count in shots:
-            figures = found.get(str(count))
+            figures = measured_shots.get(str(count))
             text = percent(figures["seeds"]) if figures else MISSING
-            if asked.expected and count in asked.shots:
-                low, high = asked.expected[asked.shots.index(count)]
+            if probe.expected and count in probe.shots:
+                low, high = probe.expected[probe.shots.index(count)]
                 text += f" (expected {100 * low:.1f} to {100 * high:.1f})"
             cells.append(text)
         name = f"`{one.entry.name}`: `{one.probe['model']}`, {_source_of_entry(one, path)}"
         images = f"{one.probe['protocol']['test_images']:,}"
-        rows.append([name, *cells, images, str(asked.draws), machines_of(one)])
+        rows.append([name, *cells, images, str(probe.draws), machines_of(one)])
     heads = ["run", *(f"{count} of each class" for count in shots)]
     table = table_if_any([*heads, "test images", "draws", "on, at commit"], rows)
-    told = "Top-1 in per cent of a linear classifier on frozen features, at the weights' own size."
-    return [told, "", *table] if table else []
+    caption = (
+        "Top-1 in per cent of a linear classifier on frozen features, at the weights' own size."
+    )
+    return [caption, "", *table] if table else []
 
 
 # --- other programs ------------------------------------------------------------------------------
@@ -196,7 +198,7 @@ def _read_elsewhere(path: Path, names: Sequence[str]) -> tuple[_Elsewhere, ...]:
             problem = "give one figure for each of the seeds"
         else:
             continue
-        raise RecipeError(f"{path}: row {number}: {problem}")
+        raise RecipeError(f"{path}: row {number}: {problem}", code="recipe.wrong_value")
     return rows
 
 
@@ -239,8 +241,8 @@ def _source_of(file: Path) -> str:
     """The first sentence of a recipe's "# Source: …"."""
     lines = file.read_text(encoding="utf-8").splitlines()
     head = " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
-    found = re.search(r"Source: (.+?[.;])(?= |$)", head)
-    return found[1].rstrip(".;") if found else MISSING
+    match = re.search(r"Source: (.+?[.;])(?= |$)", head)
+    return match[1].rstrip(".;") if match else MISSING
 
 
 def _directories_table(measured: Sequence[Measured]) -> list[str]:
@@ -252,16 +254,16 @@ def _directories_table(measured: Sequence[Measured]) -> list[str]:
     lines = table_if_any(["directory", "on", "at commit", "sha256"], rows)
     if not lines:
         return []
-    told = (
+    caption = (
         f"`cat {' '.join(RUN_FILES)} | sha256sum` (of a probe: `probe.json`) gives the last column."
     )
-    return [told, "", *lines, "", *_versions(measured)]
+    return [caption, "", *lines, "", *_versions(measured)]
 
 
 def _versions(measured: Sequence[Measured]) -> list[str]:
     """The versions that the runs were made with, a line for each set."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for machine in (machine for one in measured for machine in one.machines):
         text = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-        found[text] = found.get(text, 0) + 1
-    return [f"{number} with {text}." for text, number in found.items()]
+        counts[text] = counts.get(text, 0) + 1
+    return [f"{number} with {text}." for text, number in counts.items()]

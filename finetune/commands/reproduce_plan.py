@@ -137,22 +137,28 @@ def find_plan(name: str, root: str | Path = "recipes") -> Path:
     if (Path(name) / PLAN).is_file():
         return Path(name) / PLAN
     paths = sorted(Path(root).rglob(PLAN))
-    found = [path for path in paths if path.parent.name == name]
-    if len(found) > 1:
-        raise RecipeError(f"{name}: {found[0]} or {found[1]}? Give the file")
-    if not found:
+    matches = [path for path in paths if path.parent.name == name]
+    if len(matches) > 1:
+        raise RecipeError(
+            f"{name}: {matches[0]} or {matches[1]}? Give the file", code="recipe.unknown_name"
+        )
+    if not matches:
         known = [path.parent.name for path in paths]
         there = f"there is: {', '.join(known)}" if known else f"there is none below {root}/"
-        where = "" if known else ", so run it in a copy of the repository, or give a plan's file"
-        raise RecipeError(f"{name}: no such plan{nearest(name, known)}; {there}{where}")
-    return found[0]
+        advice = "" if known else ", so run it in a copy of the repository, or give a plan's file"
+        raise RecipeError(
+            f"{name}: no such plan{nearest(name, known)}; {there}{advice}", code="recipe.not_found"
+        )
+    return matches[0]
 
 
 def load_plan(path: str | Path) -> Plan:
     """Read a plan. Raises: RecipeError with one line for every problem."""
     text = recipe_yaml.read_text(path)
     if not text.strip():
-        raise RecipeError(f"{path}: empty; a plan needs a title and runs")
+        raise RecipeError(
+            f"{path}: empty; a plan needs a title and runs", code="recipe.missing_key"
+        )
     plan = validate(recipe_yaml.read_document(text, name=str(path)), Plan)
     names = [entry.name for entry in plan.runs]
     problems = [
@@ -164,16 +170,16 @@ def load_plan(path: str | Path) -> Plan:
         problems += [f"{path}: {entry.name}.{problem}" for problem in _problems(entry)]
     trained = [entry.name for entry in plan.runs if entry.probe is None]
     for number, direction in enumerate(plan.directions, 1):
-        where = f"{path}: directions, {number}"
+        place = f"{path}: directions, {number}"
         if (direction.trend is None) == (direction.below is None):
-            problems.append(f"{where}: give trend or below")
+            problems.append(f"{place}: give trend or below")
         problems += [
-            f"{where}: no run '{name}' is trained here{nearest(name, trained)}"
+            f"{place}: no run '{name}' is trained here{nearest(name, trained)}"
             for name in (direction.run, direction.below)
             if name is not None and name not in trained
         ]
     if problems:
-        raise RecipeError("\n".join(problems))
+        raise RecipeError("\n".join(problems), code="recipe.wrong_value")
     return plan
 
 
@@ -205,7 +211,7 @@ def check_runs(
                 f"--data: no run reads '{name}'{nearest(name, sorted(named))}; there is: {known}"
             )
     if problems:
-        raise RecipeError("\n".join(dict.fromkeys(problems)))
+        raise RecipeError("\n".join(dict.fromkeys(problems)), code="recipe.wrong_value")
 
 
 def recipe_for(

@@ -1,4 +1,4 @@
-"""What came of a plan as Markdown: a table of its runs, what its grids chose, and its claims."""
+"""The results of a plan as Markdown: a table of its runs, the choices of its grids, its claims."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from finetune.commands.probe import describe as describe_probe
 from finetune.evaluation.claims import VERDICTS, table
+from finetune.text import markdown_table, mean_and_std
 
 __all__ = ["FIGURES", "SMOKE", "describe"]
 
@@ -17,31 +18,32 @@ SMOKE = (
 FIGURES = {"top1": "top-1, %", "top5": "top-5, %", "loss": "loss", "ece": "calibration error"}
 
 
-def describe(told: Mapping[str, Any]) -> str:
+def describe(answer: Mapping[str, Any]) -> str:
     """The result of a plan as Markdown: runs, choices and claims.
 
     Args:
-        told: of `reproduce`.
+        answer: of `reproduce`.
     """
-    lines = [f"# {told['title']}", ""]
-    smoke = told["scale"] == "smoke"
+    lines = [f"# {answer['title']}", ""]
+    smoke = answer["scale"] == "smoke"
     if smoke:
         lines += [f"**{SMOKE}**", ""]
-    reported = any(row.get("reported") for row in told["runs"])
+    reported = any(row.get("reported") for row in answer["runs"])
     heads = ["run", "seeds", "images", *FIGURES.values(), *(["reported"] if reported else [])]
-    lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for row in told["runs"]:
+    runs = []
+    for row in answer["runs"]:
         images = f"{row['examples']:,}" if "examples" in row else "–"
         cells = [row["name"], str(row["seeds"]), images]
         cells += [_spread(key, row[key]) if key in row else "–" for key in FIGURES]
         cells += [row["reported"] or "–"] if reported else []
-        lines.append(f"| {' | '.join(cells)} |")
-    for name, rows in told["choices"].items():
+        runs.append(cells)
+    lines += markdown_table(heads, runs)
+    for name, rows in answer["choices"].items():
         lines += ["", f"Chosen for {name}, without reading the test split:", ""]
         lines += _choice_table(rows)
-    for name, probe in told["probes"].items():
+    for name, probe in answer["probes"].items():
         lines += ["", f"Features of {name}:", "", "```", describe_probe(probe), "```"]
-    if claims := told["claims"]:
+    if claims := answer["claims"]:
         met = sum(claim["verdict"] == VERDICTS[0] for claim in claims)
         of_what = f"{met} of {len(claims)} met"
         if smoke:
@@ -53,16 +55,15 @@ def describe(told: Mapping[str, Any]) -> str:
 
 def _choice_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     by = next(key for key in rows[0] if key.startswith("val."))
-    lines = [f"| settings | {by} | |", "|---|---|---|"]
-    for row in rows:
-        settings = ", ".join(row["overrides"])
-        lines.append(f"| {settings} | {row[by]:.4f} | {'chosen' if row['chosen'] else ''} |")
-    return lines
+    cells = [
+        [", ".join(row["overrides"]), f"{row[by]:.4f}", "chosen" if row["chosen"] else ""]
+        for row in rows
+    ]
+    return markdown_table(["settings", by, ""], cells)
 
 
 def _spread(key: str, figure: Mapping[str, float | None]) -> str:
     """A mean with its spread, accuracies in per cent."""
     factor, digits = (100.0, 2) if key.startswith("top") else (1.0, 4)
     mean, std = figure["mean"], figure["std"]
-    shown = f"{factor * float(mean or 0):.{digits}f}"
-    return shown if std is None else f"{shown} ± {factor * std:.{digits}f}"
+    return mean_and_std(factor * float(mean or 0), None if std is None else factor * std, digits)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from finetune.commands.predict_io import find_files
 from finetune.data.decode import decode, planes
-from finetune.errors import DataError, RecipeError, SetupError, WeightsError
+from finetune.errors import DataError, RecipeError, WeightsError
+from finetune.files import make_folder
 from finetune.models.attention import (
     attention_distances,
     attention_rollout,
@@ -72,7 +73,7 @@ def show(
         cannot be read; SetupError if the folder cannot be written.
     """
     if str(out) == "":
-        raise RecipeError("--out: is empty; name a folder")
+        raise RecipeError("--out: is empty; name a folder", code="recipe.wrong_value")
     built = build(str(model))
     network = built.model.eval()
     pipeline = pipeline_of(model, built.preprocessing)
@@ -97,15 +98,13 @@ def show(
         except WeightsError as error:
             skipped[name] = str(error)
             continue
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            said = error.strerror or error
-            raise SetupError(f"--out: {folder}: cannot be made ({said}); name another") from error
+        make_folder(folder, option="--out")
         save_png(figure, folder / f"{name}.png")
         files.append(str(folder / f"{name}.png"))
     if not files:
-        raise WeightsError(f"{model}: nothing to show ({'; '.join(skipped.values())})")
+        raise WeightsError(
+            f"{model}: nothing to show ({'; '.join(skipped.values())})", code="weights.unsupported"
+        )
     return {"files": files, "skipped": skipped, "images": [str(path) for path in paths]}
 
 
@@ -118,22 +117,22 @@ def read_images(images: Sequence[str | Path], pipeline: Pipeline) -> tuple[list[
     Returns: their paths, and (B, C, H, W) on the CPU.
     Raises: DataError for an image that cannot be read.
     """
-    found = find_files(images)[:MOST_IMAGES] if images else []
+    files = find_files(images)[:MOST_IMAGES] if images else []
     prepared = []
-    for path, error in found:
+    for path, error in files:
         if error is not None:
-            raise DataError(f"{path}: {error}; name another")
+            raise DataError(f"{path}: {error}; name another", code="data.unreadable")
         try:
             pixels_CHW = planes(decode(path, size=pipeline.decode_size))
         except DataError as cause:
-            raise DataError(f"{cause}; name another") from None
+            raise DataError(f"{cause}; name another", code="data.unreadable") from None
         prepared.append(pipeline(pixels_CHW[None], device=torch.device("cpu"))[0])
     batch_BCHW = torch.stack(prepared) if prepared else torch.empty(0, 3, 1, 1)
-    return [Path(path) for path, _ in found], batch_BCHW
+    return [Path(path) for path, _ in files], batch_BCHW
 
 
 def visible(batch_BCHW: Tensor, *, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
-    """What the network was given, for people.
+    """Undo the normalisation of images, for people.
 
     Args:
         batch_BCHW: normalised images.
@@ -164,7 +163,9 @@ def draw_rollout(
     seen = attention_rollout(network, images_BCHW)
     if seen is None:
         kind = type(network).__name__
-        raise WeightsError(f"{kind}: its patches do not all attend to one another")
+        raise WeightsError(
+            f"{kind}: its patches do not all attend to one another", code="weights.unsupported"
+        )
     height, width = pixels_BHWC.shape[1:3]
     smooth_B1HW = torch.nn.functional.interpolate(
         seen[:, None], size=(height, width), mode="bicubic", align_corners=False

@@ -1,21 +1,79 @@
-"""What a network is made of: its layers, how many MACs one image takes, tokens and blocks."""
+"""A network in numbers: its layers, parameters, tokens and blocks, and the operations of a pass.
+
+Two operations make a multiply-accumulate (MAC), as in every data sheet.
+"""
 
 # B batch, N tokens, D width, C channels, H W pixels
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-__all__ = ["count_macs", "count_parameters", "depth", "survey"]
+__all__ = ["count_macs", "count_operations", "count_parameters", "depth", "survey"]
 
 _STAGED = ("blocks", "stages", "layers")
+
+
+def _of_convolution_backward(
+    gradient: Sequence[int],
+    images: Sequence[int],
+    weight: Sequence[int],
+    *settings: Any,
+    **_: Any,
+) -> int:
+    """Operations from shapes: each gradient that is computed costs what the forward pass does."""
+    _bias, _stride, _padding, _dilation, transposed, _output_padding, _groups, computed = settings
+    positions = math.prod((images if transposed else gradient)[2:])
+    return 2 * images[0] * positions * math.prod(weight) * (computed[0] + computed[1])
+
+
+def _of_attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
+def _of_attention_backward(_: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any) -> int:
+    """The gradients of two products, each of two factors."""
+    return 2 * int(sdpa_flop_count(query, key, value))
+
+
+_ATEN = torch.ops.aten
+# Beside torch's own formulas, so that every device and kernel counts the same. torch (2.11 to 2.14)
+# forgets the groups in the gradient of a convolution's weight, does not know the fused attention of
+# a CPU, and counts the scores that the backward pass of fused attention computes again.
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    _ATEN.convolution_backward: _of_convolution_backward,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _of_attention,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _of_attention_backward,
+    _ATEN._scaled_dot_product_flash_attention_backward: _of_attention_backward,
+    _ATEN._scaled_dot_product_efficient_attention_backward: _of_attention_backward,
+    _ATEN._scaled_dot_product_cudnn_attention_backward: _of_attention_backward,
+}
+
+
+def _counter() -> FlopCounterMode:
+    return FlopCounterMode(display=False, custom_mapping=_FORMULAS)
+
+
+def count_operations(step: Callable[[], object]) -> int:
+    """Count the operations of the matrix products and convolutions of one pass or training step.
+
+    What gradient checkpointing computes again is counted again. What a fused attention kernel
+    computes again by itself, the scores, is not: plain products keep them.
+
+    Args:
+        step: runs it; a compiled network runs without its compilation, which hides its kernels.
+    """
+    counter = _counter()
+    with torch.compiler.set_stance("force_eager"), counter:
+        step()
+    return int(counter.get_total_flops())
 
 
 def count_macs(network: nn.Module, image_size: tuple[int, int]) -> int:
@@ -44,45 +102,36 @@ def survey(network: nn.Module, image_size: tuple[int, int]) -> dict[str, Any]:
         "prefix"} of the tokens that enter the first block, None where there are none; for each
         layer {"name", "kind", "output" (shape without B), "parameters", "macs"}.
     """
-    counter, seen, shapes = FlopCounterMode(display=False), dict[str, int](), Shapes()
-    parts = dict(_parts(network))
+    counter, shapes, parts = _counter(), Shapes(), dict(_parts(network))
 
-    def before(name: str) -> Any:
-        def note(module: nn.Module, inputs: Any) -> None:
-            seen[name] = seen.get(name, 0) - counter.get_total_flops()
-
-        return note
-
-    def after(name: str) -> Any:
-        def note(module: nn.Module, inputs: Any, output: Any) -> None:
-            seen[name] += counter.get_total_flops()
+    def keep_shape(name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             tensors = [t for t in _flat(output) if isinstance(t, Tensor)]
             if tensors:
                 shapes[name] = tuple(tensors[-1].shape[1:])
 
-        return note
+        return hook
 
     device = next((p.device for p in network.parameters()), torch.device("cpu"))
     learned = [p for p in network.parameters() if p.requires_grad]
     with ExitStack() as stack:
         for name, module in parts.items():
-            stack.callback(module.register_forward_pre_hook(before(name)).remove)
-            stack.callback(module.register_forward_hook(after(name)).remove)
+            stack.callback(module.register_forward_hook(keep_shape(name)).remove)
         for parameter in learned:  # the counter asks for gradients that no_grad does not have
             parameter.requires_grad_(False)
             stack.callback(parameter.requires_grad_, True)
         stack.enter_context(torch.no_grad())
-        # torch 2.11 does not count the fused kernels of a CPU; plain products are the same MACs
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(counter)
         network(torch.zeros(1, 3, *image_size, device=device))
+    counts = counter.get_flop_counts()
+    root = type(network).__name__
     rows = [
         {
             "name": name,
             "kind": type(module).__name__,
             "output": list(shapes.get(name, ())),
             "parameters": count_parameters(module.parameters()),
-            "macs": seen.get(name, 0) // 2,
+            "macs": sum(counts.get(f"{root}.{name}", {}).values()) // 2,
         }
         for name, module in parts.items()
     ]
@@ -125,7 +174,7 @@ def count_parameters(parameters: Iterable[Tensor]) -> int:
 
 
 def _tokens(network: Any, size: tuple[int, int], shapes: Shapes) -> dict[str, Any] | None:
-    """How many tokens enter the first block: those of the grid, and those before them."""
+    """Count the tokens that enter the first block: those of the grid, and those before them."""
     embed = getattr(network, "patch_embed", None)
     if embed is not None and hasattr(embed, "dynamic_feat_size"):
         grid = [int(side) for side in embed.dynamic_feat_size(size)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from doubles import Told
+from doubles import Recorder
 from faults_runs import losses, tiny
 
 from finetune.bench.ours import Ours
@@ -25,7 +25,7 @@ CHANGES = (
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Ours:
-    made = Ours(Told(), recipe=tiny(*CHANGES), folder=str(tmp_path_factory.mktemp("ours")))
+    made = Ours(Recorder(), recipe=tiny(*CHANGES), folder=str(tmp_path_factory.mktemp("ours")))
     made.facts = made.prepare()  # type: ignore[attr-defined]
     return made
 
@@ -110,7 +110,7 @@ def test_evaluation_of_some_images(ours: Ours, monkeypatch: pytest.MonkeyPatch) 
 
 def test_without_validation_some_of_another_split_is_evaluated(tmp_path: Path) -> None:
     recipe = tiny("data.batch_size=8", "data.val_fraction=0", "run.precision=bf16")
-    made = Ours(Told(), recipe=recipe, folder=str(tmp_path))
+    made = Ours(Recorder(), recipe=recipe, folder=str(tmp_path))
     assert made.prepare()["precision"] == "bf16"
     assert made.val_loader.store.split.name == "test"
     rate = made.matrix_rate()
@@ -122,14 +122,14 @@ def test_images_in_quarantine_are_not_counted(image_folder: Path, tmp_path: Path
     next((image_folder / "train" / "red").iterdir()).write_bytes(b"no image")
     changes = ("data.num_train=null", "data.val_fraction=0", "data.unreadable=quarantine")
     recipe = tiny(*CHANGES, f"data.source=folder:{image_folder}", *changes)
-    ours = Ours(Told(), recipe=recipe, folder=str(tmp_path / "ours"))
+    ours = Ours(Recorder(), recipe=recipe, folder=str(tmp_path / "ours"))
     assert ours.prepare()["num_images"] == 23
     assert ours.trainer.setup.sampler.num_samples == len(ours.loader.labels) == 23
 
 
 def test_what_workers_loaded_before_is_not_timed(tmp_path: Path) -> None:
     recipe = tiny(*CHANGES, "data.keep=none", "data.workers=1")
-    made = Ours(Told(), recipe=recipe, folder=str(tmp_path))
+    made = Ours(Recorder(), recipe=recipe, folder=str(tmp_path))
     made.prepare()
     before = made.trainer.counters.step
     made.train(warmup=1, steps=2)

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from doubles import Told
+from doubles import Recorder
 from faults_runs import tiny
+from refusals import refused
 from torch import nn
 
 from finetune.bench.peers import Peer
 from finetune.bench.timer import Clock
-from finetune.errors import RecipeError
 from finetune.models.profile import count_macs
 from finetune.training.setup import open_setup
 
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 def peer_of(tmp_path: Path, loop: str, *overrides: str, precision: str = "fp32") -> Peer:
     return Peer(
-        Told(),
+        Recorder(),
         recipe=tiny(*CHANGES, *overrides),
         loop=loop,
         precision=precision,
@@ -100,5 +100,5 @@ def test_what_workers_loaded_before_is_not_timed(tmp_path: Path) -> None:
 
 def test_unequal_parts_are_refused(tmp_path: Path) -> None:
     peer = peer_of(tmp_path, "timm-loop", "data.micro_batch=3")
-    with pytest.raises(RecipeError, match=r"data\.micro_batch: 3 cuts 8 images into 3 unequal"):
+    with refused("recipe.unsupported", "data.micro_batch: 3", "8 images"):
         peer.prepare()

@@ -18,8 +18,8 @@ from faults_launch import heeding_interrupts
 from faults_runs import TINY
 
 from finetune.bench import run, studies
-from finetune.bench.flops import spread
 from finetune.bench.run import WARMUP_STEPS, bench
+from finetune.bench.timer import spread
 from finetune.cli.main import main
 from finetune.errors import FinetuneError, RecipeError, SetupError
 
@@ -328,30 +328,22 @@ def test_our_own_training_may_use_what_the_others_have_not(
     assert bench(recipe, ["data.train=resize | mixup"], against=["synthetic"], repeats=1)["rows"]
 
 
-def test_the_verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     double = Double({"rows": []})
     replace(monkeypatch, "finetune.bench.run", bench=double)
     replace(monkeypatch, "finetune.bench.markdown", describe=Double("a table"))
     arguments = ["--against", "synthetic", "--against", "timm-loop", "--steps", "7"]
-    arguments += [
-        "--repeats",
-        "2",
-        "--losses",
-        "60",
-        "--images",
-        "9",
-        "--profile",
-        "p",
-        "--out",
-        "B.md",
-    ]
-    assert main(["bench", "r.yaml", "optim.lr=1", *arguments]) == 0
+    arguments += ["--repeats", "2", "--losses", "60", "--images", "9"]
+    arguments += ["--profile", "p", "--out", "B.md"]
+    assert main(["bench", recipe, "optim.lr=1", *arguments]) == 0
     asked = {"against": ("synthetic", "timm-loop"), "steps": 7, "repeats": 2}
     asked |= {"losses": 60, "sizes": (9,), "profile": "p"}
-    assert double.calls == [(("r.yaml", ("optim.lr=1",)), {**asked, "out": "B.md"})]
+    assert double.calls == [((recipe, ("optim.lr=1",)), {**asked, "out": "B.md"})]
     assert capsys.readouterr().out == "a table\n"
-    assert main(["bench", "r.yaml", "--out", ""]) == 2
-    assert main(["bench", "r.yaml", "--steps", "0"]) == 2
+    assert main(["bench", recipe, "--out", ""]) == 2
+    assert main(["bench", recipe, "--steps", "0"]) == 2
     assert len(double.calls) == 1
 
 

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from refusals import refused
 
 from finetune.bench.subprocess import Host, Line
-from finetune.errors import DataError, FinetuneError, SetupError
+from finetune.errors import DataError
 
 
 class Subject:
@@ -41,7 +42,9 @@ class Subject:
         }
 
     def refuse(self) -> None:
-        raise DataError("colours: the training split is empty; see: finetune data info")
+        raise DataError(
+            "colours: the training split is empty; see: finetune data info", code="data.empty"
+        )
 
     def fail(self) -> None:
         raise ValueError("no such thing")
@@ -92,19 +95,19 @@ def test_its_surroundings(host: Host) -> None:
 
 def test_errors_come_back_as_they_are(host: Host) -> None:
     kept = host.ask("add", number=1)
-    with pytest.raises(FinetuneError, match=r"^colours: the training split is empty") as caught:
+    with refused("data.empty", "colours: ") as caught:
         host.ask("refuse")
     assert caught.value.exit_code == DataError.exit_code
     with pytest.raises(RuntimeError, match=r"^walker: ValueError: no such thing$") as unknown:
         host.ask("fail")
     assert "in fail" in str(unknown.value.__cause__)
-    with pytest.raises(SetupError, match=r"walker: out of memory; a smaller data\.batch_size"):
+    with refused("setup.memory", "walker: ", "data.batch_size"):
         host.ask("run_out")
     assert host.ask("add", number=0) == kept  # it is still there
 
 
 def test_a_process_that_was_killed(host: Host) -> None:
     """The last: nobody answers after it."""
-    with pytest.raises(SetupError, match=r"walker: its process ended with code -9") as caught:
+    with refused("setup.worker_ended", "walker: ", -9) as caught:
         host.ask("die")
     assert caught.value.exit_code == 5

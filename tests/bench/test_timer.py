@@ -6,19 +6,19 @@ import time
 
 import pytest
 import torch
-from doubles import Told
+from doubles import Recorder
 
 from finetune.bench.timer import Clock, host_bytes, peak_memory, seconds_alive
 
 
 def test_a_clock_leaves_the_warm_up_out(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([10.0, 12.0, 20.0])
-    told = Told()
+    recorder = Recorder()
     monkeypatch.setattr("finetune.bench.timer.time.perf_counter", lambda: next(now))
-    clock = Clock(torch.device("cpu"), warmup=3, steps=4, tick=told.tick)
+    clock = Clock(torch.device("cpu"), warmup=3, steps=4, tick=recorder.tick)
     for _ in range(7):
         clock.step()
-    assert (clock.seconds, told.steps) == (8.0, 7)
+    assert (clock.seconds, recorder.steps) == (8.0, 7)
     assert clock.alive > 0
 
 

@@ -7,8 +7,23 @@ from pathlib import Path
 
 import pytest
 from doubles import Double, replace
+from plan_files import write_plan
+from recipe_texts import BASE as RECIPE
 
 from finetune.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with what the verbs name: what is missing is refused before they are asked."""
+    monkeypatch.chdir(tmp_path)
+    write_plan(tmp_path)
+    Path("r.yaml").write_text(RECIPE)
+    Path("a.png").touch()
+    for run in ("runs/x", "a", "b"):
+        Path(run).mkdir(parents=True)
+        Path(run, "recipe.yaml").write_text(RECIPE)
+        Path(run, "run.json").write_text("{}")
 
 
 class TestPublishing:
@@ -70,13 +85,13 @@ class TestPublishing:
         replace(monkeypatch, "finetune.commands.reproduce_table", describe=Double("# A"))
         arguments = ["data.source=x", "--only", "a", "--only", "b", "--scale", "smoke"]
         arguments += ["--data", "hub:a/b=parquet:c=d", "--done", "--page", "p.md"]
-        assert main(["reproduce", "plan", *arguments]) == 0
+        assert main(["reproduce", "grids", *arguments]) == 0
         asked = {"only": ("a", "b"), "scale": "smoke", "overrides": ("data.source=x",)}
         asked |= {"sources": {"hub:a/b": "parquet:c=d"}, "done": True, "page": "p.md"}
-        assert double.calls == [(("plan",), {**asked, "out": None})]
+        assert double.calls == [(("grids",), {**asked, "out": None})]
         assert capsys.readouterr().out == "# A\nt.md\np.md\n"
         for wrong in (["--data", "hub:a/b"], ["--data", "=x"], ["--page", ""]):
-            assert main(["reproduce", "plan", *wrong]) == 2
+            assert main(["reproduce", "grids", *wrong]) == 2
         assert len(double.calls) == 1
 
 
@@ -117,12 +132,11 @@ class TestLooking:
             assert said in capsys.readouterr().err
         assert len(double.calls) == 2
 
-    def test_the_plan_of_a_run(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        (tmp_path / "recipe.yaml").write_text("")
+    def test_the_plan_of_a_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
         double = Double({})
         replace(monkeypatch, "finetune.commands.plan", forecast=double, describe=Double(""))
-        assert main(["info", str(tmp_path), "--plan"]) == 0
-        assert double.calls == [((str(tmp_path / "recipe.yaml"), ()), {})]
+        assert main(["info", "runs/x", "--plan"]) == 0
+        assert double.calls == [(("runs/x/recipe.yaml", ()), {})]
 
     def test_show(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -140,7 +154,7 @@ class TestLooking:
         double = Double({"shots": {}})
         doubles = {"describe": Double("a table"), "shots_of": Double([1, 5])}
         replace(monkeypatch, "finetune.commands.probe", probe_model=double, **doubles)
-        assert main(["probe", "runs/x", "--data", "d", "--linear", "--knn", "20"]) == 0
-        asked = {"data": "d", "split": None, "shots": [1, 5], "seeds": 3, "linear": True}
+        assert main(["probe", "runs/x", "--data", "folder:a", "--linear", "--knn", "20"]) == 0
+        asked = {"data": "folder:a", "split": None, "shots": [1, 5], "seeds": 3, "linear": True}
         assert double.calls == [(("runs/x",), {**asked, "knn": 20, "out": None})]
         assert capsys.readouterr().out == "a table\n"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from doubles import Double, replace
+from recipe_texts import BASE as RECIPE
 
 from finetune import __version__
 from finetune.cli.main import cli, main
@@ -20,11 +21,6 @@ from finetune.recipe.load import load_recipe
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-RECIPE = """\
-model: {name: vit_tiny}
-data: {source: "embedded:digits"}
-optim: {lr: 1e-3, steps: 100}
-"""
 RESULTS = {
     "val": {"top1": 0.5, "loss": 1.25, "examples": 10, "per_class": [1, 2]},
     "test": {"top1": 0.75, "loss": float("nan"), "examples": 20},
@@ -57,6 +53,44 @@ class TestStart:
         )
         assert done.stdout.rstrip().endswith("[]")
         assert "train" in done.stdout
+
+    def test_a_wrong_path_key_or_verb_is_refused_without_torch(self, recipe: str) -> None:
+        cases = {
+            "trian x": 2,
+            "train nope.yaml": 2,
+            f"train {recipe} optim.lrr=1": 2,
+            "eval runs/nope": 4,
+            "eval embedded:vit_nano --data folder:nope": 3,
+            "predict runs/nope x.jpg": 4,
+            "info runs/nope": 4,
+            "info nope.yaml --plan": 2,
+            f"info {recipe} optim.lrr=1 --plan": 2,
+            "show runs/nope --out d": 4,
+            "show embedded:vit_nano nope.jpg --out d": 3,
+            "probe runs/nope": 4,
+            "probe embedded:vit_nano --data parquet:nope": 3,
+            "reproduce nope": 2,
+            "report runs/nope": 2,
+            "push runs/nope me/nope": 4,
+            "export runs/nope": 4,
+            "export embedded:vit_nano --format onx": 2,
+            "demo runs/nope": 4,
+            "bench nope.yaml": 2,
+            f"bench {recipe} optim.lrr=1": 2,
+            "data info folder:nope": 3,
+            "data scan embedded:nope": 3,
+            "recipes check nope.yaml": 2,
+            "recipes help nope": 2,
+            "recipes list nope": 2,
+        }
+        code = (
+            "import json, sys; from finetune.cli.main import main\n"
+            "ends = {line: (main(line.split()), 'torch' in sys.modules) for line in sys.argv[1:]}\n"
+            "print(json.dumps(ends))"
+        )
+        done = subprocess.run([sys.executable, "-c", code, *cases], capture_output=True, text=True)
+        found = json.loads(done.stdout.splitlines()[-1])
+        assert found == {line: [exit_code, False] for line, exit_code in cases.items()}
 
     def test_as_a_module(self) -> None:
         done = subprocess.run(
@@ -105,7 +139,7 @@ class TestStart:
             assert "--json" in options or name in ("recipes", "data"), name
             assert command.help, name
             found += 1
-        assert found == 20
+        assert found == 21
 
 
 def _below(group: str) -> dict[str, Any]:
@@ -120,7 +154,7 @@ class TestUsage:
             (["trian"], "no such verb 'trian'; did you mean 'train'?"),
             (["recipes", "chek"], "no such verb 'chek'; did you mean 'check'?"),
             (["qqq"], "no such verb 'qqq'"),
-            (["train"], "Missing argument 'RECIPE'"),
+            (["train"], "Missing argument 'RECIPE|SOURCE'"),
             (["train", "x.yaml", "--resum"], "--resume"),
             (["--nonsense"], "No such option"),
             (["predict", "model"], "Missing argument"),
@@ -184,10 +218,14 @@ class TestTrain:
         trained(monkeypatch)
         assert main(["train", recipe]) == 0
         assert capsys.readouterr().out.splitlines() == [
-            "test: top1 0.7500  loss nan  (20 images)",
-            "val: top1 0.5000  loss 1.2500  (10 images)",
-            "claim test.top1: met, measured 0.7500",
-            "runs/mine",
+            "test: accuracy 75.00 % (95 % interval 53.1–88.8 %), loss nan, "
+            "on 20 images (too few to judge by)",
+            "val: accuracy 50.00 % (95 % interval 23.7–76.3 %), loss 1.2500, "
+            "on 10 images (too few to judge by)",
+            "claim test.top1: met: measured 75.00 %",
+            "next: finetune predict runs/mine IMAGE",
+            "next: finetune demo runs/mine",
+            "run: runs/mine",
         ]
 
     def test_json(
@@ -212,6 +250,13 @@ class TestTrain:
 
 
 class TestEvalAndPredict:
+    @pytest.fixture(autouse=True)
+    def workplace(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What the verbs name: what is missing is refused before they are asked."""
+        monkeypatch.chdir(tmp_path)
+        Path("runs/x").mkdir(parents=True)
+        Path("y").mkdir()
+
     def test_eval(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -281,11 +326,11 @@ class TestRecipes:
             "nowhere.yaml: not valid",
         ]
         problems = captured.err.splitlines()
-        assert [line.split(":")[0] for line in problems] == ["bad.yaml"] * 3 + ["nowhere.yaml"]
+        assert [line.split(":")[0] for line in problems] == ["bad.yaml"] * 2 + ["nowhere.yaml"]
         assert main(["recipes", "check", "bad.yaml", "--json"]) == 2
         (row,) = json.loads(capsys.readouterr().out)
         assert row["valid"] is False
-        assert row["problems"] == problems[:3]
+        assert row["problems"] == problems[:2]
 
     def test_help(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["recipes", "help"]) == 0

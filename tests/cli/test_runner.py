@@ -10,7 +10,17 @@ from typing import Any
 import click
 import pytest
 
-from finetune.cli.runner import Answer, Verbs, answers, debug_option, figures, flat, run, to_json
+from finetune.cli.runner import (
+    Answer,
+    Verbs,
+    answers,
+    debug_option,
+    figures,
+    flat,
+    next_steps,
+    run,
+    to_json,
+)
 from finetune.errors import (
     CheckpointError,
     DataError,
@@ -180,3 +190,34 @@ class TestText:
     def test_figures_of_nothing(self) -> None:
         assert figures({}) == ""
         assert figures({"val": None, "claims": None}) == ""
+
+    @pytest.mark.parametrize("classes", [5, 6])
+    def test_top5_stands_for_more_than_five_classes_only(self, classes: int) -> None:
+        metrics = {"top1": 0.5, "top5": 1.0, "loss": 1.0, "per_class": [{}] * classes}
+        assert ("top-5" in figures({"test": metrics})) == (classes == 6)
+
+    def test_an_interval_stands_beside_an_accuracy_on_few_images_only(self) -> None:
+        few, many = ({"top1": 0.9, "loss": 1.0, "examples": n} for n in (999, 1000))
+        lines = figures({"test": few, "val": many, "train": {"top1": 1.0}}).splitlines()
+        assert [line.partition(":")[0] for line in lines] == ["test", "val"]
+        assert ["interval 88.0–91.7 %" in line for line in lines] == [True, False]
+        assert "on 1000 images" in lines[1]
+
+    def test_claims_and_warnings(self) -> None:
+        claim = {"metric": "test.top1", "value": 0.9, "tolerance": 0.01}
+        missing = {**claim, "measured": None, "verdict": "not measured", "how": "no test split"}
+        met = {**claim, "measured": 0.905, "verdict": "met"}
+        assert figures({"claims": [missing, met], "warnings": ["far off"]}).splitlines() == [
+            "claim test.top1: not measured: no test split",
+            "claim test.top1: met: measured 90.50 %, reported 90.00 % ± 1.00 %",
+            "warning: far off",
+        ]
+
+    def test_the_next_commands_can_be_copied(self, tmp_path: Path) -> None:
+        folder = tmp_path / "my run"
+        folder.mkdir()
+        assert "report:" not in next_steps(folder)
+        (folder / "report.html").write_text("page")
+        lines = next_steps(folder).splitlines()
+        assert lines[0] == f"report: {folder / 'report.html'}"
+        assert f"next: finetune predict '{folder}' IMAGE" in lines

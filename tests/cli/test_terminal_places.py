@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from doubles import Double
 from PIL import Image
+from recipe_texts import tiny_text
 
 from finetune.cli.main import main
 
@@ -39,11 +40,6 @@ CANNOT_BE = {
     "no UTF-8": ("there/\ud800", "no path has such characters"),
     "a long path": ("/".join(["d" * 200] * 30), "File name too long"),
 }
-TINY = """
-model: {name: vit_tiny_patch16_224, pretrained: false}
-data: {source: "embedded:digits"}
-optim: {lr: 0.1, steps: 1}
-"""
 
 Captured = pytest.CaptureFixture[str]
 
@@ -54,7 +50,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("there").mkdir()
     Path("loop").symlink_to("pool")
     Path("pool").symlink_to("loop")
-    Path("tiny.yaml").write_text(TINY)
+    Path("tiny.yaml").write_text(tiny_text())
     Image.new("RGB", (8, 8)).save("a.png")
 
 
@@ -78,6 +74,7 @@ def test_a_folder_that_cannot_be_made_is_one_message_too(
     verb: str, path: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     monkeypatch.setattr("finetune.report.page.read_run", Double(None))
+    monkeypatch.setattr("finetune.report.run_data.check_run", Double(None))
     Path("file").write_text("")
     code = main([*FOLDERS[verb], path])
     said = capsys.readouterr().err

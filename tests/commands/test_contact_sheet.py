@@ -9,10 +9,11 @@ import matplotlib
 import numpy as np
 import pytest
 from PIL import Image, ImageChops, ImageColor
+from refusals import refused
 
 from finetune.commands import contact_sheet as sheet_module
 from finetune.commands.contact_sheet import ContactSheet
-from finetune.errors import SetupError
+from finetune.evaluation.intervals import wilson
 
 RED = (200, 30, 30)
 
@@ -99,8 +100,44 @@ def test_the_number_of_tiles_is_bounded_and_the_rest_is_counted() -> None:
     for row in [*rows[:5], {"path": "x", "error": "zero bytes"}]:
         sheet.add(row)
     assert sheet._facts("calibrated") == (
-        "6 files · 1 unreadable · the first 4 are shown · calibrated"
+        "6 files · 1 unreadable · the first 4 are shown · least sure first · calibrated"
     )
+
+
+def test_the_least_sure_come_first_and_the_unreadable_last() -> None:
+    colours = [(10, 0, 0), (20, 0, 0), (30, 0, 0)]
+    rows = [{"path": "x", "error": "zero bytes"}]
+    rows += [predicted(f"{number}.png", "cat") for number in range(3)]
+    for row, confidence in zip(rows[1:], (0.9, 0.3, 0.6), strict=True):
+        row["predictions"][0]["confidence"] = confidence
+    image = drawn(rows, {place: plain(32, 32, colours[place - 1]) for place in (1, 2, 3)})
+    pixels = np.asarray(image)
+    first = [tuple(np.argwhere((pixels == colour).all(axis=2))[0]) for colour in colours]
+    by_place = sorted(range(3), key=lambda place: first[place])
+    assert by_place == [1, 2, 0]
+    pink = (pixels == ImageColor.getrgb("#fdf0ef")).all(axis=2)
+    assert np.argwhere(pink)[0][0] > max(y for y, _ in first)  # in the second row of tiles
+
+
+def test_the_folder_tells_the_class_where_it_is_one() -> None:
+    red = ImageColor.getrgb("#b42318")
+    rows = [
+        predicted("/photos/cat/1.png", "cat"),
+        predicted("/photos/dog/2.png", "cat"),
+        predicted("/photos/holiday/3.png", "cat"),
+    ]
+    pictures = {place: plain(32, 32, (9, 9, 9)) for place in range(3)}
+    image = drawn(rows, pictures, class_names=["cat", "dog"])
+    border = 192 * 192 - 186 * 186
+    assert area(image, (9, 9, 9)) == 3 * 192 * 192 - border  # round one picture
+    assert area(image, red) >= border
+    sheet = ContactSheet(["cat", "dog"])
+    for row in [*rows, {"path": "/photos/cat/4.png", "error": "zero bytes"}]:
+        sheet.add(row)
+    low, high = (f"{100 * end:.1f}" for end in wilson(1, 2))
+    said = f"1 of 2 as their folder says (95 % interval {low}–{high} %)"
+    assert sheet._facts("") == f"4 files · 1 unreadable · {said} · least sure first"
+    assert area(drawn(rows, pictures), red) == 0
 
 
 def test_unreadable_files_are_marked_empty_tiles() -> None:
@@ -213,5 +250,5 @@ def test_the_file_is_replaced_in_one_step(tmp_path: Path) -> None:
     with Image.open(path) as image:
         assert image.convert("RGB").tobytes() == sheet.draw(title="a model").tobytes()
     assert [each.name for each in tmp_path.iterdir()] == ["sheet.png"]
-    with pytest.raises(SetupError, match="--sheet"):
+    with refused("setup.not_writable", "--sheet"):
         sheet.save(tmp_path / "gone" / "sheet.png", title="a model")

@@ -17,18 +17,21 @@ import pytest
 import timm
 import torch
 from PIL import Image, ImageColor
+from refusals import refused
 from safetensors.torch import load_file, save_file
 
 from finetune.commands import predict as predict_module
 from finetune.commands import predict_io as listing
+from finetune.commands.contact_sheet import ContactSheet
 from finetune.commands.predict import Classifier, predict
 from finetune.commands.predict_io import describe
 from finetune.data.decode import decode
 from finetune.data.image_store import open_store
 from finetune.data.loader import Loader
 from finetune.data.source import open_source
-from finetune.errors import DataError, RecipeError, SetupError, WeightsError
-from finetune.models.build import Built, Preprocessing, save_model
+from finetune.errors import WeightsError
+from finetune.models.saved import Built, save_model
+from finetune.transforms.preprocessing import Preprocessing
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)
 NAMES = ["blue", "green", "=red"]
@@ -266,7 +269,7 @@ def test_an_empty_list_on_standard_input_says_so(
     given: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listing.sys, "stdin", SimpleNamespace(buffer=io.BytesIO(given)))
-    with pytest.raises(DataError, match="-: the list on standard input is empty"):
+    with refused("data.empty", "-: "):
         predict("no such model", ["-"])
 
 
@@ -329,7 +332,7 @@ def test_calibrated_confidences_are_those_of_scaled_logits(
 
 
 def test_a_model_without_temperature_cannot_be_calibrated(model: Path) -> None:
-    with pytest.raises(WeightsError, match=r"no temperature.*finetune eval .* --fit-temperature"):
+    with refused("weights.no_temperature", f"finetune eval {model} --fit-temperature"):
         Classifier.load(model, calibrated=True)
 
 
@@ -381,42 +384,56 @@ def test_a_sheet_is_drawn_beside_the_rows(model: Path, photos: Path, tmp_path: P
     assert (tmp_path / "rows.csv").read_text("utf-8").count("\n") == 8
 
 
+def test_a_sheet_knows_the_classes_of_the_model(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts: list[str] = []
+    own = ContactSheet._facts
+    monkeypatch.setattr(
+        ContactSheet, "_facts", lambda sheet, remark: facts.append(own(sheet, remark)) or facts[-1]
+    )
+    files = [paint(tmp_path / folder / f"{n}.png", n) for folder in ("blue", "x") for n in (0, 1)]
+    rows = predict(str(model), list(map(str, files)), sheet=tmp_path / "sheet.png")
+    correct = sum(row["predictions"][0]["label"] == "blue" for row in rows[:2])
+    assert f"{correct} of 2 as their folder says" in facts[0]
+
+
 def test_too_large_a_batch_says_what_to_do(model: Path, photos: Path) -> None:
     def full(images: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("no room for it")
 
     classifier = Classifier.load(model, device="cpu")
     classifier.network.forward = full  # type: ignore[method-assign]
-    with pytest.raises(SetupError, match=r"5 images at once.*--batch-size"):
+    with refused("setup.memory", "5 images", "--batch-size"):
         classifier.predict(photos)
 
 
 @pytest.mark.parametrize("sheet", ["sheet.jpg", "sheet", "png"])
 def test_a_sheet_is_a_png(sheet: str) -> None:
-    with pytest.raises(RecipeError, match=r"--sheet.*use \.png"):
+    with refused("recipe.wrong_value", "--sheet", ".png"):
         predict("no such model", ["x"], sheet=sheet)
 
 
 @pytest.mark.parametrize("out", ["rows.txt", "rows", "csv"])
 def test_an_unknown_suffix_is_refused_before_any_work(out: str) -> None:
-    with pytest.raises(RecipeError, match=r"--out.*\.csv or \.jsonl"):
+    with refused("recipe.wrong_value", "--out", ".csv or .jsonl"):
         predict("no such model", ["x"], out=out)
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match="does not exist"):
+    with refused("setup.not_writable", "--out", "gone"):
         predict("no such model", ["x"], out=tmp_path / "gone" / "rows.csv")
-    with pytest.raises(SetupError, match=r"--sheet.*does not exist"):
+    with refused("setup.not_writable", "--sheet", "gone"):
         predict("no such model", ["x"], sheet=tmp_path / "gone" / "sheet.png")
     (tmp_path / "taken.csv").mkdir()
-    with pytest.raises(SetupError, match="cannot be written"):
+    with refused("setup.not_writable", "taken.csv"):
         predict("no such model", ["x"], out=tmp_path / "taken.csv")
     assert not list(tmp_path.glob(".taken*"))
 
 
 @pytest.mark.parametrize("wrong", [{"top_k": 0}, {"batch_size": 0}])
 def test_counts_below_one_are_refused(model: Path, wrong: dict[str, Any]) -> None:
-    with pytest.raises(RecipeError, match=f"{next(iter(wrong))}: got 0"):
+    with refused("recipe.wrong_value", next(iter(wrong)), "got 0"):
         Classifier.load(model, device="cpu").predict([], **wrong)
 
 

@@ -11,6 +11,7 @@ import pytest
 from page_runs import MACHINE, write_probe
 from plan_files import write_plan
 from ranks import command, two_ranks
+from refusals import refused
 
 from finetune.commands import reproduce as experiments
 from finetune.commands.reproduce import reproduce
@@ -133,7 +134,7 @@ def test_another_choice_says_what_to_remove(
         return json.loads((out / "results.json").read_text())
 
     monkeypatch.setattr(experiments, "train", refuse)
-    with pytest.raises(RecipeError, match=r"the grid chooses optim.lr=0.3 .*: remove .*chosen-s3"):
+    with refused("recipe.not_this_run", "optim.lr=0.3", "chosen-s3"):
         reproduce(plan, out=tmp_path)
 
 
@@ -223,13 +224,13 @@ def test_features_are_measured_once(
 
 
 def test_wrong_requests_are_refused(plan: str, trained, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="no run 'plan'; did you mean 'plain'"):
+    with refused("recipe.unknown_name", "--only", "'plan'", "'plain'"):
         reproduce(plan, only=["plan"], out=tmp_path)
-    with pytest.raises(RecipeError, match="--scale: unknown 'smok'"):
+    with refused("recipe.unknown_name", "--scale", "'smok'", "'smoke'"):
         reproduce(plan, scale="smok", out=tmp_path)
-    with pytest.raises(RecipeError, match="nothing to choose by"):
+    with refused("recipe.conflict", "chosen", "data.val_fraction"):
         reproduce(plan, overrides=["data.val_fraction=0"], out=tmp_path)
-    with pytest.raises(RecipeError, match="--out: is empty"):
+    with refused("recipe.wrong_value", "--out"):
         reproduce(plan, out="")
     count = len(trained)
     with pytest.raises(RecipeError, match=r"optim\.lrr"):  # before the first run

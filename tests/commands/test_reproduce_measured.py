@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from page_runs import MACHINE, measured_of, write_all, write_plan
+from refusals import refused
 
 from finetune.commands.reproduce_measured import (
     RUN_FILES,
@@ -19,7 +20,6 @@ from finetune.commands.reproduce_measured import (
     table_if_any,
 )
 from finetune.commands.reproduce_plan import load_plan
-from finetune.errors import CheckpointError
 from finetune.recipe.load import load_recipe
 
 
@@ -37,7 +37,7 @@ def test_the_hash_is_that_of_the_four_files(tmp_path: Path) -> None:
         file.write("\n")
     assert run_hash(run) != before
     (run / "metrics.jsonl").unlink()
-    with pytest.raises(CheckpointError, match=r"metrics\.jsonl: is missing"):
+    with refused("checkpoint.not_found", "metrics.jsonl"):
         run_hash(run)
     probe = (folder / "few" / "probe.json").read_bytes()
     assert run_hash(folder / "few") == hashlib.sha256(probe).hexdigest()
@@ -60,8 +60,8 @@ def test_a_machine_in_words() -> None:
 def test_a_training_in_words(tmp_path: Path) -> None:
     path = write_plan(tmp_path).parent / "small.yaml"
     recipe = load_recipe(path, ["data.source=parquet:secret/place", "model.freeze=backbone"])
-    said = in_words(recipe, asked="hub:owner/images")
-    assert said == (
+    text = in_words(recipe, named="hub:owner/images")
+    assert text == (
         "`embedded:vit_nano` at 32 px, classifier alone; hub:owner/images, a copy; 4 epochs of "
         "batch 64, adamw at 0.001"
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from page_runs import measured_of, write_all, write_plan
+from refusals import refused
 
 from finetune.commands.reproduce_measured import run_hash
 from finetune.commands.reproduce_page import page_of
@@ -95,7 +96,7 @@ def test_other_programs_stand_beside(path: Path) -> None:
 @pytest.mark.parametrize("changes", [{"top1": [0.5]}, {"seconds": [1.0]}, {"run": "hole"}])
 def test_a_row_that_does_not_fit_is_refused(path: Path, changes: dict[str, object]) -> None:
     (path.parent / "elsewhere.json").write_text(json.dumps({"rows": [{**ELSEWHERE, **changes}]}))
-    with pytest.raises(RecipeError, match=r"elsewhere\.json: row 1"):
+    with refused("recipe.wrong_value", "elsewhere.json", "row 1"):
         page(path)
 
 

@@ -11,10 +11,11 @@ import torch
 from matplotlib.figure import Figure
 from networks import built, images, saved
 from PIL import Image
+from refusals import refused
 from samples import png, write
 
 from finetune.commands.show import draw_distances, draw_filters, draw_positions, draw_rollout, show
-from finetune.errors import DataError, SetupError, WeightsError
+from finetune.errors import WeightsError
 from finetune.models.attention import attention_rollout
 
 
@@ -59,16 +60,16 @@ def test_nothing_at_all_is_an_error(
         raise WeightsError("none here")
 
     monkeypatch.setattr("finetune.commands.show.draw_filters", none)
-    with pytest.raises(WeightsError, match="nothing to show"):
+    with refused("weights.unsupported", "nothing to show"):
         show(saved(tmp_path, "convnext"), pictures, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_errors(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere\.png"):
+    with refused("data.unreadable", "nowhere.png"):
         show("embedded:vit_nano", [str(tmp_path / "nowhere.png")], out=tmp_path / "out")
     (tmp_path / "file").write_text("")
-    with pytest.raises(SetupError):
+    with refused("setup.not_writable", "--out", "below"):
         show("embedded:vit_nano", out=tmp_path / "file" / "below")
 
 

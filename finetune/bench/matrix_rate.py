@@ -1,26 +1,22 @@
-"""The operations of a training step, and how fast this machine multiplies matrices of its shapes.
-
-Two operations make a multiply-accumulate, as in every data sheet.
-"""
+"""The matrix products of a training step, and how fast this machine computes them alone."""
 
 # M rows (images times tokens or pixels), K width going in, N width coming out
 
 from __future__ import annotations
 
-import math
-import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
-__all__ = ["Product", "count_operations", "matrix_rate", "products", "spread", "synchronise"]
+from finetune.bench.timer import synchronise
+
+__all__ = ["Product", "matrix_rate", "products"]
 
 _SECONDS = 0.03  # for which each product is repeated
 _LEAST = 3  # repetitions of each, however long they take
@@ -32,7 +28,7 @@ class Product:
 
     Attributes:
         rows, inner, columns: M, K and N.
-        with_input, with_weight: whether the backward pass makes the gradient of the input, and
+        with_input, with_weight: True if the backward pass computes the gradient of the input, or
             that of the weight; each is a product of as many operations.
     """
 
@@ -49,63 +45,6 @@ class Product:
         return one * (1 + self.with_input + self.with_weight)
 
 
-def spread(values: Sequence[float]) -> dict[str, Any]:
-    """What was measured several times over: {"median", "min", "max", "values"}."""
-    middle = statistics.median(values)
-    return {"median": middle, "min": min(values), "max": max(values), "values": list(values)}
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-def count_operations(step: Callable[[], object]) -> int:
-    """Count the operations of the matrix products and convolutions of one real training step.
-
-    What gradient checkpointing computes again is counted again. What a fused attention kernel
-    computes again by itself, the scores, is not: plain products keep them.
-
-    Args:
-        step: takes it; a compiled network runs without its compilation, which hides its kernels.
-    """
-    # torch's own formula forgets that a grouped convolution's weight gradient is grouped, too
-    corrected = {torch.ops.aten.convolution_backward: _of_convolution_backward}
-    counter = FlopCounterMode(display=False, custom_mapping=corrected)
-    with torch.compiler.set_stance("force_eager"), counter:
-        step()
-    counts = counter.get_flop_counts().get("Global", {})
-    return sum(
-        int(count) * 4 // 5 if _is_attentions(name) else count for name, count in counts.items()
-    )
-
-
-def _is_attentions(operation: Any) -> bool:
-    """Whether it is the backward pass of fused attention: five products, one of them for scores."""
-    return "attention" in str(operation) and "backward" in str(operation)
-
-
-def _of_convolution_backward(
-    gradient: Sequence[int],
-    images: Sequence[int],
-    weight: Sequence[int],
-    _bias: Any,
-    _stride: Any,
-    _padding: Any,
-    _dilation: Any,
-    transposed: bool,
-    _output_padding: Any,
-    _groups: int,
-    wanted: Sequence[bool],
-    **_: Any,
-) -> int:
-    """Operations from the shapes: each gradient that is made costs what the forward pass does."""
-    positions = math.prod((images if transposed else gradient)[2:])
-    one = 2 * images[0] * positions * math.prod(weight)
-    return one * (wanted[0] + wanted[1])
-
-
 def products(network: nn.Module, step: Callable[[], None]) -> Counter[Product]:
     """List the products of the linear layers and convolutions of one real training step.
 
@@ -114,46 +53,46 @@ def products(network: nn.Module, step: Callable[[], None]) -> Counter[Product]:
 
     Args:
         network: its layers are watched.
-        step: takes it.
+        step: runs it.
     Returns: how often each occurs; a network without such layers has none.
     """
-    found: Counter[Product] = Counter()
+    counts: Counter[Product] = Counter()
 
-    def note(layer: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        given = inputs[0]
+    def count(layer: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        tensor = inputs[0]
         backward = torch.is_grad_enabled() and output.requires_grad
-        kinds = (backward and given.requires_grad, backward and layer.weight.requires_grad)
+        kinds = (backward and tensor.requires_grad, backward and layer.weight.requires_grad)
         if isinstance(layer, nn.Linear):
-            rows = given.numel() // max(layer.in_features, 1)
-            found[Product(rows, layer.in_features, layer.out_features, *kinds)] += 1
+            rows = tensor.numel() // max(layer.in_features, 1)
+            counts[Product(rows, layer.in_features, layer.out_features, *kinds)] += 1
         else:
             columns = layer.out_channels // layer.groups
             rows = output.numel() // layer.out_channels
             inner = layer.weight[0].numel()
-            found[Product(rows, inner, columns, *kinds)] += layer.groups
+            counts[Product(rows, inner, columns, *kinds)] += layer.groups
 
     with ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for layer in network.modules():
             if isinstance(layer, nn.Linear | nn.Conv2d):
-                stack.callback(layer.register_forward_hook(note).remove)
+                stack.callback(layer.register_forward_hook(count).remove)
         step()
-    return found
+    return counts
 
 
 def matrix_rate(
-    found: Counter[Product], *, dtype: torch.dtype, device: torch.device
+    counts: Counter[Product], *, dtype: torch.dtype, device: torch.device
 ) -> float | None:
     """Measure how fast this machine makes these products, each alone on matrices in the cache.
 
     Args:
-        found: from `products`.
+        counts: from `products`.
         dtype: of the matrices.
         device: to multiply on.
     Returns: operations a second over all products, each as often as it occurs; None for none.
     """
     seconds = operations = 0.0
-    for product, times in found.items():
+    for product, times in counts.items():
         operations += times * product.operations
         seconds += times * _seconds(product, dtype, device)
     return operations / seconds if seconds else None

@@ -13,21 +13,17 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from recipe_texts import tiny_text
+from refusals import refused
 
 from finetune.commands import evaluate
 from finetune.commands.evaluate import describe, evaluate_model, write_results
 from finetune.data.source import open_source
-from finetune.errors import DataError, RecipeError, SetupError
+from finetune.errors import SetupError
 from finetune.recipe.load import parse_recipe
 from finetune.training.train import train
 
-RECIPE = """
-model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 16,
-        args: {patch_size: 4, embed_dim: 32, depth: 1, num_heads: 2}}
-data: {source: "embedded:digits", eval: "resize(18) | center_crop"}
-optim: {lr: 3e-3, steps: 6}
-run: {precision: fp32}
-"""
+RECIPE = tiny_text("eval: 'resize(18) | center_crop'", optim="lr: 3e-3, steps: 6")
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +70,42 @@ def test_what_the_training_was_launched_with_does_not_bind_evaluation(finished) 
 
 def test_wrong_splits_data_and_classes_are_refused(finished, image_folder: Path) -> None:
     out, _ = finished
-    with pytest.raises(RecipeError, match="unknown 'tset'; did you mean 'test'"):
+    with refused("recipe.unknown_name", "--split", "'tset'", "'test'"):
         evaluate_model(str(out), split="tset")
-    with pytest.raises(DataError, match="its 3 classes are not those of"):
+    with refused("data.wrong_classes", "3 classes", out):
         evaluate_model(str(out), data=f"folder:{image_folder}")
-    with pytest.raises(RecipeError, match="--data"):
+    with refused("recipe.missing_option", "--data"):
         evaluate_model(str(out / "model"))
+
+
+def test_without_a_test_split_validation_is_measured(
+    finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, _ = finished
+    photos = digits_in_folders(tmp_path, range(10), name=str) / "train"
+    recipe = parse_recipe(RECIPE, overrides=[f"data.source=folder:{photos}"])
+    results = train(recipe, tmp_path / "run")
+    capsys.readouterr()
+    measured = evaluate_model(str(tmp_path / "run"))
+    assert measured["split"] == "val"
+    assert measured["confusion"] == results["val"]["confusion"]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "no test split" in line]
+    assert f"folder:{photos}" in line
+    assert "validation, 10 images" in line
+    assert "too few images" in describe(measured)
+    with refused("data.no_split", f"folder:{photos}", "'test'"):
+        evaluate_model(str(tmp_path / "run"), split="test")
+    evaluate_model(str(out))
+    assert "no test split" not in capsys.readouterr().err
+
+
+def test_figures_on_few_images_have_their_interval() -> None:
+    figures = {"loss": 0.5, "top1": 0.8, "top5": 1.0, "ece": 0.1, "confusion": [[8, 2], [2, 8]]}
+    result = {**figures, "split": "test", "class_names": ["a", "b"]}
+    assert "75.8–83.6 %" in describe({**result, "examples": 400})
+    assert "too few" not in describe({**result, "examples": 400})
+    assert "95 %" not in describe({**result, "examples": 1000})
+    assert "too few" in describe({**result, "examples": 20})
 
 
 def digits_in_folders(root: Path, classes: Sequence[int], *, name: Callable[[int], str]) -> Path:
@@ -125,7 +151,7 @@ def test_without_class_names_the_number_of_classes_decides(finished, tmp_path: P
     measured = evaluate_model(str(nameless), data="embedded:digits")
     assert measured["confusion"] == results["test"]["confusion"]
     three = digits_in_folders(tmp_path / "three", [0, 1, 2], name=str)
-    with pytest.raises(DataError, match=r"3 classes, and .* tells 10 apart"):
+    with refused("data.wrong_classes", "3 classes", 10):
         evaluate_model(str(nameless), data=f"folder:{three}")
 
 
@@ -144,7 +170,7 @@ def test_the_temperature_of_the_run_is_used_and_can_be_fitted_anew(finished, tmp
         evaluate_model(str(copy), data="embedded:digits")["calibrated"]["temperature"]
         == (fitted["temperature"])
     )
-    with pytest.raises(RecipeError, match="--fit-temperature: vit_tiny_patch16_224 is not"):
+    with refused("recipe.conflict", "--fit-temperature", "vit_tiny_patch16_224"):
         evaluate_model("vit_tiny_patch16_224", data="embedded:digits", fit_temperature=True)
 
 
@@ -178,5 +204,5 @@ def test_the_report_names_every_class_and_the_files_hold_it(finished, tmp_path: 
         with Image.open(picture) as opened:
             assert opened.format == "PNG"
     (tmp_path / "file").write_text("")
-    with pytest.raises(SetupError, match="--out"):
+    with refused("setup.not_writable", "--out"):
         write_results(measured, tmp_path / "file")

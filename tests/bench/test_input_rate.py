@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from refusals import refused
 
 from finetune.bench.input_rate import input_rates
 from finetune.data.source import Split, open_source
-from finetune.errors import DataError
 
 
 def test_both_read_every_image_in_every_turn(
@@ -37,5 +37,5 @@ def test_both_read_every_image_in_every_turn(
 def test_an_image_that_cannot_be_read_is_an_error(image_folder: Path) -> None:
     (image_folder / "train" / "red" / "red-0.png").write_bytes(b"")
     split = open_source(f"folder:{image_folder}").splits["train"]
-    with pytest.raises(DataError, match="finetune data scan"):
+    with refused("data.unreadable", "finetune data scan"):
         input_rates(split, workers=1, batch_size=5, images=len(split), repeats=1)

@@ -1,4 +1,4 @@
-"""The forecast of a run: a few real steps, memory by part, and nothing left behind."""
+"""The plan of a run: a few real steps, memory by part, its page, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import json
 import math
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from doubles import Told
+from doubles import Recorder
 from faults_runs import TINY, tiny
 from ranks import forked
+from refusals import refused
 from samples import make_parquet, png, store_of
 
-from finetune.commands.plan import Trial, forecast
+from finetune.commands.plan import Trial, decoded_bytes, describe, forecast
 from finetune.data.feature_loader import FeatureLoader
 from finetune.data.source import open_source
-from finetune.errors import FinetuneError, RecipeError, SetupError
+from finetune.errors import FinetuneError
 from finetune.models.profile import count_parameters
 
 CHANGES = (
@@ -30,9 +30,9 @@ CHANGES = (
 
 @pytest.fixture(scope="module")
 def trial(tmp_path_factory: pytest.TempPathFactory) -> Trial:
-    made = Trial(Told(), recipe=tiny(*CHANGES), folder=str(tmp_path_factory.mktemp("trial")))
+    made = Trial(Recorder(), recipe=tiny(*CHANGES), folder=str(tmp_path_factory.mktemp("trial")))
     made.prepare()
-    made.measured = made.measure()  # type: ignore[attr-defined]
+    made.timed = made.measure()  # type: ignore[attr-defined]
     made.predicted = made.predict()  # type: ignore[attr-defined]
     return made
 
@@ -61,13 +61,11 @@ def test_images_of_any_size_are_all_counted(sizes: list[tuple[int, int]], tmp_pa
     images = [{"bytes": png(n, size), "path": None} for n, size in enumerate(sizes)]
     file = make_parquet(tmp_path / "a.parquet", [0, 1] * 20, images=images)
     store = store_of(open_source(f"parquet:{file}").splits["train"], "memory")
-    here = SimpleNamespace(device=torch.device("cpu"))
-    assert Trial._kept(here, store) == sum(3 * math.prod(size) for size in sizes)  # type: ignore[arg-type]
+    assert decoded_bytes(store, torch.device("cpu")) == sum(3 * math.prod(size) for size in sizes)
 
 
 def test_time_follows_from_the_rates(trial: Trial) -> None:
-    measured: dict[str, Any] = trial.measured  # type: ignore[attr-defined]
-    time = measured["time"]
+    time: dict[str, Any] = trial.timed["time"]  # type: ignore[attr-defined]
     rate = time["images_per_second"]
     assert rate == pytest.approx(sum(time["turns"]) / len(time["turns"]))
     assert time["epoch_seconds"] == pytest.approx(trial.setup.num_samples / rate)
@@ -88,7 +86,7 @@ def test_disk_holds_the_last_the_best_and_the_one_that_is_written(trial: Trial) 
 
 def test_without_a_checkpoint_on_the_way_there_is_no_snapshot(tmp_path: Path) -> None:
     changes = ("data.val_fraction=0", "run.eval_every=12", "model.freeze=backbone")
-    made = Trial(Told(), recipe=tiny(*CHANGES, *changes), folder=str(tmp_path))
+    made = Trial(Recorder(), recipe=tiny(*CHANGES, *changes), folder=str(tmp_path))
     made.prepare()
     made.measure()
     predicted = made.predict()
@@ -101,10 +99,10 @@ def test_without_a_checkpoint_on_the_way_there_is_no_snapshot(tmp_path: Path) ->
 
 def test_a_frozen_backbone_computes_its_features_once(tmp_path: Path) -> None:
     changes = ("model.freeze=backbone", "data.train=resize", "optim.steps=2000", "run.eval_every=9")
-    made = Trial(Told(), recipe=tiny(*CHANGES, *changes), folder=str(tmp_path))
+    made = Trial(Recorder(), recipe=tiny(*CHANGES, *changes), folder=str(tmp_path))
     assert made.prepare()["of_features"]
     time, steps = made.measure()["time"], 2000
-    whole = made.rates["real"]
+    whole = made.measured.real
     assert time["features_seconds"] > 0
     assert isinstance(made.trained, FeatureLoader)  # what the steps were timed with
     assert time["images_per_second"] == whole
@@ -149,8 +147,72 @@ def test_a_forecast_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mo
 def test_one_process_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(TINY)
-    with pytest.raises(RecipeError, match=r"add run\.num_processes=1"):
+    with refused("recipe.conflict", "run.num_processes=1"):
         forecast(str(recipe), ["run.num_processes=2"])
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SetupError, match="without accelerate launch"):
+    with refused("setup.one_process", "accelerate launch"):
         forecast(str(recipe))
+
+
+MIB = 2**20
+
+
+def plan_of(**changes: Any) -> dict[str, Any]:
+    """A plan of round figures."""
+    parts = {"program": 300, "weights": 20, "gradients": 19, "moments": 40, "average": 0}
+    parts |= {
+        "images": 7,
+        "features": 0,
+        "snapshot": 60,
+        "activations": 100,
+        "activations_per_image": 5,
+    }
+    return {
+        "recipe": "r.yaml",
+        "architecture": "vit_x",
+        "image_size": [32, 48],
+        "precision": "bf16",
+        "machine": {"device": {"name": "A chip", "type": "cpu"}},
+        "parameters": {"total": 5000, "trained": 1000},
+        "num_images": 1200,
+        "batch_size": 20,
+        "micro_batch": 10,
+        "memory": {
+            "where": "host",
+            "parts": {name: number * MIB for name, number in parts.items()},
+            "phases": {"training": 546 * MIB, "evaluation": 2048 * MIB},
+            "peak": 2048 * MIB,
+            "measured": 525 * MIB,
+        },
+        "steps": 5,
+        "time": {
+            "images_per_second": 50.0,
+            "turns": [40.0, 60.0],
+            "input_share": 0.07,
+            "evaluated_per_second": 150.0,
+            "epoch_seconds": 24.0,
+            "features_seconds": 0.0,
+            "run_seconds": 7200.0,
+            "run_steps": 600,
+            "evaluations": 1,
+        },
+        "disk": {"checkpoint": 120 * MIB, "needed": 520 * MIB, "free_here": 4096 * MIB},
+        "options": [
+            {"change": "a=1", "peak": 1024 * MIB, "images_per_second": 100.0, "halves": ["memory"]},
+            {"change": "b=22", "peak": 2048 * MIB, "images_per_second": None, "halves": []},
+        ],
+        **changes,
+    }
+
+
+def test_the_page() -> None:
+    golden = Path(__file__).with_name("plan.txt").read_text(encoding="utf-8")
+    assert describe(plan_of()) + "\n" == golden
+
+
+def test_the_page_of_features_and_that_without_options() -> None:
+    time = {**plan_of()["time"], "features_seconds": 240.0}
+    page = describe(plan_of(time=time, options=[]))
+    assert "4 min 0 s  once; then they are kept" in page
+    assert page.endswith("only the classifier is trained: no other setting was tried")
+    assert describe(plan_of(options=[])).endswith("takes less memory or time")

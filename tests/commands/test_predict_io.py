@@ -1,27 +1,33 @@
-"""What is written of predictions: rows kept small, files replaced in one step, tables, errors."""
+"""Files to predict, as the user names them; predictions as rows, files and tables."""
 
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from refusals import refused
 
+from finetune.commands import predict_io as listing
 from finetune.commands.predict_io import (
     Row,
     Rows,
     check_target,
     describe,
+    find_files,
+    list_files,
     one_line,
     replacing,
     unreadable,
     writing,
 )
-from finetune.errors import DataError, RecipeError, SetupError
+from finetune.errors import DataError
 
 NAMES = ["cat", "=dog", "fish"]
 
@@ -136,7 +142,7 @@ def test_a_full_disk_is_said_and_nothing_is_left(tmp_path: Path) -> None:
         with writing(path, depth=1) as write:
             write(ROWS[0])
 
-    with pytest.raises(SetupError, match=r"--out: .*rows.jsonl.*No space left"):
+    with refused("setup.not_writable", "--out", "rows.jsonl", "No space left"):
         write_a_row()
     assert not os.listdir(tmp_path)
 
@@ -148,19 +154,19 @@ def test_the_systems_refusal_names_the_option(tmp_path: Path) -> None:
         with replacing(tmp_path / "taken.png", option="--sheet") as temporary:
             temporary.write_text("x")
 
-    with pytest.raises(SetupError, match=r"--sheet: .*taken.png' cannot be written"):
+    with refused("setup.not_writable", "--sheet", "taken.png"):
         replace()
     assert os.listdir(tmp_path) == ["taken.png"]
 
 
 def test_a_target_is_checked_beforehand(tmp_path: Path) -> None:
     assert check_target(tmp_path / "X.CSV", option="--out") == tmp_path / "X.CSV"
-    with pytest.raises(RecipeError, match=r"--out: 'x.txt'.*\.csv or \.jsonl"):
+    with refused("recipe.wrong_value", "--out", "'x.txt'", ".csv or .jsonl"):
         check_target("x.txt", option="--out")
-    with pytest.raises(SetupError, match=r"the folder '.*gone' does not exist"):
+    with refused("setup.not_writable", "--out", "gone'"):
         check_target(tmp_path / "gone" / "x.csv", option="--out")
     (tmp_path / "x.csv").mkdir()
-    with pytest.raises(SetupError, match="a folder"):
+    with refused("setup.not_writable", "x.csv"):
         check_target(tmp_path / "x.csv", option="--out")
 
 
@@ -202,3 +208,74 @@ def test_describe() -> None:
 
 def test_one_line_obeys_no_name() -> None:
     assert one_line("a\x1b[2J\n\u202e\udce9 é") == r"a\x1b[2J\n\u202e\udce9 é"
+
+
+# Names of files: nothing is opened.
+
+
+def give(monkeypatch: pytest.MonkeyPatch, listed: bytes) -> None:
+    monkeypatch.setattr(listing.sys, "stdin", SimpleNamespace(buffer=io.BytesIO(listed)))
+
+
+def test_files_folders_patterns_and_what_is_not_there(tmp_path: Path) -> None:
+    for name in ("b.png", "a.png", "star[1].png", "sub/c.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "bare").mkdir()
+    here = str(tmp_path)
+
+    def names(*paths: str) -> list[str]:
+        found = find_files(f"{here}/{path}" for path in paths)
+        assert all(error is None for _, error in found)
+        return [os.path.relpath(path, here) for path, _ in found]
+
+    assert names("b.png", "a.png", "b.png") == ["b.png", "a.png", "b.png"]
+    assert names("[ab].png") == ["a.png", "b.png"]
+    assert names("**/c.png") == ["sub/c.png"]
+    assert names("star[1].png") == ["star[1].png"], "an existing name is no pattern"
+    assert names("sub") == ["sub/c.png"]
+    assert find_files([f"{here}/none-*.png"]) == [
+        (f"{here}/none-*.png", "no file matches this pattern")
+    ]
+    assert find_files([tmp_path / "bare"]) == [(f"{here}/bare", "a folder without images")]
+    assert find_files([f"{here}/gone.png"]) == [(f"{here}/gone.png", None)]
+    assert find_files([]) == []
+
+
+def test_a_list_on_standard_input_stands_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    give(monkeypatch, b"b.png\r\n\na b.png\n")
+    assert [path for path, _ in list_files(["a.png", "-", "c.png"])] == [
+        *("a.png", "b.png", "a b.png", "c.png")
+    ]
+
+
+def test_between_zero_bytes_a_name_may_hold_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [b"two\nlines.png", b" spaces ", b"caf\xe9.png", b"-", b"end\n", b"\r"]
+    give(monkeypatch, b"\0".join(names) + b"\0")
+    assert [os.fsencode(path) for path, _ in list_files(["-"])] == names
+
+
+def test_a_listed_name_is_no_pattern(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "a1.png").touch()
+    pattern = f"{tmp_path}/a[1].png"
+    assert find_files([pattern]) == [(f"{tmp_path}/a1.png", None)]
+    give(monkeypatch, os.fsencode(pattern))
+    assert list_files(["-"]) == [(pattern, None)]
+
+
+def test_listed_folders_are_searched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "a.png").touch()
+    give(monkeypatch, os.fsencode(tmp_path))
+    assert list_files(["-"]) == [(f"{tmp_path}/a.png", None)]
+
+
+@pytest.mark.parametrize("given", [b"", b"\n\r\n", b"\0"])
+def test_an_empty_list_says_so(given: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    give(monkeypatch, given)
+    with refused("data.empty", "-: "):
+        list_files(["-"])
+
+
+def test_standard_input_is_read_once() -> None:
+    with refused("recipe.conflict", "-: "):
+        list_files(["-", "a.png", "-"])

@@ -10,21 +10,21 @@ import torch
 from networks import built, images
 from torch import nn
 
-from finetune.bench import flops as rates
-from finetune.bench.flops import Product, count_operations, matrix_rate, products
-from finetune.models.profile import count_macs
+from finetune.bench import matrix_rate as rates
+from finetune.bench.matrix_rate import Product, matrix_rate, products
+from finetune.models.profile import count_macs, count_operations
 
 BATCH, SIZE = 3, (32, 32)
 TOKENS, WIDTH, DEPTH, MLP, PATCH, CLASSES = 17, 32, 2, 128, 8, 5
 PATCHES = TOKENS - 1
 
 
-def vit() -> nn.Module:
-    """A small ViT with plain attention, whose products every version of torch counts."""
+def vit(*, fused: bool = True) -> nn.Module:
+    """A small ViT, its attention in torch's kernel or in plain products."""
     model = built("vit").model.train()
     for layer in model.modules():
         if hasattr(layer, "fused_attn"):
-            layer.fused_attn = False  # type: ignore[assignment]
+            layer.fused_attn = fused  # type: ignore[assignment]
     return model
 
 
@@ -37,6 +37,11 @@ def test_a_step_takes_three_times_the_forward_pass_but_for_the_images_gradient()
     forward = 2 * BATCH * count_macs(model, SIZE)
     embedding = 2 * BATCH * PATCHES * WIDTH * 3 * PATCH**2
     assert count_operations(step_of(model)) == 3 * forward - embedding
+
+
+def test_every_kernel_of_attention_counts_the_same() -> None:
+    fused, plain = (count_operations(step_of(vit(fused=fused))) for fused in (True, False))
+    assert fused == plain
 
 
 def test_a_frozen_backbone_makes_no_gradients() -> None:

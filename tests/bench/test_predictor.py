@@ -1,0 +1,130 @@
+"""A prediction of another setting is that of a run with that setting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from faults_runs import tiny
+
+from finetune.bench.predictor import Measured, Prediction, Predictor
+from finetune.commands.plan import other_settings
+from finetune.training.compile import choose_kernels
+from finetune.training.setup import open_setup
+
+QUIET = ("data.micro_batch=16", "data.val_fraction=0", "run.test=false", "run.save_every=1000")
+
+
+def predictor(*overrides: str, **measured: Any) -> Predictor:
+    """Of a run that trains 100 images a second, 125 without their input; none are evaluated."""
+    setup = open_setup(
+        tiny("model.args.depth=4", *QUIET, *overrides),
+        device=torch.device("cpu"),
+        notice=print,
+        progress=False,
+    )
+    network = setup.built.model
+    choose_kernels(network, device=setup.device, dtype=torch.float32)
+    micro_batch = setup.recipe.data.micro_batch
+    assert isinstance(micro_batch, int)
+    return Predictor(
+        setup,
+        network,
+        dtype=torch.float32,
+        micro_batch=micro_batch,
+        measured=Measured(**{"real": 100.0, "synthetic": 125.0, "images": 10**6, **measured}),
+        tick=lambda: None,
+    )
+
+
+def own(of: Predictor) -> Prediction:
+    return of.predict(of.setup.recipe)
+
+
+def options_of(of: Predictor) -> dict[str, dict[str, Any]]:
+    found = other_settings(of, own(of), of.network)
+    return {option["change"]: option for option in found}
+
+
+@pytest.fixture(scope="module")
+def plain() -> Predictor:
+    return predictor()
+
+
+@pytest.fixture(scope="module")
+def options(plain: Predictor) -> dict[str, dict[str, Any]]:
+    return options_of(plain)
+
+
+def test_the_most_helpful_comes_first(plain: Predictor, options: dict[str, dict[str, Any]]) -> None:
+    peak = own(plain).peak
+    gains = [
+        min(option["peak"] / peak, 100 / (option["images_per_second"] or 100))
+        for option in options.values()
+    ]
+    assert len(gains) >= 5
+    assert gains == sorted(gains)
+    assert gains[-1] <= 0.98
+    for option in options.values():
+        faster = option["images_per_second"] or 0
+        halves = {"memory": option["peak"] <= peak / 2, "time": faster >= 200}
+        assert option["halves"] == [name for name, is_so in halves.items() if is_so]
+    assert any(option["halves"] for option in options.values())
+
+
+@pytest.mark.parametrize(
+    "change", ["model.grad_checkpointing=true", "model.freeze=2", "model.freeze=backbone"]
+)
+def test_an_override_is_predicted_as_a_run_of_that_recipe(
+    plain: Predictor, options: dict[str, dict[str, Any]], change: str
+) -> None:
+    other, before = own(predictor(change)), own(plain).need.operations
+    assert options[change]["peak"] == pytest.approx(other.peak, rel=1e-3)
+    assert other.need.operations is not None
+    assert before is not None
+    computing = other.need.operations / before / 125
+    expected = 1 / (1 / 100 - 1 / 125 + computing)
+    assert options[change]["images_per_second"] == pytest.approx(expected)
+    assert (expected > 100) == change.startswith("model.freeze")
+
+
+def test_half_a_micro_batch_and_another_optimiser(
+    plain: Predictor, options: dict[str, dict[str, Any]]
+) -> None:
+    before = own(plain)
+    smaller = options["data.micro_batch=8"]
+    assert smaller["peak"] == before.peak - 8 * before.need.per_image
+    assert smaller["images_per_second"] is None
+    other = own(predictor("optim.name=sgd"))
+    assert other.parts["moments"] < before.parts["moments"]
+    saved = before.parts["moments"] - other.parts["moments"]
+    assert before.peak - other.peak == saved
+
+
+def test_a_smaller_image_has_fewer_operations(options: dict[str, dict[str, Any]]) -> None:
+    smaller = options["model.image_size=8"]  # the next that patches of 4 divide, below 16 / 2**0.5
+    assert smaller["peak"] == pytest.approx(own(predictor("model.image_size=8")).peak, rel=1e-3)
+    assert smaller["images_per_second"] > 200
+
+
+def test_the_input_is_a_line_where_it_costs_much(options: dict[str, dict[str, Any]]) -> None:
+    line = options["an input that costs nothing (data.train)"]
+    assert line["images_per_second"] == 125
+    assert not any("input" in change for change in options_of(predictor(synthetic=105.0)))
+    assert "data.keep=memory" in options_of(predictor("data.keep=none", in_memory=False))
+
+
+def test_where_evaluation_takes_the_most_its_batch_is_named() -> None:
+    of = predictor("data.val_fraction=0.5", "data.eval_batch_size=400")
+    before = own(of)
+    assert before.peak == before.phases["evaluation"]
+    lines = options_of(of)
+    assert lines["data.eval_batch_size=200"]["peak"] < before.peak
+    assert "data.micro_batch=8" not in lines  # it would change nothing
+
+
+def test_the_report_counts_without_gradients() -> None:
+    prediction = own(predictor(report=10**9))
+    kept = sum(prediction.parts.values()) - prediction.parts["gradients"]
+    assert prediction.phases["report"] == kept + 10**9

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["Classifier", "__version__", "load_recipe", "train"]
+__all__ = ["Classifier", "__version__", "load_recipe", "start", "train"]
 
 __version__ = "0.1.0"
 
@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Classifier": "finetune.commands.predict",
     "load_recipe": "finetune.recipe.load",
+    "start": "finetune.commands.start",
     "train": "finetune.training.train",
 }
 

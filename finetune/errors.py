@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import re
 from collections.abc import Iterable
@@ -26,6 +27,7 @@ __all__ = [
 
 _SECRET_NAME = re.compile(r"(?i)(TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY)(?!.*(PATH|FILE|DIR)$)")
 _SECRET = re.compile(r"\bhf_[A-Za-z0-9]{20,}|(?<=://)[^/\s@'\"]+(?=@)")
+_NO_ROOM = ("failed to map segment", "Cannot allocate memory")  # the loader of shared libraries
 # torch's own on a GPU, those of NVIDIA's libraries, and torch's on a CPU
 _NO_MEMORY = ("out of memory", "ALLOC_FAILED", "ALLOCATION_FAILED", "can't allocate memory")
 _LEAST_CHARACTERS = 8  # what is shorter is a switch, such as TOKENIZERS_PARALLELISM=false
@@ -42,7 +44,7 @@ class FinetuneError(Exception):
 
     exit_code = 1
     code = "internal"
-    said = False  # whether another process of the launch prints it
+    printed_elsewhere = False  # another process of the launch prints it
 
     def __init__(self, message: str, *, code: str | None = None) -> None:
         super().__init__(message)
@@ -86,7 +88,7 @@ class SetupError(FinetuneError):
 
 
 class DivergedError(FinetuneError):
-    """Training produced numbers that are not finite too many times in a row."""
+    """Training has diverged: numbers that are not finite, or a loss that has exploded."""
 
     exit_code = 6
     code = "diverged"
@@ -123,7 +125,11 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 
 def is_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, on the host or a device."""
+    """True if memory ran out, on the host or a device."""
+    if isinstance(error, ImportError):  # memory was refused while a library was loaded
+        return any(words in str(error) for words in _NO_ROOM)
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
     if not isinstance(error, RuntimeError):
         return isinstance(error, MemoryError)
     # torch's own by its name: it is not imported here

@@ -1,4 +1,4 @@
-"""This process among others: its rank, who shares the host and its memory, its garbage."""
+"""This process: its rank, the host's memory that it shares, its garbage collector."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = [
-    "as_usual",
+    "defer_garbage_collection",
     "end_with_parent",
     "free_bytes",
     "is_first_rank",
-    "keep_freed",
+    "keep_freed_memory",
     "local_processes",
-    "patient",
+    "resume_garbage_collection",
     "total_bytes",
 ]
 
@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG = 1  # Linux, prctl(2)
 
 
 def local_processes(world: int) -> int:
-    """How many of the processes of a launch share this host: all, unless the launcher tells."""
+    """Number of processes of a launch on this host: all, unless the launcher says otherwise."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
@@ -36,7 +36,7 @@ def end_with_parent() -> None:
 
 
 def is_first_rank() -> bool:
-    """Tell whether this process is the one of a launch that speaks and writes files."""
+    """True if this process is the one of a launch that prints and writes files."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -74,12 +74,12 @@ def free_bytes() -> int:
     return max(free, 0)
 
 
-def keep_freed() -> None:
-    """Let this process keep what it frees, for the next step, which takes the same again.
+def keep_freed_memory() -> None:
+    """Let this process keep the memory that it frees, for the next step, which needs it again.
 
     glibc gives the top of its heap back to the system as soon as more than some MiB of it are
-    free; a step on a CPU then waits for tens of thousands of pages that are found and cleared anew.
-    Left as they are: settings of the user's, and C libraries that have no such setting.
+    free; a step on a CPU then waits for tens of thousands of pages that are mapped and cleared
+    anew. Settings of the user's stay, and C libraries without this setting are left alone.
     Source: mallopt(3).
     """
     if any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")):
@@ -94,28 +94,28 @@ def _number(name: str) -> int:
     return int((_CGROUP / name).read_text())
 
 
-# When Python looks for garbage: hardly while libraries are imported, whose objects stay to the end.
+# The garbage collector hardly runs while libraries are imported: their objects stay to the end.
 # Measured on `train --dry-run`: 6.3 instead of 6.9 seconds of processor time (medians of six
 # alternated runs on two busy cores).
-_PATIENT = 1_000_000  # objects that are made before it looks; no start makes so many
+_DEFERRED = 1_000_000  # objects that are made before it runs; no start makes so many
 _usual = gc.get_threshold()
 
 
 @contextlib.contextmanager
-def patient() -> Iterator[None]:
-    """Look for garbage only when very many objects were made, or after `as_usual`."""
+def defer_garbage_collection() -> Iterator[None]:
+    """Collect garbage only when very many objects were made, or after the call that resumes it."""
     global _usual
     before = gc.get_threshold()
-    if before[0] != _PATIENT:
+    if before[0] != _DEFERRED:
         _usual = before
-    gc.set_threshold(_PATIENT)
+    gc.set_threshold(_DEFERRED)
     try:
         yield
     finally:
         gc.set_threshold(*before)
 
 
-def as_usual() -> None:
-    """Look for it as ever: what begins now takes long, and its garbage may be large."""
-    if gc.get_threshold()[0] == _PATIENT:
+def resume_garbage_collection() -> None:
+    """Collect it as before `defer_garbage_collection`: a long computation begins."""
+    if gc.get_threshold()[0] == _DEFERRED:
         gc.set_threshold(*_usual)

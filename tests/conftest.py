@@ -79,7 +79,7 @@ def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
     """Collecting imports nearly everything, as a command's start does."""
     from finetune import processes as collector
 
-    with collector.patient():
+    with collector.defer_garbage_collection():
         result = yield
     gc.freeze()  # what stays to the end need not be looked through again and again
     gc.set_threshold(2_000, 10, 50)  # nor what tests import: that took a twelfth of the time

@@ -31,7 +31,7 @@ def replace(monkeypatch: pytest.MonkeyPatch, module: str, **doubles: Any) -> Non
     monkeypatch.setitem(sys.modules, module, stand_in)
 
 
-class Told:
+class Recorder:
     """Stands for the line from a measured process to the one that asks."""
 
     def __init__(self) -> None:

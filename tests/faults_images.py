@@ -69,7 +69,7 @@ def flat_png(width: int, height: int, *, kind: int = 2, whole: bool = True) -> b
 
 
 def _as_pil(content: bytes) -> np.ndarray:
-    """What PIL alone makes of a file, upright."""
+    """The pixels that PIL alone makes of a file, upright."""
     with Image.open(io.BytesIO(content)) as image:
         return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
 

@@ -15,24 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipe_texts import tiny_text
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 PATIENCE = 240.0  # seconds for what takes a few on an idle machine
 LAUNCHERS = {"accelerate": "accelerate.commands.launch", "torchrun": "torch.distributed.run"}
 
-RECIPE = """
-model:
-  name: vit_tiny_patch16_224
-  args: {patch_size: 4, embed_dim: 16, depth: 1, num_heads: 2}
-  pretrained: false
-  image_size: 8
-data:
-  source: embedded:digits
-  train: resize | random_crop(padding=1)
-  eval: resize
-  batch_size: 32
-optim: {name: adamw, lr: 1e-3, steps: 100000, warmup_steps: 0, ema_decay: 0.9}
-run: {precision: fp32, threads: 1, log_every: 1, eval_every: 100000, test: false}
-"""
+RECIPE = tiny_text(
+    "train: resize | random_crop(padding=1), eval: resize, batch_size: 32",
+    optim="name: adamw, lr: 1e-3, steps: 100000, warmup_steps: 0, ema_decay: 0.9",
+    run="precision: fp32, log_every: 1, eval_every: 100000, test: false",
+    size=8,
+    width=16,
+)
 
 
 @dataclass
@@ -151,7 +146,7 @@ def launcher(kind: str, processes: int) -> list[str]:
 
 @contextlib.contextmanager
 def heeding_interrupts() -> Iterator[None]:
-    """What is started meanwhile heeds SIGINT; started in the background, a suite does not."""
+    """Processes started meanwhile heed SIGINT; a suite in the background does not."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield

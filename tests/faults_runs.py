@@ -5,7 +5,9 @@ Children are forked from this process, which has paid for importing torch alread
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -21,31 +23,26 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from recipe_texts import tiny_text
+from refusals import EXIT_CODES
 from tqdm import tqdm
 
 from finetune.cli.main import main
 from finetune.errors import FinetuneError
 from finetune.files import write_atomically
 from finetune.recipe.load import Recipe, parse_recipe
-from finetune.run import checkpoint as state
+from finetune.run import checkpoint
 from finetune.run.directory import RunDir
 from finetune.training.train import train
 from finetune.training.trainer_state import TrainerState
 
-TINY = """
-model:
-  name: vit_tiny_patch16_224
-  args: {patch_size: 4, embed_dim: 32, depth: 2, num_heads: 2}
-  pretrained: false
-  image_size: 16
-data:
-  source: embedded:digits
-  train: resize | rotate(15) | color_jitter(0.2, 0.2, 0.2, 0.05) | random_crop(padding=2)
-  eval: resize
-  batch_size: 64
-optim: {name: adamw, lr: 3e-3, steps: 12, warmup_steps: 2, weight_decay: 0.05, clip_norm: 1.0}
-run: {precision: fp32, threads: 1, log_every: 1, eval_every: 4}
-"""
+TINY = tiny_text(
+    "train: 'resize | rotate(15) | color_jitter(0.2, 0.2, 0.2, 0.05) | random_crop(padding=2)', "
+    "eval: resize, batch_size: 64",
+    optim="name: adamw, lr: 3e-3, steps: 12, warmup_steps: 2, weight_decay: 0.05, clip_norm: 1.0",
+    run="precision: fp32, log_every: 1, eval_every: 4",
+    depth=2,
+)
 
 # Everything that draws random numbers or keeps a state of its own.
 FULL = [
@@ -82,7 +79,7 @@ def weights(run: Path) -> bytes:
 
 
 def leftovers(run: Path) -> list[str]:
-    """What nobody but an interrupted write leaves in a run directory."""
+    """The hidden files that an interrupted write leaves in a run directory."""
     return sorted(str(path.relative_to(run)) for path in run.rglob(".*") if path.name != ".lock")
 
 
@@ -120,10 +117,11 @@ def without_plots(patch: pytest.MonkeyPatch) -> None:
 
 
 class Ended(NamedTuple):
-    """How a child ended: its exit code or minus its signal, and what it said on standard error."""
+    """The end of a child: its exit code or minus its signal, standard error, its error's code."""
 
     code: int
     said: str
+    error_code: str = ""
 
 
 def fork(work: Callable[[], object], stderr: int) -> int:
@@ -140,7 +138,7 @@ def fork(work: Callable[[], object], stderr: int) -> int:
         work()
         code = 0
     except FinetuneError as error:
-        os.write(2, f"{error}\n".encode())
+        os.write(2, f"{error}\nerror code: {error.code}\n".encode())
         code = error.exit_code
     except SystemExit as end:
         code = int(end.code or 0)
@@ -152,10 +150,33 @@ def fork(work: Callable[[], object], stderr: int) -> int:
 
 def in_child(work: Callable[[], object]) -> Ended:
     """Run in a forked process; 99 stands for whatever is not one of our errors."""
-    with tempfile.TemporaryFile() as said:
-        code = os.waitstatus_to_exitcode(os.waitpid(fork(work, said.fileno()), 0)[1])
-        said.seek(0)
-        return Ended(code, said.read().decode(errors="replace"))
+    with tempfile.TemporaryFile() as stream:
+        code = os.waitstatus_to_exitcode(os.waitpid(fork(work, stream.fileno()), 0)[1])
+        stream.seek(0)
+        said = stream.read().decode(errors="replace")
+    message, _, error_code = said.removesuffix("\n").rpartition("\nerror code: ")
+    return Ended(code, message, error_code) if message else Ended(code, said)
+
+
+def check_refused(ended: Ended, code: str, *named: object) -> None:
+    """A child ended with an error of ours.
+
+    Args:
+        code: of the error; the exit code is its family's.
+        named: what the message must name.
+    """
+    assert ended.error_code == code, ended.said
+    assert ended.code == EXIT_CODES[code.partition(".")[0]], ended.said
+    assert "Traceback" not in ended.said
+    for name in (*named, "; "):  # a next step stands behind it
+        assert str(name) in ended.said, f"{name} is not named in: {ended.said}"
+
+
+def check_done(ended: Ended, *named: str) -> None:
+    """A child ended well, and named these things on its way."""
+    assert ended.code == 0, ended.said
+    for name in named:
+        assert name in ended.said, ended.said
 
 
 def run_in_child(work: Callable[[], object]) -> int:
@@ -167,7 +188,13 @@ def command(*arguments: str | Path) -> Ended:
     """Run a command line in a child, with `finetune` left out."""
 
     def work() -> None:
-        raise SystemExit(main([str(argument) for argument in arguments]))
+        verb, *rest = map(str, arguments)
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exit_code = main([verb, "--json", *rest])
+        answer = json.loads(out.getvalue() or "null")
+        if exit_code and isinstance(answer, dict):
+            os.write(2, f"error code: {answer['code']}\n".encode())
+        raise SystemExit(exit_code)
 
     return in_child(work)
 
@@ -199,7 +226,7 @@ class Moments:
         sys.addaudithook(self._operation)
         for place, name in ((os, "fsync"), (TrainerState, "step")):
             setattr(place, name, self._before(getattr(place, name)))
-        state.save_file = self._in_the_middle(state.save_file)  # type: ignore[assignment]
+        checkpoint.save_file = self._in_the_middle(checkpoint.save_file)  # type: ignore[assignment]
         return self
 
     def tick(self, first: Callable[[], object] = lambda: None) -> None:
@@ -326,11 +353,11 @@ def end_ranks(ranks: list[int], *, seconds: float = 120, grace: float = 20) -> l
 
 
 def launched(works: Sequence[Callable[[], object]]) -> tuple[list[int], str]:
-    """Run one function on each rank. Returns: the exit codes, and what all of them said."""
-    with tempfile.TemporaryFile() as said:
-        codes = end_ranks(start_ranks(works, said.fileno()))
-        said.seek(0)
-        return codes, said.read().decode(errors="replace")
+    """Run one function on each rank. Returns: the exit codes, and all their standard error."""
+    with tempfile.TemporaryFile() as stream:
+        codes = end_ranks(start_ranks(works, stream.fileno()))
+        stream.seek(0)
+        return codes, stream.read().decode(errors="replace")
 
 
 # Copies -------------------------------------------------------------------------------------------
@@ -344,6 +371,6 @@ def copied(run: Path, to: Path) -> Path:
 
 def all_verified(run: Path) -> list[int]:
     """The steps of the checkpoints, each of which must be intact."""
-    found = RunDir(run)
-    assert [found.verify(step) for step in found.steps()] == [None] * len(found.steps())
-    return found.steps()
+    opened = RunDir(run)
+    assert [opened.verify(step) for step in opened.steps()] == [None] * len(opened.steps())
+    return opened.steps()

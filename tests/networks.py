@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -13,8 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from finetune.errors import WeightsError
-from finetune.models.build import Built, build, save_model
+from finetune.models.build import build
 from finetune.models.head import classifier_names
+from finetune.models.saved import Built, save_model
 from finetune.models.weights.resolve import resolve
 
 TINY = {"embed_dim": 32, "depth": 2, "num_heads": 2, "patch_size": 8}
@@ -36,8 +40,38 @@ NETWORKS: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "convnext": ("test_convnext", {}, 64, 96),
     "resnet": ("test_resnet", {}, 64, 96),
     "byobnet": ("test_byobnet", {}, 64, 96),
+    "representation": (
+        "vit_representation",
+        {**TINY, "representation_size": 12, "img_size": 32},
+        32,
+        48,
+    ),
+    "shiftvit": ("shiftvit_tiny_patch4_48", {"embed_dim": 48, "depths": [1, 2]}, 48, 32),
     "conv_classifier": ("resnetv2_50", {"layers": (1, 1, 1, 1), "width_factor": 1}, 64, 96),
 }
+
+
+# --- layers by hand, in numpy -------------------------------------------------------------------
+
+Arrays = Mapping[str, "np.ndarray[Any, Any]"]
+
+
+def linear(x: np.ndarray, weights: Arrays, name: str) -> np.ndarray:
+    matrix = weights[f"{name}.weight"]
+    return x @ matrix.reshape(len(matrix), -1).T + weights[f"{name}.bias"]
+
+
+def layer_norm(x: np.ndarray, weights: Arrays, name: str) -> np.ndarray:
+    centred = x - x.mean(-1, keepdims=True)
+    scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+    return scaled * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    return x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+
+
+# --- small networks ------------------------------------------------------------------------------
 
 
 def built(key: str, **kwargs: Any) -> Built:
@@ -111,7 +145,7 @@ def timm_folder(top: Path) -> Path:
 
 
 def message(name: object, **kwargs: Any) -> str:
-    """What the user reads when these weights are asked for."""
+    """The message of the refusal of these weights."""
     with pytest.raises(WeightsError) as caught:
         resolve(str(name), **kwargs)
     text = str(caught.value)

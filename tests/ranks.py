@@ -31,7 +31,7 @@ forked.set_forkserver_preload(
 
 @dataclass(frozen=True)
 class Ended:
-    """What the ranks said, all in one."""
+    """The output of both ranks together."""
 
     stdout: str
     stderr: str

@@ -10,15 +10,18 @@ import pytest
 
 from finetune import errors
 
-__all__ = ["check_message", "refused"]
+__all__ = ["EXIT_CODES", "check_message", "refused"]
 
+# of each family of errors; "usage" is the command line's own
+EXIT_CODES = {kind.code: kind.exit_code for kind in errors.FinetuneError.__subclasses__()}
+EXIT_CODES["usage"] = 2
 MOST_LINES = 12  # a recipe may have many problems, and each has its line
 MOST_CHARACTERS = 2000
 # What a next step begins with, in the messages of every part of the package.
 NEXT = re.compile(
     r"\b(expected|did you mean|see|give|use|name|write|choose|check|try|run|remove|keep|save|set|"
     r"put|get|download|convert|make|train|mend|fill|move|add|quote|fetch|known|there is|missing|"
-    r"lower|fit one|leave|again with|measure|requires an argument|"
+    r"look at|lower|fit one|leave|again with|measure|requires an argument|"
     r"stop|mount|correct|rename|take|connect|copy|shorten|edit|replace|log|ask|install|raise|"
     r"fine-tune|needs|must|continue|indent|undo|hold|ends|point|accelerate launch)\b",
     re.IGNORECASE,

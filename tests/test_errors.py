@@ -11,21 +11,23 @@ from finetune import errors
 
 
 @pytest.mark.parametrize(
-    "name, code",
+    "name, family, exit_code",
     [
-        ("RecipeError", 2),
-        ("DataError", 3),
-        ("WeightsError", 4),
-        ("CheckpointError", 4),
-        ("SetupError", 5),
-        ("DivergedError", 6),
-        ("HubError", 7),
+        ("RecipeError", "recipe", 2),
+        ("DataError", "data", 3),
+        ("WeightsError", "weights", 4),
+        ("CheckpointError", "checkpoint", 4),
+        ("SetupError", "setup", 5),
+        ("DivergedError", "diverged", 6),
+        ("HubError", "hub", 7),
     ],
 )
-def test_exit_codes_are_the_contracts(name: str, code: int) -> None:
-    error = getattr(errors, name)("what: why; what next")
-    assert isinstance(error, errors.FinetuneError)
-    assert error.exit_code == code
+def test_exit_codes_and_families_are_the_contracts(name: str, family: str, exit_code: int) -> None:
+    kind = getattr(errors, name)
+    assert issubclass(kind, errors.FinetuneError)
+    plain, precise = kind("what: why; what next"), kind("what", code=f"{family}.cause")
+    assert (plain.exit_code, plain.code) == (exit_code, family)
+    assert (precise.exit_code, precise.code) == (exit_code, f"{family}.cause")
 
 
 def test_a_signal_gives_the_shells_code() -> None:

@@ -1,4 +1,4 @@
-"""When garbage is looked for: hardly at the start of a command, as ever in what it then does."""
+"""The garbage collector: deferred at the start of a command, as usual in its work."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ def usual() -> Iterator[None]:
     gc.set_threshold(*before)
 
 
-def test_the_start_is_patient_and_its_end_restores() -> None:
-    with processes.patient():
+def test_the_start_defers_it_and_its_end_restores() -> None:
+    with processes.defer_garbage_collection():
         assert gc.get_threshold()[0] > 500_000
         assert gc.isenabled()
-        processes.as_usual()
+        processes.resume_garbage_collection()
         assert gc.get_threshold() == USUAL
-        with processes.patient():  # a command in a command
+        with processes.defer_garbage_collection():  # a command in a command
             pass
         assert gc.get_threshold() == USUAL
     assert gc.get_threshold() == USUAL
 
 
-def test_a_patient_command_in_another_leaves_it_patient() -> None:
-    with processes.patient():
-        with processes.patient():
+def test_a_command_in_another_leaves_it_deferred() -> None:
+    with processes.defer_garbage_collection():
+        with processes.defer_garbage_collection():
             pass
         assert gc.get_threshold()[0] > 500_000
-        processes.as_usual()
+        processes.resume_garbage_collection()
         assert gc.get_threshold() == USUAL
 
 
-def test_what_a_caller_chose_is_kept() -> None:
+def test_a_callers_own_thresholds_are_kept() -> None:
     gc.set_threshold(5, 5, 5)
-    processes.as_usual()
+    processes.resume_garbage_collection()
     assert gc.get_threshold() == (5, 5, 5)
 
 

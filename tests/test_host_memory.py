@@ -43,9 +43,9 @@ def test_a_containers_limit_counts(
 STEPS = """
 import resource, sys
 import numpy as np
-from finetune.processes import keep_freed
+from finetune.processes import keep_freed_memory
 if sys.argv[1] == "keep":
-    keep_freed()
+    keep_freed_memory()
 def step():
     kept = [np.ones(2**20, dtype=np.uint64) for _ in range(12)]  # 8 MiB each
 step(), step()

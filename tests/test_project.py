@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from finetune import errors
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "finetune"
 
@@ -352,6 +354,42 @@ class TestPublicNames:
             loaded = importlib.import_module(f"finetune.{module}".rstrip("."))
             for name in getattr(loaded, "__all__", []):
                 assert hasattr(loaded, name), f"{module}.{name}"
+
+
+class TestErrors:
+    FAMILIES = {  # noqa: RUF012
+        name: kind.code
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, errors.FinetuneError)
+    }
+
+    def test_every_error_of_ours_has_a_code_of_its_family(self) -> None:
+        codes = set()
+        for module, tree in modules().items():
+            for call in ast.walk(tree):
+                if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+                    continue
+                family = self.FAMILIES.get(call.func.id)
+                if family in (None, "internal", "interrupted"):
+                    continue
+                given = [word.value for word in call.keywords if word.arg == "code"]
+                assert given, f"{module}:{call.lineno}: {call.func.id} without a code"
+                for text in given:
+                    if isinstance(text, ast.Constant):
+                        assert re.fullmatch(rf"{family}\.[a-z0-9_]+", text.value), text.value
+                        codes.add(text.value)
+        assert len(codes) > 60
+
+    def test_docstrings_say_what_a_thing_is_or_does(self) -> None:
+        bad = [
+            f"{module}: {text.splitlines()[0]}"
+            for module, tree in modules().items()
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+            and (text := ast.get_docstring(node) or "")
+            and re.match(r"(What|Whether|How|Which|Where)\b", text)
+        ]
+        assert not bad
 
 
 class TestPromises:

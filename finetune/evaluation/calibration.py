@@ -1,4 +1,4 @@
-"""Temperature scaling: one number, fitted on validation, that makes confidences honest.
+"""Temperature scaling: one number, fitted on validation, that calibrates confidences.
 
 Dividing every logit by a temperature T changes no prediction and no accuracy, only how sure the
 network says it is.
@@ -20,6 +20,7 @@ __all__ = ["HeldLogits", "fit_temperature"]
 
 LOWEST, HIGHEST = 0.05, 20.0  # where every image is right, the best T would be 0
 _MOST_NUMBERS = 1 << 28  # logits held over all processes: 1 GiB of float32
+_NUMBERS_AT_ONCE = 1 << 22  # logits taken to float64 at once: 32 MiB
 _ITERATIONS = 60  # halving alone reaches 1e-16 of the range
 
 
@@ -33,8 +34,10 @@ class HeldLogits:
 
     def __init__(self, num_images: int, num_classes: int) -> None:
         self.stride = max(1, -(-num_images * num_classes // _MOST_NUMBERS))
-        self._logits: list[Tensor] = []
+        self._shape = (-(-num_images // self.stride), num_classes)
+        self._logits_NK: Tensor | None = None
         self._labels: list[Tensor] = []
+        self._held = 0
 
     def add(self, logits_BK: Tensor, labels_B: Tensor, indices: NDArray[np.int64]) -> None:
         """Keep a batch.
@@ -46,14 +49,19 @@ class HeldLogits:
                 is the same on any number of processes.
         """
         taken = torch.from_numpy(np.flatnonzero(indices % self.stride == 0)).to(logits_BK.device)
-        self._logits.append(logits_BK[taken].float().cpu())
+        if self._logits_NK is None:
+            # of all processes; of memory that is not written to the system gives none
+            self._logits_NK = torch.empty(self._shape)
+        self._logits_NK[self._held : self._held + len(taken)] = logits_BK[taken].float().cpu()
+        self._held += len(taken)
         self._labels.append(labels_B[taken].cpu())
 
     def fit(self, total: Callable[[Tensor], Tensor] = lambda sums: sums) -> float:
         """`fit_temperature` of what was kept; every process must call it."""
-        if not self._logits:
+        if self._logits_NK is None:
             return fit_temperature(torch.zeros(0, 1), torch.zeros(0, dtype=torch.long), total=total)
-        return fit_temperature(torch.cat(self._logits), torch.cat(self._labels), total=total)
+        held_NK = self._logits_NK[: self._held]
+        return fit_temperature(held_NK, torch.cat(self._labels), total=total)
 
 
 def fit_temperature(
@@ -96,7 +104,8 @@ def fit_temperature(
 def _derivatives(logits_NK: Tensor, labels_N: Tensor, scale: float) -> Tensor:
     """First and second derivative by 1/T of the summed cross-entropy. Returns: (2,) float64."""
     sums = torch.zeros(2, dtype=torch.float64)
-    for logits_BK, labels_B in zip(logits_NK.split(4096), labels_N.split(4096), strict=True):
+    rows = min(4096, max(1, _NUMBERS_AT_ONCE // logits_NK.shape[1]))
+    for logits_BK, labels_B in zip(logits_NK.split(rows), labels_N.split(rows), strict=True):
         values_BK = logits_BK.double()
         probabilities_BK = (values_BK * scale).softmax(1)
         mean_B = (probabilities_BK * values_BK).sum(1)

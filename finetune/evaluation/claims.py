@@ -1,9 +1,9 @@
-"""Answers a recipe's claims, what a source reports, with the run's own figures.
+"""Answers to a recipe's claims: the figures that a source reports beside the run's own.
 
 An evaluation closes a window of steps, from the one before it. A claim names a moment, which is
 one of these windows: "val" is the evaluation itself, "train" the mean of the log lines within the
 window (what papers print beside an epoch's validation), "test" the one reading at the end.
-Nothing here raises for data that is missing: the verdict is then "not measured", and says why.
+Missing data raises nothing: the verdict is then "not measured", with the reason.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.text import markdown_table
+from finetune.text import markdown_table, percent
 
 __all__ = ["VERDICTS", "answer", "table", "wording"]
 
@@ -25,7 +25,7 @@ _ROUNDING = 1e-9  # 0.8 is within 0.1 of 0.7, whatever binary fractions say
 
 @dataclass(frozen=True)
 class _Figure:
-    """A measured value, or None, and in words how it came about."""
+    """A measured value, or None, and its origin in words."""
 
     value: float | None
     how: str
@@ -148,15 +148,15 @@ class _Record:
                 value = self.figure(metric, window, final=False).value
                 if value is not None:
                     points.append((window.high / self.steps_per_epoch, value))
-        where = f"after epoch {after}" if after else "in the run"
+        period = f"after epoch {after}" if after else "in the run"
         if len(points) < 2:
             plural = "" if len(points) == 1 else "s"
-            return _Figure(None, f"{len(points)} evaluation{plural} {where}; a trend needs 2")
+            return _Figure(None, f"{len(points)} evaluation{plural} {period}; a trend needs 2")
         x_mean = math.fsum(x for x, _ in points) / len(points)
         y_mean = math.fsum(y for _, y in points) / len(points)
         products = math.fsum((x - x_mean) * (y - y_mean) for x, y in points)
         spread = math.fsum((x - x_mean) ** 2 for x, _ in points)
-        how = f"slope per epoch over {len(points)} evaluations {where}"
+        how = f"slope per epoch over {len(points)} evaluations {period}"
         return _Figure(products / spread, how)
 
 
@@ -204,7 +204,7 @@ def table(answers: Iterable[Mapping[str, Any]]) -> str:
 
 
 def wording(answer: Mapping[str, Any]) -> tuple[str, str, str]:
-    """What a claim is about, what its source reports and what was measured, for people.
+    """A claim's subject, the reported figure and the measured one, as text.
 
     Args:
         answer: a row of what `answer` returned.
@@ -288,7 +288,7 @@ def _format(metric: str, figure: Any) -> str:
     if value is None:
         return "–"
     if metric.endswith(("top1", "top5")):
-        return f"{100 * value:.2f} %"
+        return percent(value)
     return f"{value:.4g}" if metric == "run.epochs" else f"{value:.4f}"
 
 

@@ -107,8 +107,8 @@ def examine(
     scaled = _Scaled(Counts(num_classes, device=device), temperature or 1.0)
     held = HeldLogits(len(loader.labels), num_classes)
     mistakes = Mistakes(num_mistakes)
-    asked = ((scaled, temperature is not None), (held, fit), (mistakes, num_mistakes > 0))
-    watchers = [watcher for watcher, is_asked in asked if is_asked]
+    optional = ((scaled, temperature is not None), (held, fit), (mistakes, num_mistakes > 0))
+    watchers = [watcher for watcher, is_needed in optional if is_needed]
     result = evaluate(model, loader, accelerator, batch_size=batch_size, watchers=watchers)
     if fit:
         result["temperature"] = held.fit(
@@ -119,11 +119,11 @@ def examine(
         kept = {key: calibrated[key] for key in ("loss", "ece", "calibration")}
         result["calibrated"] = {"temperature": temperature, **kept}
     if num_mistakes:
-        everybodys = _gathered(mistakes.found, num_mistakes, accelerator)
+        of_all_ranks = _gathered(mistakes.worst, num_mistakes, accelerator)
         split = loader.store.split
         result["mistakes"] = [
             {"index": one["index"], "name": split.name_of(one["index"]), **one}
-            for one in worst(everybodys, num_mistakes)
+            for one in worst(of_all_ranks, num_mistakes)
         ]
     return result
 
@@ -142,20 +142,23 @@ class _Scaled:
 def _summed(counts: Counts, accelerator: Accelerator) -> dict[str, Any]:
     """The result over all ranks."""
     sums = torch.as_tensor(accelerator.reduce(counts.tensor(), "sum"))
-    return Counts(counts.num_classes, device=accelerator.device).load(sums).result()
+    # ranks have more or fewer images
+    pairs_N = accelerator.pad_across_processes(counts.pairs(), dim=0, pad_index=-1)
+    pairs_N = torch.as_tensor(accelerator.gather(pairs_N))
+    return Counts(counts.num_classes, device=accelerator.device).load(sums, pairs_N).result()
 
 
 _KEYS = ("index", "label", "predicted", "confidence", "loss")
 
 
 def _gathered(
-    found: Sequence[dict[str, Any]], limit: int, accelerator: Accelerator
+    mistakes: Sequence[dict[str, Any]], limit: int, accelerator: Accelerator
 ) -> list[dict[str, Any]]:
     """Every rank's mistakes, through one tensor; float64 holds each index exactly."""
     if accelerator.num_processes == 1:
-        return list(found)
+        return list(mistakes)
     table = torch.full((limit, len(_KEYS)), -1.0, dtype=torch.float64, device=accelerator.device)
-    for row, one in enumerate(found):
+    for row, one in enumerate(mistakes):
         table[row] = torch.tensor([float(one[key]) for key in _KEYS], dtype=torch.float64)
     rows = torch.as_tensor(accelerator.gather(table)).tolist()
     return [

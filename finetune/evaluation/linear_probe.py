@@ -36,14 +36,8 @@ __all__ = [
 BIAS = 100.0  # a constant feature this large makes its weight almost unregularised
 L2 = 2.0**10
 EPSILON = 1e-5
-GRID = (
-    1e-4,
-    1e-3,
-    1e-2,
-    1e-1,
-    1.0,
-    10.0,
-)  # C of logistic regression: the inverse of the regularisation
+# C of logistic regression: the inverse of the regularisation
+GRID = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 _MAX_ITERATIONS = 1000
 _ROWS = 8192  # taken to float64 at once
 _SIMILARITIES = 1 << 25  # held at once: 128 MiB

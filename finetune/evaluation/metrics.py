@@ -4,7 +4,7 @@ Everything is an integer, losses and confidences included (fixed point), so that
 depend on how the samples were split over batches and processes: addition of integers has no order.
 """
 
-# B batch, K classes
+# N images, B batch, K classes, M pairs of classes that occur
 
 from __future__ import annotations
 
@@ -18,8 +18,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from finetune.errors import DataError, DivergedError
+from finetune.evaluation.confusion import Confusion
 
-__all__ = ["NUM_BINS", "Counts", "Mistakes", "mean_std", "worst"]
+__all__ = [
+    "NUM_BINS",
+    "Counts",
+    "Mistakes",
+    "mean_std",
+    "worst",
+]
 
 NUM_BINS = 15  # calibration bins of equal width, as in Guo et al. 2017
 _FRACTION_BITS = 40  # of a loss or a confidence: 1e-12, and room for 8 million samples in a batch
@@ -30,12 +37,13 @@ _HEAD = 4  # examples, samples with bad logits, samples with bad labels, top-5 h
 
 
 class Counts:
-    """Sums over the samples of a split; merged over processes by adding `tensor()`.
+    """Sums over the samples of a split, and the pair of classes of each.
 
-    `add` only queues work on the device; nothing is copied to the host before `result`.
+    They are merged over processes by adding `tensor()` and joining `pairs()`. `add` only queues
+    work on the device; nothing is copied to the host before `result`. Memory is 8 bytes an image.
 
     Args:
-        num_classes: K; memory is K*K*8 bytes for the confusion matrix.
+        num_classes: K.
         device: where the sums live; the device of the logits.
     """
 
@@ -44,8 +52,9 @@ class Counts:
         if device.type == "mps":  # it has no float64
             device = torch.device("cpu")
         self.num_classes = num_classes
-        size = _HEAD + 2 * _SUMS + 2 * NUM_BINS + num_classes * num_classes
+        size = _HEAD + 2 * _SUMS + 2 * NUM_BINS
         self._all = torch.zeros(size, dtype=torch.int64, device=device)
+        self._pairs: list[Tensor] = []
         self._bind()
 
     def add(self, logits_BK: Tensor, labels_B: Tensor) -> None:
@@ -69,7 +78,9 @@ class Counts:
         labels_B = labels_B.clamp(0, num_classes - 1)
         log_probs_BK = logits_BK.log_softmax(1)
         losses_B = -log_probs_BK.gather(1, labels_B[:, None])[:, 0]
-        finite_B = logits_BK.isfinite().all(1) & (losses_B < _LARGEST_LOSS)
+        # a NaN is the largest and the smallest of its row
+        finite_B = logits_BK.amax(1).isfinite() & logits_BK.amin(1).isfinite()
+        finite_B &= losses_B < _LARGEST_LOSS
         ok_B = label_ok_B & finite_B
         one_B = ok_B.long()
 
@@ -86,7 +97,7 @@ class Counts:
         bins_B = ((confidence_B * NUM_BINS).ceil().long() - 1).clamp(0, NUM_BINS - 1)
         self._bin_counts.index_add_(0, bins_B, one_B)
         self._bin_correct.index_add_(0, bins_B, one_B * (ranks_B == 0))
-        self._confusion.index_add_(0, labels_B * num_classes + predicted_B, one_B)
+        self._pairs.append(torch.where(ok_B, labels_B * num_classes + predicted_B, -1))
         self._add_fixed(torch.zeros_like(bins_B), torch.where(ok_B, losses_B, 0.0), one_B)
         self._add_fixed(1 + bins_B, confidence_B, one_B)
 
@@ -94,11 +105,19 @@ class Counts:
         """All sums as one int64 vector, to be added over processes and given to `load`."""
         return self._all
 
-    def load(self, sums: Tensor) -> Counts:
-        """Replace the sums, for instance by those of an all-reduce; returns itself."""
+    def pairs(self) -> Tensor:
+        """Return the pair of classes of each sample, (N,) int64, to be joined over processes.
+
+        It is true * K + predicted; -1 is no image: a sample that was refused, or the filling of a
+        gather.
+        """
+        return torch.cat([self._all[:0], *self._pairs])
+
+    def load(self, sums: Tensor, pairs_N: Tensor) -> Counts:
+        """Replace sums and pairs, for instance by those of all processes; returns itself."""
         if sums.shape != self._all.shape or sums.dtype != torch.int64:
             raise ValueError(f"expected {tuple(self._all.shape)} int64, got {tuple(sums.shape)}")
-        self._all = sums.clone()
+        self._all, self._pairs = sums.clone(), [pairs_N.clone()]
         self._bind()
         return self
 
@@ -107,10 +126,11 @@ class Counts:
 
         "loss" is the mean cross-entropy in nats; "top5" counts the best min(5, K) classes, so it
         is 1 for K <= 5; "ece" is the expected calibration error over 15 equal bins of the
-        confidence; "confusion" has a row per true class and a column per predicted one. In
-        "per_class", "recall" is None for a class without examples, "precision" for one that was
-        never predicted, "f1" for one that is neither. "calibration" is the reliability diagram: of
-        each bin of the confidence its bounds, number of images, accuracy and mean confidence.
+        confidence; "confusion" has a row per true class and a column per predicted one, and beyond
+        1,000 classes lists the pairs that occur as "true", "said" and "count". In "per_class",
+        "recall" is None for a class without examples, "precision" for one that was never predicted,
+        "f1" for one that is neither. "calibration" is the reliability diagram: of each bin of the
+        confidence its bounds, number of images, accuracy and mean confidence.
         Among equal logits the lower class index comes first.
 
         Raises: DivergedError if a logit or a loss was not finite; DataError if a label was out of
@@ -120,28 +140,30 @@ class Counts:
         if bad_labels:
             raise DataError(
                 f"evaluation: {bad_labels} labels are outside 0…{self.num_classes - 1}; "
-                "check that the model has the classes of the data"
+                "check that the model has the classes of the data",
+                code="data.wrong_labels",
             )
         if bad_logits:
             raise DivergedError(
                 f"evaluation: {bad_logits} of {examples + bad_logits} samples have outputs that "
-                "are not finite; lower optim.lr, set optim.clip_norm or use run.precision=fp32"
+                "are not finite; lower optim.lr, set optim.clip_norm or use run.precision=fp32",
+                code="diverged.outputs",
             )
         if not examples:
-            raise DataError("evaluation: the split has no examples")
-        confusion = self._confusion.view(self.num_classes, self.num_classes)
+            raise DataError("evaluation: the split has no examples", code="data.empty")
+        confusion = self._confusion()
         whole, fraction = self._whole.tolist(), self._fraction.tolist()
         sums = [w * _ONE + f for w, f in zip(whole, fraction, strict=True)]  # Python integers
         correct, counts = self._bin_correct.tolist(), self._bin_counts.tolist()
         gaps = sum(abs(c * _ONE - total) for c, total in zip(correct, sums[1:], strict=True))
         return {
             "loss": sums[0] / (_ONE * examples),
-            "top1": int(confusion.diagonal().sum()) / examples,
+            "top1": int(confusion.hits_K.sum()) / examples,
             "top5": top5 / examples,
             "ece": gaps / (_ONE * examples),
             "examples": examples,
             "per_class": _per_class(confusion),
-            "confusion": confusion.tolist(),
+            "confusion": confusion.to_json(),
             "calibration": [
                 {
                     "low": place / NUM_BINS,
@@ -158,15 +180,22 @@ class Counts:
 
     def _bind(self) -> None:
         """Name the parts of the vector; they are views of it."""
-        sizes = [_HEAD, _SUMS, _SUMS, NUM_BINS, NUM_BINS, self.num_classes**2]
+        sizes = [_HEAD, _SUMS, _SUMS, NUM_BINS, NUM_BINS]
         (
             self._head,
             self._whole,
             self._fraction,
             self._bin_counts,
             self._bin_correct,
-            self._confusion,
         ) = self._all.split(sizes)
+
+    def _confusion(self) -> Confusion:
+        """Count the pairs."""
+        pairs_N = self.pairs()
+        pairs_M, count_M = pairs_N[pairs_N >= 0].unique(return_counts=True)
+        true_M, said_M = (pairs_M // self.num_classes), pairs_M % self.num_classes
+        true_M, said_M, count_M = (column.cpu().numpy() for column in (true_M, said_M, count_M))
+        return Confusion(true_M, said_M, count_M, num_classes=self.num_classes)
 
     def _add_fixed(self, slots_B: Tensor, values_B: Tensor, one_B: Tensor) -> None:
         """Add non-negative values to the fixed-point sums, exactly whatever the order."""
@@ -202,15 +231,15 @@ def _rank(logits_BK: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
     ahead_BK = (logits_BK > own_B1) | ((logits_BK == own_B1) & (classes_K < labels_B[:, None]))
     best_B1 = logits_BK.amax(1, keepdim=True)
     # the first class with the largest logit; class 0 when a NaN leaves none
-    predicted_B = (logits_BK == best_B1).long().argmax(1)
-    return ahead_BK.sum(1), predicted_B
+    predicted_B = (logits_BK == best_B1).byte().argmax(1)
+    return ahead_BK.sum(1, dtype=torch.int32), predicted_B
 
 
-def _per_class(confusion: Tensor) -> list[dict[str, Any]]:
-    """Support, recall, precision and F1 of each class, from a (K, K) matrix."""
-    hits = confusion.diagonal().tolist()
-    support = confusion.sum(1).tolist()
-    predicted = confusion.sum(0).tolist()
+def _per_class(confusion: Confusion) -> list[dict[str, Any]]:
+    """Support, recall, precision and F1 of each class."""
+    hits = confusion.hits_K.tolist()
+    support = confusion.support_K.tolist()
+    predicted = confusion.predicted_K.tolist()
     return [
         {
             "support": s,
@@ -234,7 +263,7 @@ class Mistakes:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.found: list[Mistake] = []
+        self.worst: list[Mistake] = []
 
     def add(self, logits_BK: Tensor, labels_B: Tensor, indices: NDArray[np.int64]) -> None:
         """Look at a batch.
@@ -253,9 +282,9 @@ class Mistakes:
         order = losses_B.argsort(descending=True, stable=True)[:most]
         columns = (losses_B, labels_B, predicted_B, confidence_B.exp())
         rows = zip(order.tolist(), *(column[order].tolist() for column in columns), strict=True)
-        self.found = worst(
+        self.worst = worst(
             [
-                *self.found,
+                *self.worst,
                 *(
                     {
                         "index": int(indices[place]),

@@ -1,6 +1,17 @@
 """Networks and their weights; importing it registers our own networks with timm."""
 
-from finetune.models.architectures import google_hybrid, shiftvit, transformers_adapter, vit_scratch
-from finetune.models.architectures import vit_representation as representation
+from finetune.models.architectures import (
+    google_hybrid,
+    shiftvit,
+    transformers_adapter,
+    vit_representation,
+    vit_scratch,
+)
 
-__all__ = ["google_hybrid", "representation", "shiftvit", "transformers_adapter", "vit_scratch"]
+__all__ = [
+    "google_hybrid",
+    "shiftvit",
+    "transformers_adapter",
+    "vit_representation",
+    "vit_scratch",
+]

@@ -1,7 +1,7 @@
-"""What a transformer attends to: its attention weights, and their rollout over the image."""
+"""Inside a transformer: attention weights, rollout and distances, filters, position embeddings."""
 
-# B batch, L query tokens, N tokens, C channels, H W pixels, h w patches
-# B batch, N patches, D width, C channels, h w patches
+# B batch, L query tokens, N tokens (patches, in distances), D width, C channels, H W pixels,
+# h w patches (pixels of a filter)
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ __all__ = [
 ]
 
 _SOFTMAX = {Tensor.softmax, torch.softmax, F.softmax}
+_POOLS = ("token", "avg", "avgmax", "max", "map")  # of timm's that read tokens
 
 
 def attention_maps(model: nn.Module, images_BCHW: Tensor) -> list[Tensor]:
-    """The attention weights of every block, as the network computes them for these images.
+    """Read the attention weights of every block, as the network computes them for these images.
 
-    They are read while the network runs as it is: neither a module nor an attention path is
-    changed, so that several threads may do this at once and the logits are those of any other
-    call.
+    Neither a module nor an attention path is changed, so that several threads may do this at once
+    and the logits are those of any other call.
 
     Args:
         model: in evaluation mode.
@@ -43,38 +43,38 @@ def attention_maps(model: nn.Module, images_BCHW: Tensor) -> list[Tensor]:
     Returns: a (B, heads, N, N) for each block, first block first, rows summing to 1; empty for a
         network whose tokens do not all attend to one another.
     """
-    found = _watch(model, images_BCHW, lambda weights: weights)
-    return [] if found is None else found[0]
+    attention = _read_attention(model, images_BCHW, lambda weights: weights)
+    return [] if attention is None else attention[0]
 
 
 def attention_rollout(model: nn.Module, images_BCHW: Tensor) -> Tensor | None:
-    """How much of each patch the classifier reads, if attention alone moved what is in the tokens.
+    """Compute the share of each patch in what the classifier reads, from attention alone.
 
     In each block half stands for the attention, averaged over the heads, and half for the residual
-    connection; the product of the blocks gives the share of every patch in every token, and the
-    tokens that the classifier reads give the answer.
+    connection; the product of the blocks gives the share of every patch in every token, which is
+    averaged over the tokens that the classifier reads.
 
     Args:
         model: in evaluation mode.
         images_BCHW: as the network takes them.
-    Returns: (B, h, w), not negative; what is missing from a sum of 1 came from the class token and
-        other tokens that are no patch. None for a network without such attention.
+    Returns: (B, h, w), not negative; the rest to a sum of 1 came from the class token and other
+        tokens that are no patch. None for a network without such attention.
     Source: Abnar and Zuidema 2020, Quantifying Attention Flow in Transformers, section 3.
     """
     # averaged at once: the heads of a large network would take half a gigabyte per image
-    found = _watch(model, images_BCHW, lambda weights: weights.mean(dim=1))
-    if found is None:
+    attention = _read_attention(model, images_BCHW, lambda weights: weights.mean(dim=1))
+    if attention is None:
         return None
-    layers, pool_BLN, (height, width) = found
+    layers, pool_BLN, (height, width) = attention
     rollout_BNN = _with_residual(layers[0])
     for attention_BNN in layers[1:]:
         rollout_BNN = _with_residual(attention_BNN) @ rollout_BNN
     if pool_BLN is not None:
         rollout_BNN = pool_BLN @ rollout_BNN
     rows = slice(None) if pool_BLN is not None else _rows_read(model)
-    seen_BN = rollout_BNN[:, rows].mean(dim=1)
-    prefix = seen_BN.shape[1] - height * width
-    return seen_BN[:, prefix:].unflatten(1, (height, width))
+    shares_BN = rollout_BNN[:, rows].mean(dim=1)
+    prefix = shares_BN.shape[1] - height * width
+    return shares_BN[:, prefix:].unflatten(1, (height, width))
 
 
 def _with_residual(attention_BNN: Tensor) -> Tensor:
@@ -93,33 +93,29 @@ def _rows_read(model: Any) -> slice:
     return slice(skipped, None)
 
 
-Found = tuple[list[Tensor], Tensor | None, tuple[int, int]]
-
-
 @torch.no_grad()
-def _watch(model: nn.Module, images_BCHW: Tensor, keep: Callable[[Tensor], Tensor]) -> Found | None:
+def _read_attention(
+    model: nn.Module, images_BCHW: Tensor, keep: Callable[[Tensor], Tensor]
+) -> tuple[list[Tensor], Tensor | None, tuple[int, int]] | None:
     """Run the network and keep its attention.
 
     Returns: one kept tensor for each block; that of a pooling by attention, if there is one; the
-        grid of patches (h, w). None when this is not what the network is made of.
+        grid of patches (h, w). None for a network that is not built of such blocks.
     """
     blocks, prefix = getattr(model, "blocks", None), getattr(model, "num_prefix_tokens", None)
-    if not isinstance(blocks, nn.Module) or prefix is None or not _reads_tokens(model):
+    if not isinstance(blocks, nn.Module) or prefix is None:
         return None
     grid = _grid(model, images_BCHW)
-    if grid is None:
+    if grid is None or getattr(model, "global_pool", None) not in _POOLS:
         return None
-    with _Watch(keep, len(images_BCHW), grid[0] * grid[1] + prefix, prefix) as watch:
+    recorder = _AttentionRecorder(keep, len(images_BCHW), grid[0] * grid[1] + prefix, prefix)
+    with recorder:
         model(images_BCHW)
-    if watch.strange or len(watch.blocks) != len(list(blocks.children())):
+    if recorder.is_other or len(recorder.blocks) != len(list(blocks.children())):
         return None
-    if (model.global_pool == "map") != (len(watch.pools) == 1):
+    if (model.global_pool == "map") != (len(recorder.pools) == 1):
         return None
-    return watch.blocks, watch.pools[0] if watch.pools else None, grid
-
-
-def _reads_tokens(model: nn.Module) -> bool:
-    return getattr(model, "global_pool", None) in ("token", "avg", "avgmax", "max", "map")
+    return recorder.blocks, recorder.pools[0] if recorder.pools else None, grid
 
 
 def _grid(model: nn.Module, images_BCHW: Tensor) -> tuple[int, int] | None:
@@ -131,11 +127,11 @@ def _grid(model: nn.Module, images_BCHW: Tensor) -> tuple[int, int] | None:
     return int(height), int(width)
 
 
-class _Watch(TorchFunctionMode):
-    """Sees each attention of the thread that entered it, however it is computed.
+class _AttentionRecorder(TorchFunctionMode):
+    """Records each attention of the thread that entered it, fused or not.
 
-    Fused attention does not give its weights away, so they are computed once more beside it from
-    the same queries and keys; where they are computed anyway, they are taken as they are.
+    Fused attention does not return its weights, so they are computed once more from the same
+    queries and keys; the results of a softmax are taken as they are.
     """
 
     def __init__(
@@ -144,7 +140,7 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.blocks: list[Tensor] = []
         self.pools: list[Tensor] = []
-        self.strange = False
+        self.is_other = False  # windows, or another set of tokens
         self._keep, self._batch, self._tokens, self._prefix = keep, batch, tokens, prefix
 
     def __torch_function__(
@@ -157,12 +153,12 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
-            self._note(_weights(*args, **kwargs))
+            self._record(_weights(*args, **kwargs))
         elif func in _SOFTMAX and result.ndim == 4:
-            self._note(result)
+            self._record(result)
         return result
 
-    def _note(self, weights: Tensor) -> None:
+    def _record(self, weights: Tensor) -> None:
         batch, _, queries, keys = weights.shape
         if batch == self._batch and queries == keys == self._tokens:
             self.blocks.append(self._keep(weights.float()))
@@ -170,7 +166,7 @@ class _Watch(TorchFunctionMode):
             # a pooling by attention may leave the class token out
             self.pools.append(F.pad(weights.float().mean(dim=1), (self._tokens - keys, 0)))
         else:
-            self.strange = True  # windows, or another set of tokens
+            self.is_other = True
 
 
 def _weights(
@@ -184,8 +180,8 @@ def _weights(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """What fused attention multiplies its values with. Returns: (B, heads, L, N)."""
-    del value, dropout_p  # the one is not weighted here, the other is no part of the weights
+    """Weights that fused attention multiplies its values with. Returns: (B, heads, L, N)."""
+    del value, dropout_p
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
@@ -200,7 +196,7 @@ def _weights(
 
 
 def patch_filters(network: nn.Module, *, components: int = 28) -> np.ndarray:
-    """The principal components of the first layer's filters, as small RGB images.
+    """Compute the principal components of the first layer's filters, as small RGB images.
 
     Args:
         network: any whose first layer reads RGB patches.
@@ -234,11 +230,15 @@ def _first_layer(network: Any) -> Tensor:
         side = round((weight.shape[-1] / 3) ** 0.5)
         if weight.ndim == 2 and 3 * side * side == weight.shape[1]:
             return weight.unflatten(1, (3, side, side))
-    raise WeightsError(f"{type(network).__name__}: its first layer does not read RGB patches")
+    raise WeightsError(
+        f"{type(network).__name__}: its first layer does not read RGB patches; choose another "
+        f"network",
+        code="weights.unsupported",
+    )
 
 
 def position_similarity(network: Any) -> np.ndarray:
-    """How much alike the position embeddings of any two patches are.
+    """Compute the cosine similarity of the position embeddings of any two patches.
 
     Args:
         network: with position embeddings on a grid; those of class tokens are left out.
@@ -250,11 +250,17 @@ def position_similarity(network: Any) -> np.ndarray:
     grid = getattr(embed, "grid_size", None)
     kind = type(network).__name__
     if table is None or table.ndim != 3 or grid is None:
-        raise WeightsError(f"{kind}: has no table of position embeddings for a grid of patches")
+        raise WeightsError(
+            f"{kind}: has no table of position embeddings for a grid of patches; choose a ViT",
+            code="weights.unsupported",
+        )
     height, width = int(grid[0]), int(grid[1])
     prefix = table.shape[1] - height * width
     if prefix < 0:
-        raise WeightsError(f"{kind}: {table.shape[1]} positions for {height} x {width} patches")
+        raise WeightsError(
+            f"{kind}: {table.shape[1]} positions for {height} x {width} patches; choose a ViT",
+            code="weights.unsupported",
+        )
     vectors_ND = table[0, prefix:].detach().cpu().double().numpy()
     norms_N1 = np.linalg.norm(vectors_ND, axis=1, keepdims=True)
     unit_ND = vectors_ND / np.maximum(norms_N1, 1e-12)
@@ -271,9 +277,9 @@ def _positions(network: Any) -> Tensor | None:
 
 
 def attention_distances(network: Any, images_BCHW: Tensor) -> np.ndarray:
-    """How far each head looks: the distance from patch to patch, weighted by its attention.
+    """Compute the mean distance of each head's attention: patch to patch, weighted by it.
 
-    What a patch gives to class tokens has no place in the image; the rest is scaled to 1.
+    Attention to class tokens is left out, and the rest is scaled to a sum of 1.
 
     Args:
         network: in evaluation mode.
@@ -287,12 +293,13 @@ def attention_distances(network: Any, images_BCHW: Tensor) -> np.ndarray:
         maps = attention_maps(network, image_1CHW)
         if not maps:
             break
-        apart_NN = _apart(network, image_1CHW)
-        rows = [_weighted(attention[0], apart_NN) for attention in maps]
+        distances_NN = _patch_distances(network, image_1CHW)
+        rows = [_weighted_mean(attention[0], distances_NN) for attention in maps]
         totals.append(np.stack(rows))
     if not totals:
         raise WeightsError(
-            f"{type(network).__name__}: its patches do not all attend to one another"
+            f"{type(network).__name__}: its patches do not all attend to one another; choose a ViT",
+            code="weights.unsupported",
         )
     return np.mean(totals, axis=0)
 
@@ -304,23 +311,24 @@ def even_distance(network: Any, images_BCHW: Tensor) -> float:
         network: with attention between all patches.
         images_BCHW: their size matters.
     """
-    return float(_apart(network, images_BCHW).mean())
+    return float(_patch_distances(network, images_BCHW).mean())
 
 
-def _apart(network: Any, images_BCHW: Tensor) -> Tensor:
+def _patch_distances(network: Any, images_BCHW: Tensor) -> Tensor:
     """(N, N): pixels between the centres of any two patches."""
-    size = (images_BCHW.shape[-2], images_BCHW.shape[-1])
-    height, width = (int(side) for side in network.patch_embed.dynamic_feat_size(size))
-    rows, columns = (torch.arange(side, dtype=torch.float64) for side in (height, width))
-    down, across = torch.meshgrid(rows * size[0] / height, columns * size[1] / width, indexing="ij")
-    places_N2 = torch.stack([down.flatten(), across.flatten()], dim=1).to(images_BCHW.device)
-    return torch.cdist(places_N2, places_N2, compute_mode="donot_use_mm_for_euclid_dist")
+    grid = network.patch_embed.dynamic_feat_size(images_BCHW.shape[-2:])
+    axes = [
+        torch.arange(patches, dtype=torch.float64) * pixels / patches
+        for patches, pixels in zip(grid, images_BCHW.shape[-2:], strict=True)
+    ]
+    centres_N2 = torch.cartesian_prod(*axes).to(images_BCHW.device)
+    return torch.cdist(centres_N2, centres_N2, compute_mode="donot_use_mm_for_euclid_dist")
 
 
-def _weighted(attention_hNN: Tensor, apart_NN: Tensor) -> np.ndarray:
-    """(heads,): the mean over the patches that ask."""
-    patches = apart_NN.shape[0]
-    seen = attention_hNN[:, -patches:, -patches:].double()
-    seen = seen / seen.sum(dim=-1, keepdim=True)
-    mean: np.ndarray = (seen * apart_NN).sum(dim=-1).mean(dim=-1).cpu().numpy()
+def _weighted_mean(attention_hNN: Tensor, distances_NN: Tensor) -> np.ndarray:
+    """(heads,): the mean over the query patches."""
+    patches = len(distances_NN)
+    weights_hNN = attention_hNN[:, -patches:, -patches:].double()
+    weights_hNN = weights_hNN / weights_hNN.sum(dim=-1, keepdim=True)
+    mean: np.ndarray = (weights_hNN * distances_NN).sum(dim=-1).mean(dim=-1).cpu().numpy()
     return mean

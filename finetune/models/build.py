@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import timm
@@ -17,19 +18,28 @@ from timm.data.config import resolve_data_config
 from torch import nn
 
 from finetune.errors import FinetuneError, RecipeError, WeightsError, nearest
-from finetune.models.head import as_names, freeze_parameters, set_train_mode, zero_head
-from finetune.models.saved import Built, save_model
-from finetune.models.weights.load import load, stride, timm_config
+from finetune.models.head import as_names, freeze_parameters, keep_rows, zero_head
+from finetune.models.saved import Built
+from finetune.models.weights.load import load, stride
 from finetune.models.weights.resize_posemb import METHODS
-from finetune.models.weights.resolve import Weights, resolve
-from finetune.models.weights.timm_config import CONTROL_ARGS, LARGEST_SIDE, enormous, is_size
+from finetune.models.weights.resolve import resolve
+from finetune.models.weights.timm_config import (
+    CONTROL_ARGS,
+    LARGEST_SIDE,
+    Weights,
+    enormous,
+    is_size,
+)
+from finetune.text import byte_size
 from finetune.transforms.preprocessing import Preprocessing
 
-__all__ = ["Built", "Preprocessing", "build", "save_model", "set_train_mode"]
+__all__ = ["build"]
 
-# Arguments of build() that are not timm's: they say how to read a file.
+_log = logging.getLogger(__name__)
+
+# Keys of build()'s `args` that are not timm's: they say how to read a file.
 READING_ARGS = ("architecture", "pre_logits")
-# Where the recipe says what these keywords of timm would.
+# Advice for keywords of timm that the recipe has elsewhere.
 PLACES = {
     "pretrained": "set model.pretrained instead",
     "num_classes": "remove it: the classes come from the data",
@@ -48,10 +58,11 @@ def build(
     name: str,
     *,
     num_classes: int | None = None,
+    class_names: Sequence[str] | None = None,
     pretrained: bool = True,
     image_size: int | tuple[int, int] | None = None,
     posemb: str = "paper",
-    head_init: str = "zeros",
+    head_init: str | None = "zeros",
     freeze: str | int = "none",
     dropout: float = 0.0,
     attention_dropout: float = 0.0,
@@ -65,10 +76,11 @@ def build(
     Args:
         name: see finetune.models.weights.resolve.resolve.
         num_classes: K for a new head; None keeps the weights' own classes and head.
+        class_names: of the K classes; `head_init` needs them to find classes of the weights.
         pretrained: False builds the same network with random weights.
         image_size: pixels, or (height, width); None takes the weights' own.
         posemb: how position embeddings are resized, "paper" or "timm".
-        head_init: "zeros", or "default" for timm's initialisation; for a new head only.
+        head_init: of a new head: "zeros", "default" for timm's, "keep" or None; see `_set_head`.
         freeze: "none", "backbone" (all but the head), or a count: all embeddings and first blocks.
         dropout: where the ViT paper has it, if the network has these places; else before the head.
         attention_dropout: on attention weights.
@@ -78,20 +90,18 @@ def build(
         rename: regular expression to replacement, for weights with names of another network.
     Raises: WeightsError, or RecipeError for an argument that the network does not take.
     """
-    if posemb not in METHODS:
-        raise RecipeError(f"model.posemb: unknown '{posemb}'; use one of: {', '.join(METHODS)}")
-    weights = resolve(name, pretrained=pretrained, args=_checked(args), rename=rename)
-    model_args, size = _arguments(weights, args or {}, image_size)
+    args = args or {}
+    _check(args, posemb)
+    weights = resolve(name, pretrained=pretrained, args=args, rename=rename)
+    model_args, size = _arguments(weights, args, image_size)
     rates = {"dropout": dropout, "attention_dropout": attention_dropout, "drop_path": drop_path}
     keep = num_classes is None
     classes = _source_classes(weights) if num_classes is None else num_classes
-
-    model, dropouts = _create(weights, model_args, rates, classes, size, args=args or {})
+    model, dropouts = _create(weights, model_args, rates, classes, size, args=args)
     _check_divisible(model, size, weights.architecture)
     create_args = {**model_args, **dropouts, "num_classes": classes}
+    known = {} if keep else _set_head(model, weights, class_names or (), head_init)
     model, resized = load(model, weights, create_args, posemb=posemb, keep_head=keep)
-    if not keep and head_init == "zeros":
-        zero_head(model, weights.architecture)
     freeze_parameters(model, freeze)
     if grad_checkpointing:
         _checkpoint_gradients(model, weights.architecture)
@@ -100,14 +110,57 @@ def build(
         architecture=weights.architecture,
         model_args=model_args,
         preprocessing=_preprocessing(weights.config, size),
-        provenance=_provenance(model, weights, posemb=resized, dropout=dropouts),
+        provenance=_provenance(model, weights, posemb=resized, dropout=dropouts, **known),
         class_names=_own_names(weights, classes) if keep else None,
         temperature=weights.temperature if keep and weights.state is not None else None,
     )
 
 
+def _set_head(
+    model: nn.Module, weights: Weights, class_names: Sequence[str], head_init: str | None
+) -> dict[str, int]:
+    """Give a new head the values that training starts from.
+
+    Args:
+        model: its head is changed.
+        class_names: of the K classes, as far as they are known.
+        head_init: "keep": the rows of the classes that the weights' config.json names, and zeros
+            for the others; None: so where it names any, else "zeros"; "default": as timm made it.
+    Returns: the number of classes kept, for the provenance; empty if none is.
+    Raises: RecipeError if there are none for "keep".
+    """
+    source = weights.provenance["source"]
+    if head_init in (None, "keep") and weights.state is not None and weights.from_config:
+        known = {name: index for index, name in enumerate(weights.class_names or ())}
+        rows = {index: known[name] for index, name in enumerate(class_names) if name in known}
+        if rows and keep_rows(model, weights.state, rows):
+            _log.warning("model.head_init: %s", _kept(source, rows, class_names))
+            return {"kept_classes": len(rows)}
+    if head_init == "keep" and weights.state is not None:
+        raise RecipeError(
+            f"model.head_init: {source} names none of the classes of the data, or has another "
+            "head, so none is kept; remove the key",
+            code="recipe.conflict",
+        )
+    if head_init != "default":
+        zero_head(model, weights.architecture)
+    return {}
+
+
+def _kept(name: str, rows: Mapping[int, int], class_names: Sequence[str]) -> str:
+    """The notice about a head that was kept."""
+    new = [class_name for index, class_name in enumerate(class_names) if index not in rows]
+    if not new:
+        return f"the head of {name} is kept: it knows all {len(rows)} classes"
+    listed = ", ".join(new[:5]) + (", …" if new[5:] else "")
+    return (
+        f"{name} knows {len(rows)} of the {len(class_names)} classes: their rows of its head are "
+        f"kept; new, from zero: {listed}"
+    )
+
+
 def _provenance(model: nn.Module, weights: Weights, **done: Any) -> dict[str, Any]:
-    """Where the weights come from, and what was done to them and to the network."""
+    """The origin of the weights, and the changes to them and to the network."""
     parameters = list(model.parameters())
     return {
         **weights.provenance,
@@ -122,22 +175,29 @@ def _provenance(model: nn.Module, weights: Weights, **done: Any) -> dict[str, An
 # --- creating ------------------------------------------------------------------------------------
 
 
-def _checked(args: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Refuse what is no argument of a network, all at once."""
-    problems = []
-    for key, value in (args or {}).items():
+def _check(args: Mapping[str, Any], posemb: str) -> None:
+    """Refuse an unknown resizing and what is no argument of a network, these all at once."""
+    if posemb not in METHODS:
+        raise RecipeError(
+            f"model.posemb: unknown '{posemb}'; use one of: {', '.join(METHODS)}",
+            code="recipe.unknown_name",
+        )
+    problems: list[tuple[str, str]] = []  # the code is that of the first
+    for key, value in args.items():
+        name, code = f"model.args.{key}", "recipe.wrong_value"
         if value is None:
-            problems.append(f"model.args.{key}: has no value; write a space after the colon")
+            problems.append((f"{name}: has no value; write a space after the colon", code))
         elif key in CONTROL_ARGS:
             advice = PLACES.get(key, "remove the key")
-            problems.append(f"model.args.{key}: is no argument of a network; {advice}")
+            text = f"{name}: is no argument of a network; {advice}"
+            problems.append((text, "recipe.unknown_key"))
         elif key == "img_size" and not is_size(value):
-            problems.append(f"model.args.img_size: {value!r}, expected pixels, or [height, width]")
+            problems.append((f"{name}: {value!r}, expected pixels, or [height, width]", code))
         elif key != "img_size" and enormous(value):
-            problems.append(f"model.args.{key}: {value!r}; no network is that large, make it less")
+            text = f"{name}: {value!r}; no network is that large, make it less"
+            problems.append((text, code))
     if problems:
-        raise RecipeError("\n".join(problems))
-    return args or {}
+        raise RecipeError("\n".join(text for text, _ in problems), code=problems[0][1])
 
 
 def _arguments(
@@ -153,14 +213,16 @@ def _arguments(
     height, width = (size, size) if isinstance(size, int) else size
     if max(height, width) > LARGEST_SIDE:
         limit = f"expected at most {LARGEST_SIDE} pixels a side"
-        raise RecipeError(f"model.image_size: {height} x {width}, {limit}")
+        raise RecipeError(
+            f"model.image_size: {height} x {width}, {limit}", code="recipe.wrong_size"
+        )
     if weights.config.get("fixed_input_size") or "img_size" in model_args:
         model_args["img_size"] = [int(height), int(width)]
     return model_args, (int(height), int(width))
 
 
 def _source_classes(weights: Weights) -> int:
-    """How many classes the weights' own head has; 0 when they come without one."""
+    """The number of classes of the weights' own head; 0 when they come without one."""
     if weights.state is not None:
         for name in as_names(weights.config.get("classifier")):
             weight = weights.state.get(f"{name}.weight")
@@ -174,7 +236,8 @@ def _own_names(weights: Weights, num_classes: int) -> list[str] | None:
     if names is not None and len(names) != num_classes:
         raise WeightsError(
             f"{weights.provenance.get('source')}: config.json: label_names: {len(names)} names, "
-            f"but the head has {num_classes} classes; give one each, or remove the key"
+            f"but the head has {num_classes} classes; give one each, or remove the key",
+            code="weights.wrong_config",
         )
     return names
 
@@ -198,11 +261,12 @@ def _create(
     while True:
         extra = {kw: rates[key] for key, options in places.items() for kw in options[0]}
         kwargs = {**model_args, **extra, "num_classes": num_classes}
-        config = timm_config(weights)
         try:
             if args or weights.from_config:
-                _refuse_beyond_memory(weights, config, kwargs)
-            model = timm.create_model(weights.architecture, pretrained_cfg=config, **kwargs)
+                _check_memory(weights, kwargs)
+            model = timm.create_model(
+                weights.architecture, pretrained_cfg=weights.pretrained_cfg, **kwargs
+            )
         except WeightsError:
             raise
         except Exception as error:  # a network may raise anything on values it cannot use
@@ -212,67 +276,76 @@ def _create(
             places[key].pop(0)
             if not places[key]:
                 raise RecipeError(
-                    f"model.{key}: {weights.architecture} has no such dropout; set it to 0"
+                    f"model.{key}: {weights.architecture} has no such dropout; set it to 0",
+                    code="recipe.unsupported",
                 ) from error
         else:
             return model, extra
 
 
-def _refuse_beyond_memory(weights: Weights, config: Any, kwargs: Mapping[str, Any]) -> None:
-    """Refuse sizes of somebody's own that this machine cannot hold, before memory is asked for."""
-    gib, there = 0, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
+def _check_memory(weights: Weights, kwargs: Mapping[str, Any]) -> None:
+    """Refuse sizes that this machine cannot hold, before memory is asked for."""
+    needed, available = 0, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # not every network can be made without memory
     with torch.device("meta"), contextlib.suppress(RuntimeError):
-        model = timm.create_model(weights.architecture, pretrained_cfg=config, **kwargs)
-        gib = sum(tensor.nbytes for tensor in model.state_dict().values()) >> 30
-    if gib > there:
-        sizes = f"its tensors take {gib:,} GiB, and this machine has {there}"
-        raise WeightsError(f"{weights.provenance['source']}: {sizes}; make the network smaller")
+        model = timm.create_model(
+            weights.architecture, pretrained_cfg=weights.pretrained_cfg, **kwargs
+        )
+        needed = sum(tensor.nbytes for tensor in model.state_dict().values())
+    if needed > available:
+        raise WeightsError(
+            f"{weights.provenance['source']}: its tensors take {byte_size(needed)}, and this "
+            f"machine has {byte_size(available)}; make the network smaller",
+            code="weights.too_large",
+        )
 
 
 def _unexpected(error: Exception) -> str | None:
     """The keyword argument that a call did not take."""
-    found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-    return found[1] if found and isinstance(error, TypeError) else None
+    match = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    return match[1] if match and isinstance(error, TypeError) else None
 
 
 def _cannot_create(
     weights: Weights, args: Mapping[str, Any], size: tuple[int, int], error: Exception
 ) -> FinetuneError:
-    """Say whose values timm refuses: the weights' own, the recipe's arguments, or its size."""
+    """The error that names whose values timm refuses: the weights', the recipe's, or its size."""
     own_error = _failure(weights, None) if weights.from_config else None
     if own_error is not None:
         return WeightsError(
             f"{weights.provenance.get('source')}: config.json: timm cannot build "
-            f"{weights.architecture} from its values ({_reason(own_error)}); get it again"
+            f"{weights.architecture} from its values ({_reason(own_error)}); get it again",
+            code="weights.wrong_config",
         )
-    unexpected = _unexpected(error)
-    if unexpected is not None:
-        return _refused(weights.architecture, unexpected, error)
+    if unexpected := _unexpected(error):
+        return _unknown_argument(weights.architecture, unexpected, error)
     own = {k: v for k, v in args.items() if k not in READING_ARGS}
     if own and _failure(weights, size) is None:
         return RecipeError(
-            f"model.args: timm refused {own} for {weights.architecture} ({_reason(error)})"
+            f"model.args: timm refused {own} for {weights.architecture} ({_reason(error)}); "
+            f"correct them",
+            code="recipe.wrong_value",
         )
     return RecipeError(
         f"model: {weights.architecture} cannot be built at {size[0]}x{size[1]} px "
-        f"({_reason(error)}); check model.image_size"
+        f"({_reason(error)}); check model.image_size",
+        code="recipe.wrong_size",
     )
 
 
 def _failure(weights: Weights, size: tuple[int, int] | None) -> Exception | None:
-    """What timm raises on the weights' own values, with nothing from the recipe but a size."""
+    """The error that timm raises on the weights' own values and a size; None if it has none."""
     own, _ = _arguments(weights, {}, size)
-    own = {**own, "num_classes": _source_classes(weights), "pretrained_cfg": timm_config(weights)}
-    found: Exception | None = None
+    own |= {"num_classes": _source_classes(weights), "pretrained_cfg": weights.pretrained_cfg}
+    failure: Exception | None = None
     for device in ("meta", "cpu"):  # not every network can be made without memory
         try:
             with torch.device(device):
                 timm.create_model(weights.architecture, **own)
             return None
         except Exception as error:  # see _create
-            found = error
-    return found
+            failure = error
+    return failure
 
 
 def _reason(error: Exception) -> str:
@@ -281,7 +354,7 @@ def _reason(error: Exception) -> str:
     return f"{kind}: {lines[0]}" if isinstance(error, KeyError) else lines[0] or kind
 
 
-def _refused(architecture: str, argument: str, error: Exception) -> RecipeError:
+def _unknown_argument(architecture: str, argument: str, error: Exception) -> RecipeError:
     names: list[str] = []
     trace = error.__traceback__
     while trace is not None:  # the innermost frame created the network: its parameters are known
@@ -291,7 +364,9 @@ def _refused(architecture: str, argument: str, error: Exception) -> RecipeError:
         trace = trace.tb_next
     key = "image_size" if argument == "img_size" else f"args.{argument}"
     return RecipeError(
-        f"model.{key}: {architecture} takes no argument '{argument}'{nearest(argument, names)}"
+        f"model.{key}: {architecture} takes no argument '{argument}'"
+        f"{nearest(argument, names) or '; remove it'}",
+        code="recipe.unknown_key",
     )
 
 
@@ -305,7 +380,8 @@ def _check_divisible(model: nn.Module, size: tuple[int, int], architecture: str)
             near = f"{below} or {above}" if below else f"{above}"
             raise RecipeError(
                 f"model.image_size: {pixels} px is not divided by the patch of {patch} px of "
-                f"{architecture}; use {near}"
+                f"{architecture}; use {near}",
+                code="recipe.wrong_size",
             )
 
 
@@ -314,7 +390,8 @@ def _checkpoint_gradients(model: nn.Module, architecture: str) -> None:
         model.set_grad_checkpointing(True)  # type: ignore[operator]
     except (AttributeError, AssertionError) as error:
         raise RecipeError(
-            f"model.grad_checkpointing: {architecture} does not support it; set it to false"
+            f"model.grad_checkpointing: {architecture} does not support it; set it to false",
+            code="recipe.unsupported",
         ) from error
 
 

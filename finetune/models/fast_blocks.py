@@ -21,7 +21,7 @@ _TOLERANCE = 1e-4  # of the largest value: products of other shapes sum in anoth
 
 
 def computes_alike(module: nn.Module, forward: Callable[[Any, Tensor], Tensor], width: int) -> bool:
-    """Try a copy of a module in both ways.
+    """True if a copy of a module gives the same result by another forward.
 
     Its weights are random: in those of the module itself a norm, or a small layer scale, could hide
     the difference until they are trained.
@@ -40,14 +40,14 @@ def computes_alike(module: nn.Module, forward: Callable[[Any, Tensor], Tensor], 
                 parameter.mul_(parameter.shape[-1] ** 0.5)
     tokens_BND = torch.randn(2, _TOKENS, width, generator=draws)
     with torch.enable_grad():  # as in training
-        found_BND = forward(twin, tokens_BND).detach()
-    expected_BND = twin(tokens_BND)[:, : found_BND.shape[1]].detach()
-    apart, largest = (found_BND - expected_BND).abs().max(), expected_BND.abs().max()
-    return bool(apart <= _TOLERANCE * largest)
+        actual_BND = forward(twin, tokens_BND).detach()
+    expected_BND = twin(tokens_BND)[:, : actual_BND.shape[1]].detach()
+    error, largest = (actual_BND - expected_BND).abs().max(), expected_BND.abs().max()
+    return bool(error <= _TOLERANCE * largest)
 
 
 def compute_class_token(network: nn.Module) -> bool:
-    """Let the last block compute the class token alone, if the logits depend on no other.
+    """Let the last block compute the class token alone, if the logits depend on no other token.
 
     Logits and gradients stay what they are, but for the order of sums and the draws of dropout in
     this block. `forward_features` gives one token then, the last block's attention has one query,
@@ -56,27 +56,29 @@ def compute_class_token(network: nn.Module) -> bool:
     Args:
         network: in float32; left alone unless it is timm's ViT with a class token that alone is
             read, and of plain blocks (without norms of queries and keys, for instance).
-    Returns: whether it does so now; the values of the weights make no difference.
+    Returns: True if it does so now; the values of the weights make no difference.
     """
     if type(network) is not VisionTransformer:
         return False
     if network.global_pool != "token" or network.cls_token is None or not len(network.blocks):
         return False
     block = network.blocks[-1]
-    if not _is_known(block):
+    if type(block) is not Block:
+        return False
+    if not _is_replaceable(block, _ClassTokenBlock.forward, attention=block.attn):
         return False
     # a class, not a method of the block's own, which would hold the block for ever
     block.__class__ = _ClassTokenBlock
     return True
 
 
-def _is_known(block: Any) -> bool:
-    """Whether the block computes what a `_ClassTokenBlock` does."""
-    if type(block) is not Block or type(block.attn) is not Attention:
+def _is_replaceable(
+    module: nn.Module, forward: Callable[[Any, Tensor], Tensor], *, attention: Any
+) -> bool:
+    """True if the attention is timm's plain one and the module computes the same by `forward`."""
+    if type(attention) is not Attention or type(attention.qkv) is not nn.Linear:
         return False
-    if type(block.attn.qkv) is not nn.Linear:
-        return False
-    return computes_alike(block, _ClassTokenBlock.forward, block.attn.qkv.in_features)
+    return computes_alike(module, forward, attention.qkv.in_features)
 
 
 class _ClassTokenBlock(Block):
@@ -92,7 +94,7 @@ class _ClassTokenBlock(Block):
 
 
 def _attend(attn: Any, tokens_BND: Tensor) -> Tensor:
-    """What the first token reads from all. Returns: (B, 1, D).
+    """Attention of the first token to all. Returns: (B, 1, D).
 
     One query needs neither keys nor values of the tokens: it is taken through the keys' weights
     once, and what it reads through the values'. The keys' bias adds the same to all its scores.
@@ -115,10 +117,10 @@ def _attend(attn: Any, tokens_BND: Tensor) -> Tensor:
 def multiply_plainly(network: nn.Module) -> None:
     """Let a network's attention be computed without timm's fused kernel, and trained as here.
 
-    Logits and gradients stay what they are, but for the order of sums; second derivatives there are
-    none any more. Where no gradient is asked for, attention weights are dropped out, or attention
-    is not timm's plain one, the products are timm's. Names, copies and wrappers of the network stay
-    as they are.
+    Logits and gradients stay what they are, but for the order of sums; there are no second
+    derivatives. Without gradients, with dropout on attention weights, and for attention that is not
+    timm's plain one, timm's code computes the products. Names, copies and wrappers of the network
+    stay as they are.
 
     Args:
         network: in float32.
@@ -126,9 +128,7 @@ def multiply_plainly(network: nn.Module) -> None:
     for module in network.modules():
         if getattr(module, "fused_attn", False):
             module.fused_attn = False  # type: ignore[assignment]
-        if type(module) is not Attention or type(module.qkv) is not nn.Linear:
-            continue
-        if computes_alike(module, _PlainAttention.forward, module.qkv.in_features):
+        if _is_replaceable(module, _PlainAttention.forward, attention=module):
             # a class, not a method of the module's own, which would hold the module for ever
             module.__class__ = _PlainAttention
 
@@ -139,7 +139,7 @@ class _PlainAttention(Attention):
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """What timm's attention gives. Returns: (B, N, D) from (B, N, D)."""
+        """Compute timm's attention. Returns: (B, N, D) from (B, N, D)."""
         dropped = self.training and self.attn_drop.p > 0
         if attn_mask is not None or is_causal or dropped or not torch.is_grad_enabled():
             result: Tensor = Attention.forward(self, x, attn_mask, is_causal)
@@ -150,7 +150,7 @@ class _PlainAttention(Attention):
 
 
 class _Read(torch.autograd.Function):
-    """What each token reads from all: softmax(scale q kᵀ) v for each head."""
+    """Attention of each token to all: softmax(scale q kᵀ) v for each head."""
 
     @staticmethod
     def forward(ctx: Any, qkv_BNE: Tensor, heads: int, scale: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""A network cut before its classifier: what that sees, and what follows from this alone."""
+"""Pre-logits, the features that a network's classifier reads, in the place of images."""
 
 # B batch, D width, K classes, C channels, H W pixels
 
@@ -14,22 +14,23 @@ from finetune.models.head import classifier_names, set_train_mode
 
 __all__ = ["accept_features", "last_layers", "pre_logits"]
 
-_RATES = ("p", "drop_prob", "prob")  # as dropout layers of every kind call theirs
+_RATES = ("p", "drop_prob", "prob")  # names of the rate in dropout layers of every kind
 _TOLERANCE = 1e-4  # of the largest pre-logit: a device may sum in another order, dropout is more
 
 
 def pre_logits(model: nn.Module, images_BCHW: Tensor) -> Tensor:
-    """What the last layer of a timm network sees, its representation layer included.
+    """Compute the input of a timm network's last layer, its representation layer included.
 
     Returns: (B, D) float32.
-    Raises: WeightsError if the network cannot say it.
+    Raises: WeightsError for a network that has none.
     """
     body, head = (getattr(model, name, None) for name in ("forward_features", "forward_head"))
     name = type(model).__name__
     if not callable(body) or not callable(head):
         raise WeightsError(
             f"{name}: has no forward_features and forward_head to take features from; use one of "
-            "timm's networks"
+            "timm's networks",
+            code="weights.unsupported",
         )
     values = head(body(images_BCHW), pre_logits=True)
     if isinstance(values, Tensor) and values.ndim == 4 and values.shape[2:] == (1, 1):
@@ -38,7 +39,8 @@ def pre_logits(model: nn.Module, images_BCHW: Tensor) -> Tensor:
         kind = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise WeightsError(
             f"{name}: its pre-logits are {kind}, not one vector an image; set global_pool, for "
-            "instance avg, in the model's config.json"
+            "instance avg, in the model's config.json",
+            code="weights.unsupported",
         )
     return values.float()
 
@@ -61,7 +63,7 @@ def accept_features(model: nn.Module, image_size: tuple[int, int], *, training: 
         image_size: (height, width) in pixels.
         training: also while it trains, so nothing before the classifier may learn or be random.
             The network is left in training mode then, else in evaluation mode.
-    Returns: None, or why it cannot be.
+    Returns: None, or the reason why it cannot.
     """
     names = classifier_names(model)
     if len(names) != 1 or last_layers(model) != names:
@@ -83,7 +85,7 @@ def accept_features(model: nn.Module, image_size: tuple[int, int], *, training: 
     head = _head(model, noise, names[0], expected_BD)
     if head is None:
         return "the network's logits are not its classifier on its pre-logits"
-    if training and (reason := _varies(model, noise, head, expected_BD)) is not None:
+    if training and (reason := _why_varying(model, noise, head, expected_BD)) is not None:
         return reason
 
     def forward(self: nn.Module, values: Tensor) -> Tensor:
@@ -100,68 +102,68 @@ def accept_features(model: nn.Module, image_size: tuple[int, int], *, training: 
 
 
 @torch.no_grad()
-def _watched(
+def _run_with_hooks(
     model: nn.Module, images_BCHW: Tensor, names: list[str]
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """Run a network. Returns: its logits, and what went into and came out of some modules."""
-    seen: dict[str, tuple[Tensor, Tensor]] = {}
+    """Run a network. Returns: its logits, and (input, output) of each named module that ran."""
+    ends: dict[str, tuple[Tensor, Tensor]] = {}
     handles = []
     for name in names:
 
-        def note(
+        def record(
             module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor, name: str = name
         ) -> None:
-            seen[name] = (inputs[0], output)
+            ends[name] = (inputs[0], output)
 
-        handles.append(model.get_submodule(name).register_forward_hook(note))
+        handles.append(model.get_submodule(name).register_forward_hook(record))
     try:
         logits: Tensor = model(images_BCHW)
     finally:
         for handle in handles:
             handle.remove()
-    return logits, seen
+    return logits, ends
 
 
 def _head(
     model: nn.Module, images_BCHW: Tensor, classifier: str, expected_BD: Tensor
 ) -> list[str] | None:
-    """Names of the modules that make logits of pre-logits; None if there is more to it."""
+    """Names of the modules from pre-logits to logits; None if modules alone do not decide them."""
     dropouts = [name for name, module in model.named_modules() if _is_random(module)]
-    logits, seen = _watched(model, images_BCHW, [*dropouts, classifier])
-    if classifier not in seen:
+    logits, ends = _run_with_hooks(model, images_BCHW, [*dropouts, classifier])
+    if classifier not in ends:
         return None
-    entering, leaving = seen.pop(classifier)
-    if not _is_at(leaving, logits) or not _close(entering.float(), expected_BD):
+    features, output = ends.pop(classifier)
+    if not _is_same_memory(output, logits) or not _close(features.float(), expected_BD):
         return None
-    # without training dropout hands on what it is given
-    before = [name for name, (_, out) in seen.items() if _is_at(out, entering)]
+    # outside of training dropout returns its input
+    before = [name for name, (_, out) in ends.items() if _is_same_memory(out, features)]
     return [*before[-1:], classifier]
 
 
-def _varies(
+def _why_varying(
     model: nn.Module, images_BCHW: Tensor, head: list[str], expected_BD: Tensor
 ) -> str | None:
-    """Why pre-logits would not be the same at each step of training; None if they are."""
+    """The reason why pre-logits would change between steps of training; None if they do not."""
     set_train_mode(model)
     for name, module in model.named_modules():
         if name not in head and _is_random(module):
             return f"there is dropout before the classifier ({name})"
         if isinstance(getattr(module, "running_mean", None), Tensor) and module.training:
             return f"batch norm goes on counting ({name})"
-    _, seen = _watched(model, images_BCHW, [head[0]])
-    if not _close(seen[head[0]][0].float(), expected_BD):
+    _, ends = _run_with_hooks(model, images_BCHW, [head[0]])
+    if not _close(ends[head[0]][0].float(), expected_BD):
         return "the network computes otherwise while it trains"
     return None
 
 
 def _is_random(module: nn.Module) -> bool:
-    """Whether it is a dropout layer, of whatever kind, whose rate is not 0."""
+    """True for a dropout layer of any kind whose rate is not 0."""
     drops = "drop" in type(module).__name__.lower()
     return drops and any(bool(getattr(module, rate, 0)) for rate in _RATES)
 
 
-def _is_at(one: Tensor, other: Tensor) -> bool:
-    """Whether they are the same memory, so that nothing was computed between them."""
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    """True if nothing was computed between them."""
     return one.shape == other.shape and one.data_ptr() == other.data_ptr()
 
 

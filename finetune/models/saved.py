@@ -1,4 +1,4 @@
-"""What building gives, and how it is saved: timm's hub format."""
+"""A built network, saved in timm's hub format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from finetune.transforms.preprocessing import Preprocessing
 
 __all__ = ["TRAINING_ONLY", "Built", "save_model"]
 
-# Whoever loads the model did not ask for the dropout of the run that made it.
+# Left out of config.json: whoever loads the model did not ask for the training run's dropout.
 TRAINING_ONLY = {
     "drop_rate",
     "pos_drop_rate",
@@ -78,11 +78,10 @@ def save_model(
     folder = Path(folder)
     own = built.model.state_dict()
     if {k: v.shape for k, v in state_dict.items()} != {k: v.shape for k, v in own.items()}:
-        shapes = {k: tuple(v.shape) for k, v in own.items()}
-        odd = [k for k, v in state_dict.items() if shapes.get(k) != tuple(v.shape)]
-        odd += [k for k in own if k not in state_dict]
+        wrong = [k for k, v in state_dict.items() if k not in own or own[k].shape != v.shape]
+        wrong += [k for k in own if k not in state_dict]
         raise FinetuneError(
-            f"{folder}: not the network's tensors: {', '.join(odd[:3])}; save the unwrapped "
+            f"{folder}: not the network's tensors: {', '.join(wrong[:3])}; save the unwrapped "
             f"network's state dict"
         )
     num_classes = int(getattr(built.model, "num_classes", len(class_names)))
@@ -106,10 +105,10 @@ def _saved_config(
     built: Built, class_names: Sequence[str], preprocessing: Preprocessing
 ) -> dict[str, Any]:
     source = dict(getattr(built.model, "pretrained_cfg", {}))
-    kept = ["architecture", "fixed_input_size", "first_conv", "classifier"]
+    keys = ["architecture", "fixed_input_size", "first_conv", "classifier"]
     if built.provenance.get("pretrained"):
-        kept += ["tag", "license"]  # of the weights that it comes from
-    pretrained_cfg = {key: source[key] for key in kept if source.get(key) is not None}
+        keys += ["tag", "license"]  # of the weights that it comes from
+    pretrained_cfg = {key: source[key] for key in keys if source.get(key) is not None}
     pretrained_cfg |= {
         "custom_load": False,
         "num_classes": len(class_names),

@@ -1,4 +1,4 @@
-"""What a recipe may hold, for people (`finetune recipes help`) and for editors (JSON schema)."""
+"""The keys of a recipe, for people (`finetune recipes help`) and for editors (JSON schema)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pydantic_core import PydanticUndefined
 
 from finetune.errors import RecipeError, nearest
 from finetune.recipe.load import Recipe, load_recipe
+from finetune.recipe.names import hint_of
 
 __all__ = ["help_table", "help_text", "json_schema", "list_folder"]
 
@@ -52,19 +53,23 @@ def help_table(topic: str = "") -> list[dict[str, Any]]:
                 }
             )
     wanted = topic.strip().removesuffix(".")
-    found = [row for row in rows if wanted in ("", row["section"], row["key"], _plain(row["key"]))]
-    if not found:
+    chosen = [row for row in rows if wanted in ("", row["section"], row["key"], _plain(row["key"]))]
+    if not chosen:
         names = [*Recipe.model_fields, *(_plain(row["key"]) for row in rows)]
-        last = {name.rsplit(".", 1)[-1]: name for name in reversed(names)}
+        by_last_part = {name.rsplit(".", 1)[-1]: name for name in reversed(names)}
         hint = nearest(wanted, names)
-        if not hint and wanted in last:
-            hint = f"; did you mean '{last[wanted]}'?"
-        raise RecipeError(f"{topic}: no such section or key{hint}; see: finetune recipes help")
-    return found
+        if not hint and wanted in by_last_part:
+            hint = f"; did you mean '{by_last_part[wanted]}'?"
+        hint = hint_of(wanted.rpartition(".")[2]) or hint
+        raise RecipeError(
+            f"{topic}: no such section or key{hint}; see: finetune recipes help",
+            code="recipe.unknown_key",
+        )
+    return chosen
 
 
 def help_text(topic: str = "") -> str:
-    """Write `help_table` for a terminal, with the operations where `data.train` is asked for."""
+    """Format `help_table` for a terminal; for `data.train` and `data.eval` with the operations."""
     lines: list[str] = []
     section = None
     rows = help_table(topic)
@@ -98,7 +103,9 @@ def list_folder(folder: str | Path) -> list[dict[str, Any]]:
     root = Path(folder)
     if not root.is_dir():
         raise RecipeError(
-            f"{folder}: no such folder; run where the recipes are, or: finetune recipes list FOLDER"
+            f"{folder}: no such folder; run where the recipes are, or: finetune recipes list "
+            "FOLDER",
+            code="recipe.not_found",
         )
     rows: list[dict[str, Any]] = []
     for path in sorted(root.rglob("*.yaml")):
@@ -131,7 +138,7 @@ def _default(field: FieldInfo) -> Any:
 
 
 def _type_name(annotation: Any) -> str:
-    """Put a type into words."""
+    """Describe a type in words."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return _type_name(arguments[0])

@@ -1,4 +1,4 @@
-"""What of a recipe decides what is learned, and the recipe of a run directory."""
+"""The keys of a recipe that decide what is learned, and the recipe of a run directory."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 from finetune.recipe.load import Recipe, load_recipe
 
-__all__ = ["but_the_seed", "learned", "recipe_of"]
+__all__ = ["learned", "recipe_of", "without_seed"]
 
 # A resumed run may differ in these: they change where and how fast, not what is learned.
-_FREE_KEYS = {
+_FREE_KEYS: dict[str, Any] = {
+    "claims": True,
     "data": {"micro_batch", "eval_batch_size", "keep", "workers", "unreadable"},
     "run": {
         "log_every",
@@ -28,21 +29,21 @@ _FREE_KEYS = {
 
 
 def recipe_of(model: str | Path) -> Recipe | None:
-    """The recipe of a run directory; None for a model folder or a name on the hub."""
+    """Load the recipe of a run directory; None for a model folder or a name on the hub."""
     is_run = all(os.path.isfile(os.path.join(model, name)) for name in ("run.json", "recipe.yaml"))
     return load_recipe(Path(model) / "recipe.yaml") if is_run else None
 
 
 def learned(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """The keys of a recipe that decide what is learned, by section."""
-    sections = recipe.model_dump(include={"model", "data", "optim", "run"})
-    return {
-        section: {key: v for key, v in keys.items() if key not in _FREE_KEYS.get(section, ())}
-        for section, keys in sections.items()
-    }
+    """Return the keys of a recipe that decide what is learned, by section."""
+    sections: dict[str, dict[str, Any]] = recipe.model_dump(exclude=_FREE_KEYS)
+    # The recipe of a run directory says keep or zeros, as the setup has found it.
+    sections["model"]["head_init"] = recipe.model.head_init or "zeros"
+    return sections
 
 
-def but_the_seed(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """`learned` without the seed: equal for the runs that are repetitions of one another."""
-    keys = learned(recipe)
-    return {**keys, "run": {key: value for key, value in keys["run"].items() if key != "seed"}}
+def without_seed(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """Return `learned` but for the seed: equal for runs that repeat one another."""
+    sections = learned(recipe)
+    del sections["run"]["seed"]
+    return sections

@@ -1,4 +1,4 @@
-"""The recipe: typed sections that say everything about a run, loaded from YAML without surprises.
+"""The recipe: typed sections that describe a whole run, loaded from YAML without surprises.
 
 No torch here. Every problem of a recipe is found at once and named with its place, key, value and
 the nearest right key. Environment variables never change a recipe.
@@ -12,7 +12,6 @@ from pathlib import Path
 from pydantic import Field
 
 from finetune.errors import RecipeError, masked
-from finetune.recipe import validate as recipe_check
 from finetune.recipe import yaml as recipe_yaml
 from finetune.recipe.schema import (
     Claim,
@@ -22,6 +21,7 @@ from finetune.recipe.schema import (
     RunSection,
     Section,
 )
+from finetune.recipe.validate import apply_override, validate
 
 __all__ = [
     "Claim",
@@ -77,13 +77,14 @@ def parse_recipe(text: str, *, name: str = "recipe", overrides: Iterable[str] = 
     """
     document = recipe_yaml.read_document(text, name=name)
     for override in overrides:
-        recipe_check.apply_override(document, override, Recipe)
-    recipe = recipe_check.validate(document, Recipe)
+        apply_override(document, override, Recipe)
+    recipe = validate(document, Recipe)
     written = recipe.to_yaml()
     if masked(written) != written:
         raise RecipeError(
             f"{name}: holds a token or password, which the run directory would keep and a push "
             "publish; take it out, and make a new one (the hub's is read from HF_TOKEN or from the "
-            "login)"
+            "login)",
+            code="recipe.holds_secret",
         )
     return recipe

@@ -16,10 +16,12 @@ from finetune.recipe.types import (
     Auto,
     Betas,
     Blocks,
+    ClassNames,
     EvalSentence,
     Mean,
     Metric,
     MicroBatch,
+    Names,
     Range,
     Real,
     Renames,
@@ -35,7 +37,7 @@ from finetune.recipe.types import (
 
 __all__ = ["Claim", "DataSection", "ModelSection", "OptimSection", "RunSection", "Section"]
 
-Conflict = tuple[str, set[str], str]  # the key to name, all keys that take part, what is wrong
+Conflict = tuple[str, set[str], str]  # the key to name, all keys involved, the problem
 
 
 class Section(BaseModel):
@@ -45,20 +47,20 @@ class Section(BaseModel):
 
     @classmethod
     def conflicts(cls, values: Mapping[str, Any]) -> list[Conflict]:
-        """Find keys that do not go together; each of the values is right by itself."""
+        """List the keys that do not go together; each of the values is right by itself."""
         return []
 
     @model_validator(mode="after")
-    def _agree(self) -> Section:
-        found = self.conflicts(dict(self))
-        if found:
-            text = "; ".join(f"{key}: {problem}" for key, _, problem in found)
+    def _refuse_conflicts(self) -> Section:
+        conflicts = self.conflicts(dict(self))
+        if conflicts:
+            text = "; ".join(f"{key}: {problem}" for key, _, problem in conflicts)
             raise PydanticCustomError("conflict", "{text}", {"text": text})
         return self
 
 
 class ModelSection(Section):
-    """Which network, from which weights, and how much of it is trained."""
+    """The network, its weights, and the part of it that is trained."""
 
     name: Text = Field(
         description="timm name, hf-hub:owner/name@revision, folder, file.npz, file.safetensors, "
@@ -79,8 +81,11 @@ class ModelSection(Section):
         description="how position embeddings are resized: paper (bilinear, aligned corners) or "
         "timm (bicubic, antialiased)",
     )
-    head_init: Literal["zeros", "default"] = Field(
-        "zeros", description="zeros: the first loss is ln K; default: the network's own"
+    head_init: Literal["keep", "zeros", "default"] | None = Field(
+        None,
+        description="keep: the rows of classes that the weights' config.json names, zeros for all "
+        "others; zeros: a new head, whose first loss is ln K; default: a new one with the "
+        "network's own values; null: keep where a name is known, else zeros",
     )
     freeze: Blocks = Field(
         "none", description="none, backbone (only the head is trained) or the first n blocks"
@@ -95,9 +100,16 @@ class ModelSection(Section):
         "auto", description="train through torch.compile; auto: where the run is long enough"
     )
 
+    @classmethod
+    def conflicts(cls, values: Mapping[str, Any]) -> list[Conflict]:
+        if values.get("head_init") != "keep" or values.get("pretrained", True) is not False:
+            return []
+        problem = "keep needs weights to keep it from; remove it, or set model.pretrained=true"
+        return [("head_init", {"head_init", "pretrained"}, problem)]
+
 
 class DataSection(Section):
-    """Which images, how they are prepared, and how many make one step."""
+    """The images, their preparation, and the batch of one step."""
 
     source: Text = Field(
         description="hub:owner/name[@revision][:config], folder:PATH, parquet:PATH or "
@@ -114,13 +126,27 @@ class DataSection(Section):
         False, description="add the source's own validation split to train, then take from it"
     )
     split_seed: Whole | None = Field(
-        None, ge=0, description="what num_train and val_fraction draw by; null: run.seed"
+        None,
+        ge=0,
+        description="what val_fraction, num_train, num_val and num_test draw by; null: run.seed",
     )
     num_train: Whole | None = Field(
         None,
         ge=1,
         description="training images to use, of every class its share, drawn by the split's seed; "
         "null: all; validation is taken from them",
+    )
+    num_val: Whole | None = Field(
+        None,
+        ge=1,
+        description="validation images to use, drawn like num_train; null: all; the rest of them "
+        "is used for nothing",
+    )
+    num_test: Whole | None = Field(
+        None, ge=1, description="test images to use, drawn like num_train; null: all"
+    )
+    classes: ClassNames | None = Field(
+        None, description="names of the classes to use, at least two; null: all"
     )
     image_column: Text | None = Field(None, description="null: found by its usual names")
     label_column: Text | None = Field(None, description="null: found by its usual names")
@@ -170,11 +196,15 @@ class DataSection(Section):
     def conflicts(cls, values: Mapping[str, Any]) -> list[Conflict]:
         if not values.get("streaming"):
             return []
-        ways = {"source": ("hub:", "parquet:"), "keep": ("auto", "none"), "unreadable": ("stop",)}
+        allowed = {
+            "source": ("hub:", "parquet:"),
+            "keep": ("auto", "none"),
+            "unreadable": ("stop",),
+        }
         return [
-            (key, {key, "streaming"}, f"with streaming {' or '.join(way)}; got {values[key]!r}")
-            for key, way in ways.items()
-            if key in values and not str(values[key]).startswith(way)
+            (key, {key, "streaming"}, f"with streaming {' or '.join(starts)}; got {values[key]!r}")
+            for key, starts in allowed.items()
+            if key in values and not str(values[key]).startswith(starts)
         ]
 
 
@@ -199,7 +229,9 @@ class OptimSection(Section):
     )
     steps: Whole | None = Field(None, ge=1, description="optimiser steps; this or epochs")
     epochs: Real | None = Field(None, gt=0, description="passes over the data; this or steps")
-    warmup_steps: Whole = Field(0, ge=0, description="steps of linear warm-up")
+    warmup_steps: Whole = Field(
+        0, ge=0, description="steps of linear warm-up; it ends with the run if that is shorter"
+    )
     warmup_epochs: Real | None = Field(None, ge=0, description="instead of warmup_steps")
     warmup_lr: Real = Field(0.0, ge=0, description="learning rate at the first warm-up step")
     min_lr: Real = Field(0.0, ge=0, description="learning rate at the end of linear and cosine")
@@ -217,40 +249,33 @@ class OptimSection(Section):
     @classmethod
     def conflicts(cls, values: Mapping[str, Any]) -> list[Conflict]:
         def value(key: str) -> float | None:
-            found = values.get(key)
-            return None if found is None else number(found)
+            written = values.get(key)
+            return None if written is None else number(written)
 
         steps, epochs = value("steps"), value("epochs")
         warmup_steps, warmup_epochs = value("warmup_steps"), value("warmup_epochs")
         min_lr, lr, schedule = value("min_lr"), value("lr"), values.get("schedule")
-        found: list[Conflict] = []
+        conflicts: list[Conflict] = []
         length, warmup = {"steps", "epochs"}, {"warmup_steps", "warmup_epochs"}
         if steps is None and epochs is None:
-            found.append(("steps", length, "missing; give steps or epochs"))
+            conflicts.append(("steps", length, "missing; give steps or epochs"))
         elif steps is not None and epochs is not None:
-            found.append(("steps", length, "given beside epochs; keep one: optim.steps=null"))
+            conflicts.append(("steps", length, "given beside epochs; keep one"))
         if warmup_steps and warmup_epochs:
-            found.append(("warmup_steps", warmup, "given beside warmup_epochs; keep one"))
-        if steps is not None and warmup_steps is not None and warmup_steps > steps:
-            problem = f"a warm-up of {warmup_steps:g} steps is longer than the run of {steps:g}"
-            found.append(("warmup_steps", {"warmup_steps", "steps"}, problem))
-        if epochs is not None and warmup_epochs is not None and warmup_epochs > epochs:
-            problem = f"a warm-up of {warmup_epochs:g} epochs is longer than the run of {epochs:g}"
-            found.append(("warmup_epochs", {"warmup_epochs", "epochs"}, problem))
+            conflicts.append(("warmup_steps", warmup, "given beside warmup_epochs; keep one"))
         if lr is not None and min_lr is not None and min_lr > lr:
-            found.append(
-                ("min_lr", {"min_lr", "lr"}, f"{min_lr:g} is above lr, {lr:g}; make it less")
-            )
+            problem = f"{min_lr:g} is above lr, {lr:g}; make it less"
+            conflicts.append(("min_lr", {"min_lr", "lr"}, problem))
         step_keys = {"schedule", "step_every"}
         if schedule == "step" and values.get("step_every") is None:
-            found.append(("step_every", step_keys, "missing; schedule step needs it"))
+            conflicts.append(("step_every", step_keys, "missing; schedule step needs it"))
         elif schedule != "step" and values.get("step_every") is not None:
-            found.append(("step_every", step_keys, "only schedule step reads it; remove it"))
-        return found
+            conflicts.append(("step_every", step_keys, "only schedule step reads it; remove it"))
+        return conflicts
 
 
 class RunSection(Section):
-    """How the run is carried out and recorded."""
+    """The course of the run and its records."""
 
     seed: Whole = Field(0, ge=0, lt=2**32, description="keys every random draw")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
@@ -274,7 +299,7 @@ class RunSection(Section):
     max_skipped: Whole = Field(
         10, ge=0, description="steps in a row with a loss that is not finite before giving up"
     )
-    trackers: tuple[Text, ...] = Field((), description="Accelerate's trackers: tensorboard, …")
+    trackers: Names = Field((), description="Accelerate's trackers: tensorboard, …")
     test: StrictBool = Field(
         True, description="read the test split at the end; false while something is still chosen"
     )
@@ -307,22 +332,22 @@ class Claim(Section):
     @classmethod
     def conflicts(cls, values: Mapping[str, Any]) -> list[Conflict]:
         kinds = ("value", "between", "trend", "below")
-        given = [key for key in kinds if values.get(key) is not None]
-        found: list[Conflict] = []
-        if len(given) != 1:
-            problem = f"give exactly one of value, between, trend, below; got {given or 'none'}"
-            found.append(("metric", set(kinds), problem))
-        if "between" in given and number(values["between"][0]) > number(values["between"][1]):
-            found.append(("between", {"between"}, "the lowest comes first"))
-        figures = [values["value"]] if "value" in given else []
-        figures += values["between"] if "between" in given else []
-        accuracy = str(values.get("metric")).endswith(("top1", "top5"))
-        if accuracy and any(not 0 <= number(figure) <= 1 for figure in figures):
+        stated = [key for key in kinds if values.get(key) is not None]
+        conflicts: list[Conflict] = []
+        if len(stated) != 1:
+            problem = f"give exactly one of value, between, trend, below; got {stated or 'none'}"
+            conflicts.append(("metric", set(kinds), problem))
+        if "between" in stated and number(values["between"][0]) > number(values["between"][1]):
+            conflicts.append(("between", {"between"}, "the lowest comes first"))
+        figures = [values["value"]] if "value" in stated else []
+        figures += values["between"] if "between" in stated else []
+        metric, when = str(values.get("metric")), str(values.get("when", "end"))
+        is_accuracy = metric.endswith(("top1", "top5"))
+        if is_accuracy and any(not 0 <= number(figure) <= 1 for figure in figures):
             problem = "accuracies are fractions, write it so: 94.5 % is 0.945"
-            found.append((given[0], {"metric", "value", "between"}, problem))
-        when = str(values.get("when", "end"))
-        if str(values.get("metric")).startswith("test.") and when != "end":
-            found.append(("when", {"metric", "when"}, "test is read once, at the end"))
-        if values.get("metric") == "run.epochs" and when != "end":
-            found.append(("when", {"metric", "when"}, "run.epochs is known at the end"))
-        return found
+            conflicts.append((stated[0], {"metric", "value", "between"}, problem))
+        if metric.startswith("test.") and when != "end":
+            conflicts.append(("when", {"metric", "when"}, "test is read once, at the end"))
+        if metric == "run.epochs" and when != "end":
+            conflicts.append(("when", {"metric", "when"}, "run.epochs is known at the end"))
+        return conflicts

@@ -1,6 +1,6 @@
 """The types of a recipe's values: strict about kinds, lax about how a number is written.
 
-Each type says in one phrase what it expects; the phrase becomes the error message.
+Each type describes in one phrase what it expects; the phrase becomes the error message.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ __all__ = [
     "Auto",
     "Betas",
     "Blocks",
+    "ClassNames",
     "EvalSentence",
     "Mean",
     "Metric",
     "MicroBatch",
+    "Names",
     "Range",
     "Real",
     "Renames",
@@ -46,8 +48,13 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
 _WHEN = re.compile(r"end|first|best|(after )?epoch [1-9][0-9]*")
 
 
-def _expected(what: str) -> PydanticCustomError:
-    return PydanticCustomError("expected", "expected {what}", {"what": what})
+def _expected(phrase: str) -> PydanticCustomError:
+    return PydanticCustomError("expected", "expected {expected}", {"expected": phrase})
+
+
+def _from_recipe_error(message: str, code: str) -> PydanticCustomError:
+    """Wrap a RecipeError, so that validation reports its message and code as they are."""
+    return PydanticCustomError("recipe", "{message}", {"message": message, "code": code})
 
 
 def number(value: Any) -> float | int:
@@ -63,19 +70,29 @@ def number(value: Any) -> float | int:
 
 def _whole(value: Any) -> int:
     try:
-        found = number(value)
+        value = number(value)
     except PydanticCustomError:
         raise _expected("a whole number") from None
-    if found != int(found):
+    if value != int(value):
         raise _expected("a whole number")
-    if abs(found) > _LARGEST_WHOLE:
+    if abs(value) > _LARGEST_WHOLE:
         raise _expected(f"a whole number of at most {_LARGEST_WHOLE}")
-    return int(found)
+    return int(value)
 
 
 def _text(value: Any) -> Any:
     if not isinstance(value, str) or not value.strip():
         raise _expected("text")
+    return value
+
+
+def _list_of_one(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+def _two_or_more_names(value: tuple[str, ...]) -> tuple[str, ...]:
+    if len(value) < 2 or len(set(value)) < len(value):
+        raise _expected("a list of at least two class names, each once")
     return value
 
 
@@ -157,9 +174,9 @@ def _check_plain(value: Any) -> None:
 
 
 def _renames(value: Any) -> Any:
-    """Read {regular expression: replacement}, given as a mapping or as the file of one."""
+    """Check {regular expression: replacement}, which is a mapping or the name of its file."""
     if isinstance(value, str):
-        value = _file_of_renames(value)
+        value = _read_renames(value)
     if not isinstance(value, dict) or not all(
         isinstance(item, str) for pair in value.items() for item in pair
     ):
@@ -173,16 +190,15 @@ def _renames(value: Any) -> Any:
     return value
 
 
-def _file_of_renames(name: str) -> dict[str, Any]:
+def _read_renames(name: str) -> dict[str, Any]:
     try:
         document = recipe_yaml.read_document(recipe_yaml.read_text(name), name=name)
-        if document.problems:
-            raise RecipeError(document.problems[0][1])
+        document.raise_first()
     except RecipeError as error:
-        is_mapping = "the sections" not in str(error)  # a recipe's, of which a mapping has none
-        found = str(error).partition(";")[0] if is_mapping else f"{name}: is none"
-        cause = f"expected a YAML file of `regular expression: replacement`; {found}"
-        raise PydanticCustomError("sentence", "{cause}", {"cause": cause}) from None
+        is_mapping = "the sections" not in str(error)  # of a recipe; this mapping has none
+        cause = str(error).partition(";")[0] if is_mapping else f"{name}: is none"
+        message = f"expected a YAML file of `regular expression: replacement`; {cause}"
+        raise _from_recipe_error(message, error.code) from None
     return document.tree
 
 
@@ -195,12 +211,12 @@ def _eval_sentence(value: str) -> str:
 
 
 def _sentence(value: str, *, train: bool) -> str:
-    from finetune.transforms import grammar as sentence
+    from finetune.transforms.grammar import parse
 
     try:
-        sentence.parse(value, train=train)
+        parse(value, train=train)
     except RecipeError as error:
-        raise PydanticCustomError("sentence", "{cause}", {"cause": str(error)}) from None
+        raise _from_recipe_error(str(error), error.code) from None
     return value
 
 
@@ -227,6 +243,8 @@ def _when(value: str) -> str:
 Whole = Annotated[int, BeforeValidator(_whole)]
 Real = Annotated[float, BeforeValidator(number)]
 Text = Annotated[str, BeforeValidator(_text)]
+Names = Annotated[tuple[Text, ...], BeforeValidator(_list_of_one)]
+ClassNames = Annotated[Names, AfterValidator(_two_or_more_names)]
 Size = Annotated[int | tuple[int, int], BeforeValidator(_image_size)]
 Blocks = Annotated[Literal["none", "backbone"] | int, BeforeValidator(_freeze)]
 Auto = Annotated[bool | Literal["auto"], BeforeValidator(_auto_or_not)]

@@ -1,18 +1,21 @@
 """From plain data to a checked recipe: overrides, and every problem in words with its place.
 
-Nothing here knows the keys of a recipe; the sections are given by the model that is validated.
+The keys of a recipe are not known here; they come from the model that is validated and from
+`names.py`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from finetune.errors import RecipeError, nearest
-from finetune.recipe.yaml import Document, Key, Place, parse_value
+from finetune.recipe.names import REPLACES, hint_of, key_of
+from finetune.recipe.yaml import Document, Key, Place, Problem, parse_value
 
 __all__ = ["apply_override", "refuse_undone", "sections_of", "validate"]
 
@@ -46,65 +49,79 @@ def sections_of(recipe: type[BaseModel]) -> dict[str, type[BaseModel]]:
 
 
 def apply_override(document: Document, override: str, recipe: type[BaseModel]) -> None:
-    """Put one `section.key=value` into a document; what is wrong with it is added to its problems.
+    """Put one `section.key=value` into a document, or add a problem to it.
 
     Args:
         document: the recipe so far; changed in place.
         override: as written on the command line.
-        recipe: the model that knows the sections.
+        recipe: the model that has the sections.
     """
-    written, equals, text = override.partition("=")
-    parts = tuple(part.strip() for part in written.split("."))
+    name, equals, text = override.partition("=")
+    parts = tuple(part.strip() for part in name.split("."))
     shown = override.encode("utf-8", "backslashreplace").decode()
-    where = f"override '{shown}'"
-    sections = sections_of(recipe)
+    place = Place(f"override '{shown}'", float("inf"))
 
-    def report(problem: str) -> None:
-        document.problems.append((float("inf"), f"{where}: {problem}"))
+    def report(problem: str, code: str) -> None:
+        document.problems.append(Problem(place.order, f"{place.where}: {problem}", code))
 
     if shown != override:
-        return report("not UTF-8 text; write it as UTF-8")
+        return report("not UTF-8 text; write it as UTF-8", "recipe.syntax")
     if not equals or not all(parts):
-        return report("expected section.key=value, for example optim.lr=1e-3")
+        return report("expected section.key=value, for example optim.lr=1e-3", "recipe.syntax")
     if len(parts) == 1:
-        return report(_without_section(parts[0], text, recipe))
-    if parts[0] in recipe.model_fields and parts[0] not in sections:
-        return report(f"{parts[0]} is not changed from the command line; edit the file")
+        return report(_without_section(parts[0], text, recipe), "recipe.unknown_key")
+    if parts[0] in recipe.model_fields and parts[0] not in sections_of(recipe):
+        problem = f"{parts[0]} is not changed from the command line; edit the file"
+        return report(problem, "recipe.unknown_key")
     try:
         value = parse_value(text)
     except RecipeError as error:
-        return report(f"{'.'.join(parts)}: {str(error).removeprefix('value:1: ')}")
-    holder: Any = document.tree
+        return report(f"{'.'.join(parts)}: {str(error).removeprefix('value:1: ')}", error.code)
+    parent: Any = document.tree
     for depth, part in enumerate(parts[:-1], start=1):
-        if holder.get(part) is None:
-            document.places.setdefault(parts[:depth], Place(where, float("inf")))
-            holder[part] = {}
-        holder = holder[part]
-        if not isinstance(holder, dict):
-            return report(
-                f"{'.'.join(parts[:depth])} holds one value; it has no keys below it, set it whole"
-            )
+        if parent.get(part) is None:
+            document.places.setdefault(parts[:depth], place)
+            parent[part] = {}
+        parent = parent[part]
+        if not isinstance(parent, dict):
+            dotted = ".".join(parts[:depth])
+            problem = f"{dotted} holds one value; it has no keys below it, set it whole"
+            return report(problem, "recipe.unknown_key")
+    _forget(document, parts)
+    document.places[parts] = replace(place, text=text.strip())
+    parent[parts[-1]] = value
+    if value is not None and (other := REPLACES.get(parts)):
+        _forget(document, other)
+        parent.pop(other[-1], None)
+
+
+def _forget(document: Document, parts: tuple[str, ...]) -> None:
+    """Remove the places and problems of a value that is replaced."""
     for key in [key for key in document.places if key[: len(parts)] == parts]:
-        del document.places[key]  # what stood there before is gone, and its places with it
+        del document.places[key]
     document.broken = {key for key in document.broken if key[: len(parts)] != parts}
-    document.places[parts] = Place(where, float("inf"), text.strip())
-    holder[parts[-1]] = value
 
 
 def refuse_undone(overrides: Iterable[str]) -> None:
-    """Refuse overrides of one command line of which a later one undoes an earlier one.
+    """Refuse a command line on which one override undoes an earlier one.
 
     Raises: RecipeError naming both.
     """
-    given: dict[tuple[str, ...], str] = {}
+    earlier: dict[tuple[str, ...], str] = {}
     for override in overrides:
         parts = tuple(part.strip() for part in override.partition("=")[0].split("."))
-        for earlier, written in given.items():
-            if earlier[: len(parts)] == parts:
+        replaced = None if _is_null(override) else REPLACES.get(parts)
+        for key, undone in earlier.items():
+            if key[: len(parts)] == parts or (key == replaced and not _is_null(undone)):
                 raise RecipeError(
-                    f"override '{override}': undoes '{written}', given before it; keep one"
+                    f"override '{override}': undoes '{undone}', given before it; keep one",
+                    code="recipe.conflict",
                 )
-        given[parts] = override
+        earlier[parts] = override
+
+
+def _is_null(override: str) -> bool:
+    return override.partition("=")[2].strip().lower() in ("", "~", "null")
 
 
 def validate(document: Document, recipe: type[T]) -> T:
@@ -113,7 +130,8 @@ def validate(document: Document, recipe: type[T]) -> T:
     Args:
         document: the plain data with its places and the problems found so far.
         recipe: the model to build.
-    Raises: RecipeError with one line for every problem, from the top of the file to the bottom.
+    Raises: RecipeError with one line for every problem, from the top of the file to the bottom, and
+        the code of the first.
     """
     result: T | None = None
     failed: set[Key] = set()
@@ -131,14 +149,15 @@ def validate(document: Document, recipe: type[T]) -> T:
                 _report_value(document, key, detail)
         _report_conflicts(document, recipe, failed)
     if document.problems or result is None:
-        lines = [text for _, text in sorted(document.problems, key=lambda item: item[0])]
-        raise RecipeError("\n".join(dict.fromkeys(lines)))
+        problems = sorted(document.problems, key=lambda problem: problem.order)
+        lines = dict.fromkeys(problem.text for problem in problems)
+        raise RecipeError("\n".join(lines), code=problems[0].code)
     return result
 
 
 def _report_unknown(document: Document, details: list[Any], recipe: type[BaseModel]) -> set[Key]:
-    """Report the unknown keys; return the keys that were probably meant."""
-    meant = set()
+    """Report unknown keys. Returns: the keys that were probably meant."""
+    meant: set[Key] = set()
     for detail in details:
         if detail["type"] != "extra_forbidden":
             continue
@@ -150,70 +169,77 @@ def _report_unknown(document: Document, details: list[Any], recipe: type[BaseMod
         hint = nearest(name, known)
         if homes:
             hint = f"; it belongs to {homes[0]}: '{homes[0]}.{name}'"
+        elif other := hint_of(name):
+            hint = other
+            meant |= {known_key} if (known_key := key_of(name)) else set()
         elif hint:
             meant.add((*key[:-1], hint.split("'")[1]))
         else:
             hint = _nearest_anywhere(name, sections) or f"; known: {', '.join(known)}"
-        document.report(key, f"unknown {'section' if len(key) == 1 else 'key'}{hint}")
+        kind = "section" if len(key) == 1 else "key"
+        document.report(key, f"unknown {kind}{hint}", code="recipe.unknown_key")
     return meant
 
 
 def _report_missing(document: Document, key: Key, recipe: type[BaseModel]) -> None:
-    field = _model_at(key[:-1], recipe).model_fields[str(key[-1])]
     if len(key) == 1:
-        document.report(key, f"missing section; see: finetune recipes help {key[0]}")
+        problem = f"missing section; see: finetune recipes help {key[0]}"
     else:
-        document.report(key, f"missing: {field.description}")
+        field = _model_at(key[:-1], recipe).model_fields[str(key[-1])]
+        problem = f"missing: {field.description}"
+    document.report(key, problem, code="recipe.missing_key")
 
 
 def _report_value(document: Document, key: Key, detail: Any) -> None:
-    while key and not _is_there(document.tree, key):
-        key = key[:-1]  # a kind of the value, which pydantic adds to the way to it
+    while key and not _has_value(document.tree, key):
+        key = key[:-1]  # pydantic adds the type of a value to its path
     if document.is_broken(key):
         return
     kind, context, value = detail["type"], detail.get("ctx", {}), detail["input"]
-    written = document.place(key).text
-    if kind == "sentence":
-        for line in str(context["cause"]).splitlines():
-            document.report(key, line.removeprefix("pipeline: "))
+    written = document.places[key].text if key in document.places else None
+    if kind == "recipe":
+        for line in str(context["message"]).splitlines():
+            document.report(key, line.removeprefix("pipeline: "), code=context["code"])
         return
     choices: list[str] = []
     if kind == "expected":
-        what = context["what"]
+        expected = context["expected"]
     elif kind == "literal_error":
-        what = context["expected"]
-        choices = re.findall(r"'([^']*)'", what)
+        expected = context["expected"]
+        choices = re.findall(r"'([^']*)'", expected)
     elif kind in _BOUNDS:
         # a whole bound is written in full: 4294967296, not 4.29497e+09
         bound = {name: f"{int(x) if x == int(x) else x}" for name, x in context.items()}
-        what = "a number " + _BOUNDS[kind].format(**bound)
+        expected = "a number " + _BOUNDS[kind].format(**bound)
     else:
-        what = _KINDS.get(kind, detail["msg"])
+        expected = _KINDS.get(kind, detail["msg"])
     hint = nearest(value, choices) if isinstance(value, str) else ""
-    textual = bool(choices) or what.startswith(("text", "'"))
-    if isinstance(value, (bool, int, float)) and textual:
+    is_textual = bool(choices) or expected.startswith(("text", "'"))
+    if isinstance(value, (bool, int, float)) and is_textual:
         hint = f"; quote it to mean text: '{written or value}'"
-    document.report(key, f"expected {what}, got {_shown(value, written)}{hint}")
+    problem = f"expected {expected}, got {_shown(value, written)}{hint}"
+    document.report(key, problem, code="recipe.wrong_value")
 
 
 def _report_conflicts(document: Document, recipe: type[BaseModel], failed: set[Key]) -> None:
-    """Report values that do not go together, wherever all the values that take part are right."""
+    """Report values that do not go together; each of these values is right by itself."""
     tree = document.tree
     parts: list[tuple[Key, Any]] = [((name,), tree.get(name)) for name in sections_of(recipe)]
     for name in set(recipe.model_fields) - set(sections_of(recipe)):
         items = tree.get(name)
         if isinstance(items, list):
             parts += [((name, index), item) for index, item in enumerate(items)]
-    for at, values in parts:
+    for path, values in parts:
         if not isinstance(values, dict):
             continue
-        model: Any = _model_at(at, recipe)
-        wrong = {key[len(at)] for key in failed if len(key) > len(at) and key[: len(at)] == at}
-        wrong |= {key for key in values if document.is_broken((*at, key))}
+        model: Any = _model_at(path, recipe)
+        depth = len(path)
+        wrong = {key[depth] for key in failed if len(key) > depth and key[:depth] == path}
+        wrong |= {key for key in values if document.is_broken((*path, key))}
         right = {key: value for key, value in values.items() if key not in wrong}
-        for key, taking_part, problem in model.conflicts(right):
-            if not taking_part & wrong:
-                document.report((*at, key), problem)
+        for key, involved, problem in model.conflicts(right):
+            if not involved & wrong:
+                document.report((*path, key), problem, code="recipe.conflict")
 
 
 def _without_section(name: str, text: str, recipe: type[BaseModel]) -> str:
@@ -225,16 +251,17 @@ def _without_section(name: str, text: str, recipe: type[BaseModel]) -> str:
         return f"{name} is not changed from the command line; edit the file"
     homes = [section for section, model in sections.items() if name in model.model_fields]
     if homes:
-        found = " or ".join(f"'{home}.{name}={text}'" for home in homes)
-        return f"no section; did you mean {found}?"
-    hint = _nearest_anywhere(name, sections) or nearest(name, recipe.model_fields)
+        choices = " or ".join(f"'{home}.{name}={text}'" for home in homes)
+        return f"no section; did you mean {choices}?"
+    hint = hint_of(name, text) or _nearest_anywhere(name, sections)
+    hint = hint or nearest(name, recipe.model_fields)
     return f"unknown key '{name}', and no section{hint}"
 
 
 def _nearest_anywhere(name: str, sections: dict[str, type[BaseModel]]) -> str:
     keys = {key: section for section, model in sections.items() for key in model.model_fields}
-    found = nearest(name, keys)
-    return found.replace("'", f"'{keys[found.split(chr(39))[1]]}.", 1) if found else ""
+    hint = nearest(name, keys)
+    return hint.replace("'", f"'{keys[hint.split(chr(39))[1]]}.", 1) if hint else ""
 
 
 def _model_at(key: Key, recipe: type[BaseModel]) -> type[BaseModel]:
@@ -245,14 +272,12 @@ def _model_at(key: Key, recipe: type[BaseModel]) -> type[BaseModel]:
     return get_args(kind)[0] if get_origin(kind) else kind
 
 
-def _is_there(tree: Any, key: Key) -> bool:
+def _has_value(tree: Any, key: Key) -> bool:
     for part in key:
-        known = (
-            tree if isinstance(tree, dict) else range(len(tree) if isinstance(tree, list) else 0)
-        )
-        if part not in known:
+        children = dict(enumerate(tree)) if isinstance(tree, list) else tree
+        if not isinstance(children, dict) or part not in children:
             return False
-        tree = tree[part]
+        tree = children[part]
     return True
 
 

@@ -2,7 +2,7 @@
 
 The loader never constructs objects: it walks the node graph. It differs from YAML 1.1 where that
 surprises: `1e-3` is a number, `010` and `1:30` and dates are text; anchors, aliases and tags are
-refused. The dumper quotes whatever either reading would not give back as the same text.
+refused. The dumper quotes text that this loader or one of YAML 1.1 would read as anything else.
 """
 
 from __future__ import annotations
@@ -11,17 +11,26 @@ import re
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from finetune.errors import RecipeError, nearest
 
-__all__ = ["Document", "Key", "Place", "dump", "parse_value", "read_document", "read_text"]
+__all__ = [
+    "Document",
+    "Key",
+    "Place",
+    "Problem",
+    "dump",
+    "parse_value",
+    "read_document",
+    "read_text",
+]
 
-Key = tuple[str | int, ...]  # the way to a value: ("optim", "lr") or ("claims", 0, "value")
+Key = tuple[str | int, ...]  # the path to a value: ("optim", "lr") or ("claims", 0, "value")
 
-MAX_BYTES = 1_000_000  # no recipe comes near; a data file given by mistake is not worth parsing
+MAX_BYTES = 1_000_000  # far above any recipe: a data file given by mistake is not parsed
 MAX_DEPTH = 20  # the deepest key of a recipe is at 4; free arguments may nest a little
 MAX_NUMBER_LENGTH = 64
 
@@ -40,11 +49,19 @@ _KIND_OF_KEY = {"bool": "a boolean", "int": "a number", "float": "a number", "nu
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value was written."""
+    """The place at which a value was written."""
 
     where: str  # "recipes/x.yaml:12" or "override 'optim.lr=3'"
     order: float  # the line, so that problems are listed from top to bottom; overrides come last
     text: str | None = None  # as written, for a scalar
+
+
+class Problem(NamedTuple):
+    """One line of the error that a document ends in."""
+
+    order: float  # as of its place
+    text: str
+    code: str  # as of a RecipeError
 
 
 @dataclass
@@ -54,25 +71,30 @@ class Document:
     name: str
     tree: dict[str, Any] = field(default_factory=dict)
     places: dict[Key, Place] = field(default_factory=dict)
-    problems: list[tuple[float, str]] = field(default_factory=list)
-    broken: set[Key] = field(default_factory=set)  # reported already: say nothing more about them
+    problems: list[Problem] = field(default_factory=list)
+    broken: set[Key] = field(default_factory=set)  # values reported already, each of them once
 
     def place(self, key: Key) -> Place:
-        """Find the place of a value or, failing that, of what holds it."""
+        """Find the place of a value or, failing that, of its parent."""
         for end in range(len(key), 0, -1):
             if key[:end] in self.places:
                 return self.places[key[:end]]
         return Place(self.name, 0)
 
     def is_broken(self, key: Key) -> bool:
-        """Say whether a value, or what holds it, has been reported already."""
+        """True if a value or one of its parents has been reported already."""
         return any(key[:end] in self.broken for end in range(1, len(key) + 1))
 
-    def report(self, key: Key, problem: str, *, line: int | None = None) -> None:
-        """Add a problem of one value; `line` where it is not the value's own."""
+    def report(self, key: Key, problem: str, *, code: str, line: int | None = None) -> None:
+        """Add a problem of one value; `line` if it is not the value's own."""
         place = self.place(key) if line is None else Place(f"{self.name}:{line}", line)
-        named = f"{_dotted(key)}: " if key else ""
-        self.problems.append((place.order, f"{place.where}: {named}{problem}"))
+        prefix = f"{_dotted(key)}: " if key else ""
+        self.problems.append(Problem(place.order, f"{place.where}: {prefix}{problem}", code))
+
+    def raise_first(self) -> None:
+        """Raise a RecipeError for the first problem that was reported, if there is one."""
+        if self.problems:
+            raise RecipeError(self.problems[0].text, code=self.problems[0].code)
 
 
 class _Refused(yaml.MarkedYAMLError):
@@ -126,32 +148,50 @@ def read_text(path: str | Path) -> str:
     """
     name = str(path) if len(str(path)) <= 200 else f"{str(path)[:200]}…"
     if re.match(r"^[A-Za-z][A-Za-z0-9+.-]*://", name):
-        raise RecipeError(f"{name}: a recipe is a local file, not a URL; download it first")
+        raise RecipeError(
+            f"{name}: a recipe is a local file, not a URL; download it first",
+            code="recipe.not_a_recipe",
+        )
     if not name.strip():
-        raise RecipeError(f"{name!r}: an empty name; give the file of a recipe")
+        raise RecipeError(
+            f"{name!r}: an empty name; give the file of a recipe", code="recipe.not_a_recipe"
+        )
     try:
         mode = Path(path).stat().st_mode
         if stat.S_ISDIR(mode):
-            inside = sorted(Path(path).glob("*.yaml"))
-            hint = f", for example {inside[0]}" if inside else ""
-            raise RecipeError(f"{name}: a folder, not a recipe; give one file{hint}")
+            files = sorted(Path(path).glob("*.yaml"))
+            hint = f", for example {files[0]}" if files else ""
+            raise RecipeError(
+                f"{name}: a folder, not a recipe; give one file{hint}", code="recipe.not_a_recipe"
+            )
         if not stat.S_ISREG(mode):  # opening a pipe may wait for ever
-            raise RecipeError(f"{name}: a pipe or a device; give the file of a recipe")
+            raise RecipeError(
+                f"{name}: a pipe or a device; give the file of a recipe",
+                code="recipe.not_a_recipe",
+            )
         with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise RecipeError(f"{name}: no such file{_nearest_file(Path(path))}") from None
+        hint = _nearest_file(Path(path))
+        raise RecipeError(f"{name}: no such file{hint}", code="recipe.not_found") from None
     except (OSError, ValueError) as error:
         cause = getattr(error, "strerror", None) or error
-        raise RecipeError(f"{name!r}: cannot be read: {cause}; check the path") from None
+        raise RecipeError(
+            f"{name!r}: cannot be read: {cause}; check the path", code="recipe.unreadable"
+        ) from None
     if len(data) > MAX_BYTES:
-        raise RecipeError(f"{name}: over {MAX_BYTES:,} bytes; this is not a recipe, give one")
+        raise RecipeError(
+            f"{name}: over {MAX_BYTES:,} bytes; this is not a recipe, give one",
+            code="recipe.not_a_recipe",
+        )
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         cause = f"not UTF-8 text (byte 0x{data[error.start]:02x})"
-        raise RecipeError(f"{name}:{line}: {cause}; save the file as UTF-8") from None
+        raise RecipeError(
+            f"{name}:{line}: {cause}; save the file as UTF-8", code="recipe.syntax"
+        ) from None
 
 
 def read_document(text: str, *, name: str) -> Document:
@@ -167,15 +207,18 @@ def read_document(text: str, *, name: str) -> Document:
     node = _compose(text, name)
     if node is None or (isinstance(node, yaml.ScalarNode) and node.tag == _TAG + "null"):
         sections = "a recipe needs the sections model, data and optim"
-        raise RecipeError(f"{name}: empty; {sections}; see: finetune recipes help")
+        raise RecipeError(
+            f"{name}: empty; {sections}; see: finetune recipes help", code="recipe.not_a_recipe"
+        )
     if not isinstance(node, yaml.MappingNode):
         raise RecipeError(
             f"{name}:{node.start_mark.line + 1}: expected a mapping with the sections model, data "
-            "and optim; see: finetune recipes help"
+            "and optim; see: finetune recipes help",
+            code="recipe.not_a_recipe",
         )
     document.tree = _plain(node, (), document)
     if () in document.broken:  # a tag on the whole
-        raise RecipeError(document.problems[0][1])
+        document.raise_first()
     return document
 
 
@@ -183,8 +226,8 @@ def parse_value(text: str) -> Any:
     """Read the value of an override: a flow list, flow mapping or quoted text, else one scalar.
 
     Args:
-        text: what stands after the equals sign. A bare word is taken whole, so that ` #` or `: `
-            in a path do not cut it short.
+        text: the part after the equals sign. A bare word is taken whole: ` #` and `: ` in a path
+            do not end it.
     Raises: RecipeError if a list, mapping or quoted text is not valid YAML.
     """
     text = text.strip()
@@ -194,8 +237,7 @@ def parse_value(text: str) -> Any:
     document = Document("value")
     node = _compose(text, "value")
     value = None if node is None else _plain(node, (), document)
-    if document.problems:
-        raise RecipeError(document.problems[0][1])
+    document.raise_first()
     return value
 
 
@@ -224,22 +266,26 @@ def _compose(text: str, name: str) -> yaml.Node | None:
         mark = error.problem_mark or error.context_mark
         place = f"{name}:{mark.line + 1}" if mark else name
         if isinstance(error, _Refused):
-            raise RecipeError(f"{place}: {error.problem}") from None
-        tab = "\\t" in str(error.problem)
+            raise RecipeError(f"{place}: {error.problem}", code="recipe.syntax") from None
+        has_tab = "\\t" in str(error.problem)
         context = f" ({error.context})" if error.context else ""
-        hint = "indent with spaces, not tabs" if tab else "correct this line"
-        raise RecipeError(f"{place}: not valid YAML: {error.problem}{context}; {hint}") from None
+        hint = "indent with spaces, not tabs" if has_tab else "correct this line"
+        raise RecipeError(
+            f"{place}: not valid YAML: {error.problem}{context}; {hint}", code="recipe.syntax"
+        ) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         cause = f"character 0x{int(error.character):02x} is not text"
-        raise RecipeError(f"{name}:{line}: {cause}; save it as UTF-8") from None
+        raise RecipeError(
+            f"{name}:{line}: {cause}; save it as UTF-8", code="recipe.syntax"
+        ) from None
     finally:
         if loader is not None:
             loader.dispose()
 
 
 def _plain(node: yaml.Node, key: Key, document: Document) -> Any:
-    """Convert a node; what is wrong with it goes to the document, and None stands for it."""
+    """Convert a node. A problem is reported to the document, and the value becomes None."""
     kinds: dict[type[yaml.Node], tuple[str, ...]] = {
         yaml.MappingNode: ("map",),
         yaml.SequenceNode: ("seq",),
@@ -247,7 +293,8 @@ def _plain(node: yaml.Node, key: Key, document: Document) -> Any:
     }
     if node.tag.removeprefix(_TAG) not in kinds[type(node)]:
         tag = node.tag.replace(_TAG, "!!")
-        document.report(key, f"the tag {tag} is refused; recipes hold plain values only")
+        problem = f"the tag {tag} is refused; recipes hold plain values only"
+        document.report(key, problem, code="recipe.syntax")
         document.broken.add(key)
         return None
     if isinstance(node, yaml.MappingNode):
@@ -262,7 +309,8 @@ def _plain(node: yaml.Node, key: Key, document: Document) -> Any:
     try:
         return _scalar(node.tag, node.value)
     except ValueError:
-        document.report(key, f"{node.value!r} is not what its tag says; remove the tag")
+        problem = f"{node.value!r} is not what its tag says; remove the tag"
+        document.report(key, problem, code="recipe.syntax")
         document.broken.add(key)
         return None
 
@@ -274,15 +322,15 @@ def _mapping(node: yaml.MappingNode, key: Key, document: Document) -> dict[str, 
         kind = key_node.tag.removeprefix(_TAG)
         if kind != "str" or not isinstance(key_node, yaml.ScalarNode):
             shown = f"'{key_node.value}'" if isinstance(key_node, yaml.ScalarNode) else "this key"
-            found = _KIND_OF_KEY.get(kind, "a structure")
-            problem = f"{shown} is read as {found}, not as a key; quote it if it is one"
-            document.report(key, problem, line=line)
+            read_as = _KIND_OF_KEY.get(kind, "a structure")
+            problem = f"{shown} is read as {read_as}, not as a key; quote it if it is one"
+            document.report(key, problem, code="recipe.syntax", line=line)
             continue
         child = (*key, key_node.value)
         if key_node.value in result:
             first = document.places[child].order
             problem = f"duplicate key, given already on line {first:g}; keep one"
-            document.report(child, problem, line=line)
+            document.report(child, problem, code="recipe.duplicate_key", line=line)
             continue
         document.places[child] = _place(key_node, value_node, document)
         result[key_node.value] = _plain(value_node, child, document)

@@ -1,1 +1,1 @@
-"""What lies in a run directory: records, checkpoints; each proved when it is read."""
+"""The run directory: records and checkpoints, each verified when it is read."""

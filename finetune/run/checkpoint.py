@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the network, the optimiser's moments, the EMA, and the counters.
+"""Checkpoints: the network, the optimiser's moments, the EMA, and the counters.
 
 Tensors go to safetensors and numbers to JSON, so that loading can never run code. Names are those
 of the plain network, whatever it is wrapped in: a checkpoint of eight sharded processes loads into
@@ -67,7 +67,7 @@ class Counters:
     scaler: dict[str, float] | None = None
 
     def note(self, metric: str, value: float) -> bool:
-        """Take an evaluation into account. Returns: whether it is the best so far."""
+        """Take an evaluation into account. Returns: True if it is the best so far."""
         lower_is_better = metric.endswith("loss")
         if self.best is None or (value < self.best if lower_is_better else value > self.best):
             self.best, self.best_step, self.stale = value, self.step, 0
@@ -77,12 +77,8 @@ class Counters:
 
 
 _WHOLE = StateDictOptions(full_state_dict=True)
-_HOW = {
-    "foreach",
-    "fused",
-    "capturable",
-    "differentiable",
-}  # of an optimiser's group: this machine's
+# Settings of an optimiser's group that belong to the machine.
+_MACHINE_SETTINGS = {"foreach", "fused", "capturable", "differentiable"}
 _ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)  # empty on all others
 
 
@@ -105,7 +101,7 @@ class Snapshot:
 
     @property
     def best_weights(self) -> dict[str, Tensor]:
-        """What evaluation sees: the EMA where there is one, else the network's own weights."""
+        """The weights that are evaluated: the EMA if there is one, else the network's own."""
         return self.weights if self.ema is None else self.ema
 
     def num_bytes(self) -> int:
@@ -194,8 +190,8 @@ def restore(
 
     Args: as for `capture`; `folder` is the checkpoint's.
     Returns: the counters.
-    Raises: CheckpointError, before anything live is changed, for a file of another format, which
-        a manifest that was written for it does not tell.
+    Raises: CheckpointError, before anything live is changed, for a file of another format: a
+        manifest may have been written for it.
     """
     state: dict[str, dict[str, Any]] = {}
     saved = _read(folder / "optimizer.json")
@@ -208,7 +204,7 @@ def restore(
     if state:
         groups: Any = get_optimizer_state_dict(model, optimizer, options=_WHOLE)["param_groups"]
         for group, values in zip(groups, saved["groups"], strict=True):
-            kept = {key: value for key, value in values.items() if key not in _HOW}
+            kept = {key: value for key, value in values.items() if key not in _MACHINE_SETTINGS}
             group |= {key: _tuple(value) for key, value in kept.items()}
         set_optimizer_state_dict(
             model, optimizer, {"state": cast(Any, state), "param_groups": groups}, options=_WHOLE
@@ -228,7 +224,8 @@ def _read(path: Path) -> dict[str, Any]:
         return load_file(path)
     except (OSError, SafetensorError, ValueError, TypeError) as error:
         raise CheckpointError(
-            f"{path}: is not what its name says ({error}); remove this checkpoint"
+            f"{path}: is not what its name says ({error}); remove this checkpoint",
+            code="checkpoint.damaged",
         ) from None
 
 
@@ -244,7 +241,7 @@ def set_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Read what evaluation sees from a checkpoint: its EMA where there is one, else its weights."""
+    """Read the weights that are evaluated from a checkpoint: its EMA if it has one."""
     ema = folder / "ema.safetensors"
     return _read(ema if ema.exists() else folder / "model.safetensors")
 
@@ -265,7 +262,7 @@ class CheckpointWriter:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Let the last checkpoint be finished, whatever ends the run; the run's error is the one.
+        """Let the last checkpoint be finished, whatever ends the run; the run's error goes first.
 
         Raises: SetupError if a checkpoint cannot be written.
         """
@@ -296,7 +293,7 @@ class CheckpointWriter:
         self._look(done=False)
 
     def look(self) -> None:
-        """Raise what has gone wrong by now; wait for nothing."""
+        """Raise the error of a write that has failed; wait for none."""
         self._look(done=True)
 
     def _look(self, *, done: bool) -> None:

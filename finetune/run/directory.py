@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 from weakref import WeakValueDictionary
@@ -36,7 +36,7 @@ from finetune.run.validation import (
     remove,
 )
 
-__all__ = ["RunDir"]
+__all__ = ["RunDir", "json_text"]
 
 MANIFEST = "manifest.json"
 _CHECKPOINT = re.compile(r"step-([0-9]{8})")
@@ -74,16 +74,18 @@ class RunDir:
             _HELD[_identity(place)], self._process = self, os.getpid()
         except (BlockingIOError, PermissionError):
             self._lock.seek(0)
-            told = self._lock.read().decode(errors="replace").strip() or "unknown"
+            holder = self._lock.read().decode(errors="replace").strip() or "unknown"
             self._lock.close()
             raise SetupError(
-                f"{self.path}: in use by process {told}; wait for it, stop it, or choose another "
-                "--out"
+                f"{self.path}: in use by process {holder}; wait for it, stop it, or choose another "
+                "--out",
+                code="setup.in_use",
             ) from None
         except OSError as error:
             raise SetupError(
                 f"{self.path}: cannot be locked ({error.strerror}); choose an --out on a file "
-                "system with locks"
+                "system with locks",
+                code="setup.no_locks",
             ) from error
         with disk_errors(self.path, needed=4096):
             clear(self.path)  # first: it may be what fills the disk
@@ -100,7 +102,8 @@ class RunDir:
                 if holder is not None and holder._process == os.getpid():
                     raise SetupError(
                         f"{self.path}: in use by process {os.getpid()}, this one; wait until its "
-                        "run there has ended, or choose another --out"
+                        "run there has ended, or choose another --out",
+                        code="setup.in_use",
                     )
                 refuse_others(self.path)
             self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -109,7 +112,8 @@ class RunDir:
             if number not in _NO_PLACE:
                 raise
             raise SetupError(
-                f"{self.path}: cannot be created ({os.strerror(number)}); choose another --out"
+                f"{self.path}: cannot be created ({os.strerror(number)}); choose another --out",
+                code="setup.not_writable",
             ) from error
 
     def close(self) -> None:
@@ -122,8 +126,8 @@ class RunDir:
     # Files of the run -----------------------------------------------------------------------
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
-        """Write `name` atomically as indented JSON."""
-        write_atomically(self.path / name, json.dumps(content, indent=2, allow_nan=False) + "\n")
+        """Write `name` atomically, as `json_text`."""
+        write_atomically(self.path / name, json_text(content))
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         """Read a JSON file of the run. Returns: its content, or None when there is none."""
@@ -136,7 +140,8 @@ class RunDir:
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"{path}: cannot be read, or is not valid JSON ({error}); restore it from a copy, "
-                "or train in another --out"
+                "or train in another --out",
+                code="checkpoint.damaged",
             ) from error
 
     def log(self, line: dict[str, Any]) -> None:
@@ -167,7 +172,8 @@ class RunDir:
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"{path}: cannot be read ({error}); restore it from a copy, or train in another "
-                "--out"
+                "--out",
+                code="checkpoint.damaged",
             ) from error
 
     def forget_after(self, step: int) -> None:
@@ -181,8 +187,8 @@ class RunDir:
 
     def steps(self) -> list[int]:
         """Steps of the published checkpoints, in ascending order, verified or not."""
-        found = (_CHECKPOINT.fullmatch(entry.name) for entry in self.checkpoints.glob("step-*"))
-        return sorted(int(match.group(1)) for match in found if match)
+        matches = (_CHECKPOINT.fullmatch(entry.name) for entry in self.checkpoints.glob("step-*"))
+        return sorted(int(match[1]) for match in matches if match)
 
     def folder(self, step: int) -> Path:
         """The folder of the checkpoint at `step`."""
@@ -231,7 +237,7 @@ class RunDir:
                     remove(path)
 
     def has_model(self) -> bool:
-        """Whether `model/` is there, with all that a loader needs."""
+        """True if `model/` is there, with all that a loader needs."""
         return all((self.model / name).is_file() for name in ("config.json", "model.safetensors"))
 
     def verify(self, step: int) -> str | None:
@@ -269,7 +275,8 @@ class RunDir:
         if steps:
             raise CheckpointError(
                 f"{self.checkpoints}: none of the {len(steps)} checkpoints is intact; "
-                "train again without --resume in another --out"
+                "train again without --resume in another --out",
+                code="checkpoint.damaged",
             )
         return None
 
@@ -278,20 +285,29 @@ class RunDir:
         for step in self.steps():
             if step not in keep:
                 # Renamed first: a kill in the middle must not leave half a checkpoint published.
-                doomed = self.checkpoints / f".doomed-{step}"
-                os.replace(self.folder(step), doomed)
+                temporary = self.checkpoints / f".doomed-{step}"
+                os.replace(self.folder(step), temporary)
                 with contextlib.suppress(OSError):
-                    remove(doomed)
+                    remove(temporary)
+
+
+def json_text(content: Mapping[str, Any]) -> str:
+    """Return the text of a run's JSON file: indented, except the figures of very many classes."""
+    parts = (content, *content.values())
+    many = any(isinstance(p, dict) and isinstance(p.get("confusion"), dict) for p in parts)
+    separators = (",", ":") if many else None
+    indent = None if many else 2
+    return json.dumps(content, indent=indent, separators=separators, allow_nan=False) + "\n"
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """What makes a file the same one under all its names."""
-    found = path.lstat()
-    return found.st_dev, found.st_ino
+    """Device and inode: the same under all names of a file."""
+    status = path.lstat()
+    return status.st_dev, status.st_ino
 
 
 def _settle(folder: Path) -> None:
-    """Sync each file of a folder, readable for whom the umask lets (safetensors writes 0600)."""
+    """Sync each file of a folder, with the umask's rights (safetensors writes 0600)."""
     umask = os.umask(0)
     os.umask(umask)
     for path in sorted(folder.iterdir()):
@@ -301,7 +317,7 @@ def _settle(folder: Path) -> None:
 
 
 def _digest_of(files: dict[str, Any]) -> str:
-    """The manifest protects itself too: one flipped bit in it must not go unseen."""
+    """The sha256 of the manifest's own entries: one flipped bit in it is found, too."""
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 

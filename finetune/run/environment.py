@@ -1,7 +1,8 @@
-"""Where a run comes from: versions, machine, commit, launch line."""
+"""Versions, machine, commit and launch line of a run."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import subprocess
@@ -46,7 +47,7 @@ _PACKAGES = (
 
 
 def describe_machine(device: torch.device, num_processes: int) -> RunRecord:
-    """Collect what run.json says about the run's surroundings."""
+    """Collect the facts about the run's surroundings for run.json."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
     return {
         "versions": {"python": platform.python_version(), **_versions()},
@@ -58,13 +59,11 @@ def describe_machine(device: torch.device, num_processes: int) -> RunRecord:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:  # run from a checkout that is not installed
-            continue
-    return found
+        with contextlib.suppress(PackageNotFoundError):  # a checkout that is not installed
+            versions[package] = version(package)
+    return versions
 
 
 def _cpu_name() -> str:
@@ -105,7 +104,8 @@ def pick_precision(wanted: str, device: torch.device) -> str:
     """
     if wanted == "fp16" and device.type == "cpu":
         raise SetupError(
-            "run.precision: fp16 needs a GPU, and this run is on the CPU; set bf16, fp32 or auto"
+            "run.precision: fp16 needs a GPU, and this run is on the CPU; set bf16, fp32 or auto",
+            code="setup.needs_gpu",
         )
     if wanted != "auto":
         return wanted
@@ -142,11 +142,11 @@ def requested_processes() -> int | None:
     launches = {"launch", "accelerate.commands.launch"} & set(arguments)
     if not any("accelerate" in word for word in arguments[:4]) or not launches:
         return None
-    given: dict[str, str] = {}
+    options: dict[str, str] = {}
     for flag, value in zip(arguments, [*arguments[1:], ""], strict=True):
         name, _, attached = flag.partition("=")
-        given.setdefault(name.replace("-", "_"), attached or value)
-    number = given.get("__num_processes") or _number_in(given.get("__config_file"))
+        options.setdefault(name.replace("-", "_"), attached or value)
+    number = options.get("__num_processes") or _number_in(options.get("__config_file"))
     return int(number) if number and number.isdigit() else None
 
 
@@ -157,5 +157,5 @@ def _number_in(config_file: str | None) -> str | None:
     try:
         config = yaml.safe_load(Path(config_file).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
-        return None  # the launcher has already said what is wrong with it
+        return None  # the launcher has already refused it
     return str(config.get("num_processes")) if isinstance(config, dict) else None

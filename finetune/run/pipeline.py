@@ -13,7 +13,7 @@ __all__ = ["pipeline_of"]
 
 
 def pipeline_of(model: str | Path, preprocessing: Preprocessing) -> Pipeline:
-    """How a model is evaluated: a run directory as its recipe says, others as their weights do."""
+    """The evaluation pipeline of a model: a run's by its recipe, others' by their weights."""
     recipe = recipe_of(model)
     if recipe is None:
         return make_pipeline(preprocessing)

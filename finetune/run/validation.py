@@ -1,4 +1,4 @@
-"""What belongs to a run in its folder: what shows that it is ours, how it is read and removed.
+"""The files of a run in its folder: proof that they are ours, reading and removing them.
 
 A folder may have come from anywhere: nothing here follows a link to write or to remove, waits at a
 named pipe, or takes a file for ours by the look of its first characters.
@@ -38,13 +38,13 @@ __all__ = [
 ]
 
 MAX_JSON_BYTES = 64 << 20  # run.json, a manifest
-MAX_LARGE_BYTES = 1 << 30  # metrics.jsonl; results.json, with a number for each pair of classes
+MAX_LARGE_BYTES = 1 << 30  # metrics.jsonl; results.json, which may have a K x K matrix
 SPLIT_FIGURES = ("top1", "top5", "loss", "ece", "examples")  # numbers of results.json, by split
 _MAX_DEPTH = 50
 _FILES = ("run.json", "results.json", "metrics.jsonl", "recipe.yaml", "report.html")
 _LINKED = (".lock", "checkpoints", "model", "run.json", "results.json", "metrics.jsonl")
-# What stands there between the first operation of a start and its run.json.
-_EARLY = {".lock", "checkpoints", "metrics.jsonl", "recipe.yaml"}
+# The names between the first operation of a start and its run.json.
+_EARLY = {".lock", "checkpoints", "metrics.jsonl", "recipe.yaml", "start.yaml"}
 _HOLDER = re.compile(rb"[0-9]+ on [^\n]*\n")
 # The temporary names of `RunDir.publish_model` and `write_atomically`, of `RunDir.save` and `prune`
 _LEFT_OVER = re.compile(
@@ -123,6 +123,10 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
 def _is_object(value: Any) -> bool:
     return isinstance(value, dict)
 
@@ -132,7 +136,7 @@ def _is_rows(value: Any) -> bool:
 
 
 def _is_split(value: Any) -> bool:
-    """Whether these may be a split's figures, or none."""
+    """True for a split's figures, or none."""
     return value is None or (
         isinstance(value, dict) and all(_is_figure(value.get(name, 0)) for name in SPLIT_FIGURES)
     )
@@ -144,7 +148,7 @@ _OBJECT, _TEXT, _SPLIT = (
     (_is_text, "a text"),
     (_is_split, "the figures of a split"),
 )
-# What somebody computes with, or looks into; a key may be missing.
+# The values that are computed with, or looked into; a key may be missing.
 _SHAPES: dict[str, dict[str, _Check]] = {
     "run.json": {
         **dict.fromkeys(("status", "precision"), _TEXT),
@@ -158,6 +162,7 @@ _SHAPES: dict[str, dict[str, _Check]] = {
         **dict.fromkeys(("val", "test", "train"), _SPLIT),
         **dict.fromkeys(("steps", "best_step"), (_is_count, "a number of steps")),
         "claims": (_is_rows, "a list of objects"),
+        "warnings": (_is_texts, "a list of texts"),
     },
 }
 
@@ -173,12 +178,15 @@ def checked(path: Path, content: Any) -> dict[str, Any]:
     """
     advice = "restore it from a copy, or train in another --out"
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: holds no JSON object; {advice}")
+        raise CheckpointError(f"{path}: holds no JSON object; {advice}", code="checkpoint.damaged")
     for key, (fits, words) in _SHAPES.get(path.name, {}).items():
         section, _, name = key.rpartition(".")
         part = content.get(section, {}) if section else content
         if name in part and not fits(part[name]):
-            raise CheckpointError(f"{path}: '{key}' is {part[name]!r:.40}, not {words}; {advice}")
+            raise CheckpointError(
+                f"{path}: '{key}' is {part[name]!r:.40}, not {words}; {advice}",
+                code="checkpoint.damaged",
+            )
     return content
 
 
@@ -194,14 +202,15 @@ def refuse_links(folder: Path) -> None:
         if path.is_symlink():
             raise SetupError(
                 f"{path}: is a symbolic link, and a run writes in its own folder only; put in its "
-                "place what it leads to, or choose another --out"
+                "place what it leads to, or choose another --out",
+                code="setup.not_a_run",
             )
 
 
 def refuse_others(folder: Path) -> None:
     """Refuse a folder that does not show that a run of ours began there.
 
-    It does by its run.json, by a published checkpoint, or by holding nothing but what a start makes
+    It shows it by its run.json, by a published checkpoint, or by holding only what a start makes
     before its run.json: a kill may have come then. No other folder is written into.
 
     Raises: SetupError naming what else is there; CheckpointError if one of a run's files is none.
@@ -220,13 +229,15 @@ def refuse_others(folder: Path) -> None:
         if others:
             raise SetupError(
                 f"{folder}: is a folder with other things in it ('{min(others)}'), and nothing "
-                "shows that a run began there; choose another --out"
+                "shows that a run began there; choose another --out",
+                code="setup.not_a_run",
             )
     for path in (folder / name for name in _FILES):
         if os.path.lexists(path) and not path.is_file() and not path.is_symlink():
             raise CheckpointError(
                 f"{path}: is {kind_of(path.stat().st_mode)}, not a file; restore it from a copy, "
-                "or train in another --out"
+                "or train in another --out",
+                code="checkpoint.damaged",
             )
 
 
@@ -238,7 +249,7 @@ def _checkpoints(folder: Path) -> list[str]:
 
 
 def _state_of(run_json: Path) -> str:
-    """Whether a run.json is "missing", "ours", "damaged" or "foreign"."""
+    """The state of a run.json: "missing", "ours", "damaged" or "foreign"."""
     try:
         record = load_json(run_json)
     except FileNotFoundError:
@@ -251,11 +262,11 @@ def _state_of(run_json: Path) -> str:
 
 
 def _is_our_lock(place: Path, *, begun: bool) -> bool:
-    """Whether `RunDir.open` wrote this file; killed before it did, it leaves an empty one.
+    """True if `RunDir.open` wrote this file, empty if it was killed in between.
 
     Args:
         place: not held by this process, whose lock would be lost when the file is closed.
-        begun: whether the folder that a start makes before its lock is there.
+        begun: the folder that a start makes before its lock is there.
     """
     if place.is_symlink():
         return False
@@ -284,7 +295,9 @@ def open_lock(place: Path) -> IO[bytes]:
     except OSError as error:
         if handle is not None or error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise
-    raise SetupError(f"{place}: is not a file; remove it, or choose another --out")
+    raise SetupError(
+        f"{place}: is not a file; remove it, or choose another --out", code="setup.not_a_run"
+    )
 
 
 def remove(path: Path) -> None:
@@ -296,17 +309,17 @@ def remove(path: Path) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Remove what an interrupted write of ours left in a run directory, and give back its model."""
+    """Remove what an interrupted write of ours left in a run directory, and restore its model."""
     names, model = os.listdir(folder), folder / "model"
     for name in names:
-        # A kill between the two renames of `publish_model` had taken it away.
+        # A kill between the two renames of `publish_model` left the old model there.
         if name.startswith(".model.old.") and _LEFT_OVER.fullmatch(name):
-            taken_away = folder / name
-            if not os.path.lexists(model) and taken_away.is_dir() and not taken_away.is_symlink():
-                os.replace(taken_away, model)
+            old = folder / name
+            if not os.path.lexists(model) and old.is_dir() and not old.is_symlink():
+                os.replace(old, model)
     inside = folder / "checkpoints"
-    left = [inside / n for n in os.listdir(inside) if _LEFT_IN_CHECKPOINTS.fullmatch(n)]
-    left += [folder / n for n in names if _LEFT_OVER.fullmatch(n)]
-    for path in left:
+    leftovers = [inside / n for n in os.listdir(inside) if _LEFT_IN_CHECKPOINTS.fullmatch(n)]
+    leftovers += [folder / n for n in names if _LEFT_OVER.fullmatch(n)]
+    for path in leftovers:
         if os.path.lexists(path):
             remove(path)

@@ -66,7 +66,10 @@ def build_trainer_state(
         network.compile()
     model, prepared = accelerator.prepare(network, optimizer)
     if sharded and ema is not None:
-        raise RecipeError("optim.ema_decay: not with FSDP; remove the key or train with DDP")
+        raise RecipeError(
+            "optim.ema_decay: not with FSDP; remove the key or train with DDP",
+            code="recipe.conflict",
+        )
     return TrainerState(
         setup,
         accelerator,

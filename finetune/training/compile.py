@@ -1,10 +1,8 @@
-"""What a device computes a network with: which attention, how much of it, and compiled or not.
+"""Choose how a device computes a network: which attention, which tokens, compiled or not.
 
 All follow from the recipe and the device alone, never from a clock or from the weights: a resumed
 run computes as the run that it continues.
 """
-
-# C channels, H W pixels
 
 from __future__ import annotations
 
@@ -12,20 +10,20 @@ import importlib.util
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from finetune.models.fast_blocks import compute_class_token, multiply_plainly
+from finetune.models.profile import count_macs
 
 __all__ = ["choose_kernels", "compiles", "training_operations"]
 
-# What earns compiling back. It takes half a minute to a minute, and makes the steps of ViT-Ti/16 at
-# 224 pixels 5 % faster on a CPU (of a small network's none); on an H100 it takes 25 seconds for
-# ViT-B/16 and makes its steps 29 % faster.
+# Seconds of training that earn compiling back. It takes half a minute to a minute, and makes the
+# steps of ViT-Ti/16 at 224 pixels 5 % faster on a CPU (of a small network's none); on an H100 it
+# takes 25 seconds for ViT-B/16 and makes its steps 29 % faster.
 LONG_SECONDS = {"cpu": 900.0, "cuda": 120.0}
 _OPERATIONS_PER_SECOND = {"cpu": 3e11, "cuda": 3e14}  # in bf16: two server cores, a recent GPU
 
@@ -57,12 +55,12 @@ def choose_kernels(
 
 
 def _is_convolutional(network: nn.Module) -> bool:
-    """Tell whether most of the layers convolve: more than the one that makes a ViT's patches."""
+    """True if most layers convolve: more than the one that makes a ViT's patches."""
     convolutions = sum(isinstance(module, nn.Conv2d) for module in network.modules())
     return convolutions > sum(isinstance(module, nn.Linear) for module in network.modules())
 
 
-def training_operations(network: nn.Module, image_size: Sequence[int]) -> int:
+def training_operations(network: nn.Module, image_size: tuple[int, int]) -> int:
     """Count the operations of a training step for one image; two make a multiply-accumulate.
 
     Args:
@@ -70,13 +68,7 @@ def training_operations(network: nn.Module, image_size: Sequence[int]) -> int:
         image_size: (height, width).
     Returns: three times the forward pass's: the backward pass makes two gradients.
     """
-    weight = next(network.parameters())
-    image_BCHW = torch.zeros(1, 3, *image_size, device=weight.device, dtype=weight.dtype)
-    counter = FlopCounterMode(display=False)
-    network.eval()
-    with torch.no_grad(), counter:
-        network(image_BCHW)
-    return 3 * int(counter.get_total_flops())
+    return 3 * 2 * count_macs(network.eval(), image_size)
 
 
 def compiles(
@@ -111,7 +103,7 @@ def compiles(
 
 
 def _missing_to_compile(device: torch.device) -> str | None:
-    """What torch.compile needs on this machine and would not find."""
+    """Name the first requirement of torch.compile that this machine lacks; None if it has all."""
     if device.type == "cpu":
         return None if shutil.which(os.environ.get("CXX", "g++")) else "a C++ compiler (g++)"
     if importlib.util.find_spec("triton") is None:

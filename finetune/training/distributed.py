@@ -1,7 +1,7 @@
 """Errors across ranks: all processes of a launch end together, and the cause is printed once.
 
-No worker outlives the one that started it, and no rank waits for ever for another: whoever meets
-an error leaves word of it where the others look when their connection breaks.
+No worker outlives the process that started it, and no rank waits for ever for another: a rank
+that fails writes its error into a store, which the others read when their connection breaks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from finetune.errors import DivergedError, FinetuneError, Interrupted, RecipeError, SetupError
 
-__all__ = ["Launcher", "RankErrors"]
+__all__ = ["Launcher", "RankErrors", "error_of_rank"]
 
 POLL_SECONDS = 0.5
 JOIN_SECONDS = 5.0  # for a process that waits for others in C, where no handler runs
@@ -35,19 +35,19 @@ _LOST = re.compile(r"gloo|nccl|closed by peer|reset by peer|timed out waiting", 
 
 
 class Launcher:
-    """The process that started this one for a rank: when it has gone, SIGTERM comes instead.
+    """The process that started this one for a rank: when it ends, this one gets SIGTERM.
 
     Attributes:
-        gone: whether it has ended.
-        joined: set it once the ranks are connected; before, a process may wait where no signal is
-            heard, and is ended.
+        gone: it has ended.
+        joined: set it once the ranks are connected; before, a process may wait in C, where no
+            handler runs, and is ended.
     """
 
     def __init__(self, parent: int) -> None:
         self.gone = False
         self.joined = False
         self._parent = parent
-        self._unheard = False
+        self._signalled = False
         threading.Thread(target=self._watch, daemon=True, name="launcher").start()
 
     @classmethod
@@ -62,20 +62,20 @@ class Launcher:
     def _watch(self) -> None:
         while os.getppid() == self._parent:
             time.sleep(POLL_SECONDS)
-        self.gone = self._unheard = True
+        self.gone = self._signalled = True
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(JOIN_SECONDS)
         if not self.joined:
             os._exit(128 + signal.SIGTERM)
 
-    def heard(self) -> bool:
-        """Tell a handler, once, that the signal it handles is the one that was sent from here."""
-        unheard, self._unheard = self._unheard, False
-        return unheard
+    def take_signal(self) -> bool:
+        """True, once, for the handler of the signal that was sent from here."""
+        signalled, self._signalled = self._signalled, False
+        return signalled
 
 
 def _is_launcher(process: int) -> bool:
-    """Whether a process is torchrun or `accelerate launch`, by its command line."""
+    """True if a process is torchrun or `accelerate launch`, by its command line."""
     try:
         words = Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -126,10 +126,10 @@ class RankErrors:
         try:
             yield
         except BaseException as error:
-            mended = self._explain(error)
-            if mended is error:
+            cause = self._explain(error)
+            if cause is error:
                 raise
-            raise mended from error
+            raise cause from error
 
     @contextlib.contextmanager
     def in_order(self) -> Iterator[None]:
@@ -145,40 +145,41 @@ class RankErrors:
                 self._ask(lambda store: store.set(f"{self._prefix}/ended", "0"))
             elif self.world > 1 and _is_shared(error):
                 self._wait_for(lambda: self._read("ended") is not None, LINGER_SECONDS)
-                time.sleep(POLL_SECONDS)  # for its last words
+                time.sleep(POLL_SECONDS)  # until it has printed its message
             raise
 
     def _explain(self, error: BaseException) -> BaseException:
         if self.world == 1 or error is self._explained or isinstance(error, GeneratorExit):
             return error
-        self._explained = self._find_out(error) if _is_lost(error) else error
-        if self._explained is error and not getattr(error, "said", False):
-            self._tell(error)
+        self._explained = self._cause_of(error) if _is_lost(error) else error
+        if self._explained is error and not getattr(error, "printed_elsewhere", False):
+            self._report(error)
         return self._explained
 
-    def _tell(self, error: BaseException) -> None:
-        """Leave word of an error; who comes with the same one later need not print it."""
-        message = str(error) if isinstance(error, FinetuneError) else type(error).__name__
-        told = {
+    def _report(self, error: BaseException) -> None:
+        """Write an error into the store; a rank that fails alike later need not print it."""
+        ours = error if isinstance(error, FinetuneError) else FinetuneError(type(error).__name__)
+        report = {
             "rank": self.rank,
-            "code": getattr(error, "exit_code", 1),
-            "message": message,
+            "exit_code": getattr(error, "exit_code", 1),
+            "code": ours.code,
+            "message": str(ours),
             "signal": getattr(error, "signal_number", 0),
         }
-        first = self._first(told)
-        elsewhere = first["rank"] != self.rank and first["message"] == message
-        if elsewhere and not _is_shared(error):  # of those rank 0 speaks
-            error.said = True  # type: ignore[attr-defined]
+        first = self._first(report)
+        elsewhere = first["rank"] != self.rank and first["message"] == report["message"]
+        if elsewhere and not _is_shared(error):  # rank 0 prints those
+            error.printed_elsewhere = True  # type: ignore[attr-defined]
 
-    def _first(self, told: dict[str, Any]) -> dict[str, Any]:
-        """Leave word unless another rank has done so. Returns: what stands there now."""
-        text = json.dumps(told)
+    def _first(self, report: dict[str, Any]) -> dict[str, Any]:
+        """Write a report unless another rank has written one. Returns: the one that counts."""
+        text = json.dumps(report)
         answer = self._ask(lambda store: store.compare_set(f"{self._prefix}/cause", "", text))
-        found: dict[str, Any] = told if answer is None else json.loads(answer)
-        return found
+        first: dict[str, Any] = report if answer is None else json.loads(answer)
+        return first
 
-    def _find_out(self, lost: BaseException) -> FinetuneError:
-        """The error of a rank that has lost the others: theirs, or that they gave no sign."""
+    def _cause_of(self, lost: BaseException) -> FinetuneError:
+        """The error of a rank that has lost the others: theirs, or that they do not answer."""
         self._ask(lambda store: store.set(f"{self._prefix}/lost/{self.rank}", "1"))
         others = [rank for rank in range(self.world) if rank != self.rank]
 
@@ -192,20 +193,20 @@ class RankErrors:
         if "timed out" in str(lost).lower():
             limit = f"{self._timeout_seconds:g} seconds (run.timeout_seconds)"
             why = f"no answer within {limit}: hanging, or cut off from the network"
-        mine = {
+        report = {
             "rank": self.rank,
-            "code": SetupError.exit_code,
+            "exit_code": SetupError.exit_code,
+            "code": "setup.lost_process",
             "message": f"{named}: {why}; continue with --resume",
             "signal": 0,
         }
-        first = self._first(mine)
+        first = self._first(report)
         if first["signal"]:
             stopped = Interrupted(first["message"], first["signal"])
-            stopped.said = self.rank != 0
+            stopped.printed_elsewhere = self.rank != 0
             return stopped
-        error = FinetuneError(first["message"])
-        error.exit_code = first["code"]
-        error.said = first["rank"] != self.rank
+        error = error_of_rank(first["message"], first["exit_code"], first["code"])
+        error.printed_elsewhere = first["rank"] != self.rank
         return error
 
     def _read(self, key: str) -> str | None:
@@ -229,26 +230,33 @@ class RankErrors:
             return None
 
         def ask() -> None:
-            with contextlib.suppress(RuntimeError):  # the store has gone with its process
+            with contextlib.suppress(RuntimeError):  # the store ended with its process
                 answer.append(work(store))
 
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
         asking.join(ANSWER_SECONDS)
         if not answer:
-            self._store = None  # then each rank speaks for itself
+            self._store = None  # from now on each rank prints its own error
             return None
         return answer[0].decode() if isinstance(answer[0], bytes) else answer[0]
 
 
+def error_of_rank(message: str, exit_code: int, code: str) -> FinetuneError:
+    """The error of another rank as one of this; it prints it itself, unless told otherwise."""
+    error = FinetuneError(message, code=code)
+    error.exit_code, error.printed_elsewhere = exit_code, True
+    return error
+
+
 def _is_shared(error: BaseException) -> bool:
-    """Whether every rank ends with this error, or only because another one did."""
+    """True if every rank ends with this error, or only because another one did."""
     alike = isinstance(error, (Interrupted, DivergedError, RecipeError))
-    return alike or getattr(error, "said", False)
+    return alike or getattr(error, "printed_elsewhere", False)
 
 
 def _is_lost(error: BaseException) -> bool:
-    """Whether the connection to the other ranks has failed, or waiting for them took too long."""
+    """True if the connection to the other ranks has failed, or they took too long."""
     if isinstance(error, torch.distributed.DistError):
         return True
     return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None

@@ -1,6 +1,6 @@
 """The end of a run: the best weights measured and published, the test split read once, the report.
 
-What comes first survives what goes wrong later: model/ is there before the test split is touched.
+model/ is written before the test split is read, so an error there cannot lose it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from finetune.publish.artifacts import refresh, write_evidence
 from finetune.recipe.load import Recipe
 from finetune.run.directory import RunDir
 from finetune.run.record import read_record
+from finetune.training.launch import on_main
 from finetune.training.trainer_state import TrainerState
+from finetune.training.verdict import refuse_exploded, warnings_of
 
 __all__ = ["answer_anew", "finish"]
 
-NUM_MISTAKES = 24  # of the test split, in results.json and the report
+NUM_MISTAKES = 24  # of the test split, or of validation where there is none, in results.json
 
 
 def finish(trainer: TrainerState, val_loader: AnyLoader | None) -> dict[str, Any]:
@@ -39,23 +41,31 @@ def finish(trainer: TrainerState, val_loader: AnyLoader | None) -> dict[str, Any
         trainer: after its last step.
         val_loader: None if the run has no validation split; the temperature is fitted on it.
     Returns: the content of results.json.
-    Raises: DataError if a test image cannot be read; model/ is published by then.
+    Raises: DataError if a test image cannot be read; model/ is published by then. DivergedError if
+        the loss has exploded; everything is written by then.
     """
     setup, run, accelerator = trainer.setup, trainer.run, trainer.accelerator
     batch_size = trainer.recipe.data.eval_batch_size
     best_step, weights = trainer.load_best()
     results: dict[str, Any] = {}
     temperature = None
+    splits = setup.source.splits
     if val_loader is not None:
         measured = examine(
-            trainer.evaluated(), val_loader, accelerator, batch_size=batch_size, fit=True
+            trainer.evaluated(),
+            val_loader,
+            accelerator,
+            batch_size=batch_size,
+            fit=True,
+            num_mistakes=0 if "test" in splits else NUM_MISTAKES,
         )
         temperature = measured.pop("temperature")
+        _number_by(splits["val"], val_loader.store.split, measured.get("mistakes", []))
         results |= {"val": measured, "temperature": temperature}
     results |= {"best_step": best_step, "steps": trainer.counters.step}
     results |= {"skipped_steps": trainer.counters.skipped}
     _publish(trainer, results, weights, final=False)
-    if (test := setup.source.splits.get("test")) is not None:
+    if (test := splits.get("test")) is not None:
         # anew: its images may have been mended since its fingerprint was taken
         test_loader = trainer.loader(dataclasses.replace(test), train=False)
         results["test"] = examine(
@@ -73,10 +83,12 @@ def finish(trainer: TrainerState, val_loader: AnyLoader | None) -> dict[str, Any
         results["train"] = next(lines, {})
         claims = [claim.model_dump(mode="json") for claim in trainer.recipe.claims]
         results["claims"] = answer(claims, history, results, setup.steps_per_epoch)
+        results["warnings"] = warnings_of(setup, results, history)
         run.write_json("results.json", results)
         _publish(trainer, results, weights, final=True)
-        _report(run.path, test, setup.notice)
+        _report(run.path, splits.get("val") if test is None else test, setup.notice)
     accelerator.wait_for_everyone()
+    on_main(accelerator, lambda: refuse_exploded(run, setup, results))
     return results
 
 
@@ -133,11 +145,11 @@ def _number_by(whole: Split, kept: Split, mistakes: list[dict[str, Any]]) -> Non
         one["index"] = int(np.flatnonzero(rows == kept.rows[one["index"]])[0])
 
 
-def _report(run: Path, test: Split | None, notice: Callable[[str], None]) -> None:
+def _report(run: Path, split: Split | None, notice: Callable[[str], None]) -> None:
     """Write report.html; a page that cannot be written is no reason to lose the run."""
     from finetune.report.page import write_report  # brings matplotlib
 
     try:
-        write_report(run, split=test)
+        write_report(run, split=split)
     except FinetuneError as error:
         notice(f"report.html is left out: {error}")

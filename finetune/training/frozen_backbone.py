@@ -1,9 +1,9 @@
-"""Not computing the same twice: where the head alone is trained, features take the images' place.
+"""Training on cached features: with a frozen backbone, each image goes through it once.
 
 The network before a frozen backbone's classifier gives each image the same vector at every step,
-unless the training pipeline or dropout is random. So each image goes through it once; what is
-kept (`features`) serves every epoch and validation, the test split, later runs, `eval` and `probe`.
-The network stays whole: checkpoints, EMA, resuming and the published model are as ever.
+unless the training pipeline or dropout is random. The cached features (`evaluation.features`) serve
+every epoch and validation, the test split, later runs, `eval` and `probe`. The network stays whole:
+checkpoints, EMA, resuming and the published model are as ever.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class FrozenBackbone:
         self._setup = setup
         self._accelerator = accelerator
         self._identity: dict[str, Any] | None = None
-        self._reason = _why_images(setup, accelerator)
+        self._reason = _reason_for_images(setup, accelerator)
         self.gives_features = self._reason is None
 
     def loader(self, split: Split, *, train: bool, dtype: torch.dtype = torch.float32) -> AnyLoader:
@@ -68,7 +68,7 @@ class FrozenBackbone:
         if self._identity is None and self._accelerator.is_main_process:
             read = dataclasses.replace(setup.built, preprocessing=setup.preprocessing)
             self._identity = identity_of(read, setup.eval_pipeline.sentence)
-        loader, found = feature_loader(
+        loader, origin = feature_loader(
             split,
             network=setup.built.model,
             pipeline=pipeline,
@@ -81,7 +81,7 @@ class FrozenBackbone:
         if train:
             setup.notice(
                 "model.freeze: nothing changes before the classifier, so it alone is computed at "
-                f"each step: the features were {found}, and images/s is the classifier's"
+                f"each step: the features were {origin}, and images/s is the classifier's"
             )
         return loader
 
@@ -105,7 +105,7 @@ def feature_loader(
         num_classes: K.
     Returns: the batches, and where they came from, for people.
     """
-    found = split_features(
+    features = split_features(
         split,
         network=network,
         pipeline=pipeline,
@@ -115,17 +115,18 @@ def feature_loader(
         everywhere=True,
         timeout_seconds=timeout_seconds,
     )
-    assert found is not None, "every rank has them"
-    kept = split if len(found.places_N) == len(split) else split.subset(found.places_N)
+    assert features is not None, "every rank has them"
+    places_N = features.places_N
+    readable = split if len(places_N) == len(split) else split.subset(places_N)
     loader = FeatureLoader(
-        kept, found.values_ND, num_classes=num_classes, device=accelerator.device
+        readable, features.values_ND, num_classes=num_classes, device=accelerator.device
     )
-    how = "read from the cache" if found.cached else f"computed in {found.seconds:.1f} s"
-    return loader, how
+    origin = "read from the cache" if features.cached else f"computed in {features.seconds:.1f} s"
+    return loader, origin
 
 
-def _why_images(setup: TrainingSetup, accelerator: Accelerator) -> str | None:
-    """Why a run with a frozen backbone needs its images at every step; None if it does not."""
+def _reason_for_images(setup: TrainingSetup, accelerator: Accelerator) -> str | None:
+    """The reason that a run with a frozen backbone needs its images at every step, or None."""
     if is_sharded(accelerator):
         return "FSDP spreads the network over processes; train with DDP"
     size = setup.preprocessing.image_size

@@ -25,10 +25,10 @@ from accelerate.utils import (
 )
 
 from finetune.errors import FinetuneError, RecipeError, SetupError, nearest
-from finetune.processes import keep_freed, local_processes
+from finetune.processes import keep_freed_memory, local_processes
 from finetune.recipe.load import RunSection
 from finetune.run.environment import pick_precision, requested_processes
-from finetune.training.distributed import Launcher
+from finetune.training.distributed import Launcher, error_of_rank
 
 __all__ = ["is_sharded", "launch", "leave", "on_main", "this_launcher"]
 
@@ -61,26 +61,22 @@ def launch(run: RunSection, *, out: Path | None = None) -> Accelerator:
     )
     if launcher is not None:
         launcher.joined = True
-    for asked in (run.num_processes, requested_processes()):
-        if asked is not None and asked != processes.num_processes:
-            device = "" if processes.device.type == "cuda" else "ACCELERATE_USE_CPU=true "
-            multi = "--multi_gpu " if asked > 1 else ""
-            raise SetupError(
-                f"{asked} processes were asked for and {processes.num_processes} started; run: "
-                f"{device}accelerate launch {multi}--num_processes {asked} -m finetune train …"
-            )
+    _check_count(processes, run.num_processes)
     known = sorted(kind.value for kind in LoggerType)
     for tracker in run.trackers:
         if tracker not in known:
-            raise RecipeError(f"run.trackers: unknown '{tracker}'{nearest(tracker, known)}")
+            raise RecipeError(
+                f"run.trackers: unknown '{tracker}'{nearest(tracker, known)}",
+                code="recipe.unknown_name",
+            )
     if processes.device.type == "cpu":
-        keep_freed()
+        keep_freed_memory()
     precision = pick_precision(run.precision, processes.device)
     # Accelerate keeps the precision of the process's first run; a second one may have another.
     AcceleratorState._reset_state()
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*no supported trackers")  # said below
+            warnings.filterwarnings("ignore", message=".*no supported trackers")  # refused below
             accelerator = Accelerator(
                 mixed_precision="no" if precision == "fp32" else precision,
                 log_with=list(run.trackers) or None,
@@ -91,15 +87,32 @@ def launch(run: RunSection, *, out: Path | None = None) -> Accelerator:
                 dynamo_backend="no",
             )
     except (ImportError, ValueError) as error:
-        raise SetupError(f"run: {error}") from error
+        raise SetupError(f"run: {error}", code="setup.unsupported") from error
     # Accelerate leaves a tracker out, with a debug line, when its package is not there.
     started = {getattr(tracker, "value", tracker) for tracker in accelerator.log_with}
     if missing := sorted(set(run.trackers) - started):
         raise SetupError(
             f"run.trackers: {', '.join(missing)}: its package is not installed; TensorBoard comes "
-            "with: pip install 'finetune[track]'"
+            "with: pip install 'finetune[track]'",
+            code="setup.missing_package",
         )
     return accelerator
+
+
+def _check_count(processes: PartialState, wanted: int | None) -> None:
+    """Refuse another number of processes than the recipe or the launcher's words ask for.
+
+    Raises: SetupError with the command that starts them.
+    """
+    for number in (wanted, requested_processes()):
+        if number is not None and number != processes.num_processes:
+            device = "" if processes.device.type == "cuda" else "ACCELERATE_USE_CPU=true "
+            multi = "--multi_gpu " if number > 1 else ""
+            raise SetupError(
+                f"{number} processes were asked for and {processes.num_processes} started; run: "
+                f"{device}accelerate launch {multi}--num_processes {number} -m finetune train …",
+                code="setup.wrong_processes",
+            )
 
 
 def _check_gpus() -> None:
@@ -109,12 +122,13 @@ def _check_gpus() -> None:
     if started > gpus and int(os.environ.get("LOCAL_RANK", 0)) >= gpus:
         raise SetupError(
             f"{started} processes were started here, and this host has {gpus} "
-            f"GPU{'s' if gpus > 1 else ''}: each process needs its own; use --num_processes {gpus}"
+            f"GPU{'s' if gpus > 1 else ''}: each process needs its own; use --num_processes {gpus}",
+            code="setup.too_few_gpus",
         )
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
-    """Tell whether FSDP spreads the network over the processes."""
+    """True if FSDP spreads the network over the processes."""
     return "FSDP" in str(accelerator.distributed_type)
 
 
@@ -127,15 +141,13 @@ def on_main(accelerator: Accelerator, work: Callable[[], _Result]) -> _Result:
             outcome[0] = work()
         except BaseException as error:  # a signal, too: the others must not wait for an answer
             problem = error
-            outcome[1] = (str(error), getattr(error, "exit_code", 1))
+            code = error.code if isinstance(error, FinetuneError) else FinetuneError.code
+            outcome[1] = (f"rank 0: {error}", getattr(error, "exit_code", 1), code)
     broadcast_object_list(outcome)
     if problem is not None:
         raise problem
     if outcome[1] is not None:
-        message, code = outcome[1]
-        elsewhere = FinetuneError(f"rank 0: {message}")
-        elsewhere.exit_code, elsewhere.said = code, True
-        raise elsewhere
+        raise error_of_rank(*outcome[1])
     answer: _Result = outcome[0]
     return answer
 

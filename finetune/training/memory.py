@@ -1,7 +1,7 @@
-"""What a training step would take: a twin of the network is sent through one without being trained.
+"""Memory and operations of a pass, from a twin of the network whose tensors have no content.
 
-The twin's tensors have shapes and no content, so the network itself stays as it is, nothing large
-is allocated, and a step of a large batch is rehearsed in the time of a small one.
+So the network itself stays as it is, nothing large is allocated, and a pass of a large batch takes
+the time of a small one.
 """
 
 # B batch, K classes, C channels, H W pixels
@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +29,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from finetune.models.head import set_train_mode
+from finetune.models.profile import count_operations
+from finetune.recipe.load import OptimSection
 from finetune.training.optim import build_optimizer
 
-__all__ = ["LiveBytes", "Need", "need_of", "num_bytes", "pass_once", "state_bytes", "twin_of"]
+__all__ = [
+    "LiveBytes",
+    "Need",
+    "need_of",
+    "num_bytes",
+    "pass_once",
+    "state_bytes",
+    "step_bytes",
+    "twin_of",
+]
+
+Change = Callable[[nn.Module], None]
 
 _NO_TWIN = (
     DataDependentOutputException,
@@ -59,11 +74,11 @@ class LiveBytes(TorchDispatchMode):
     ) -> Any:
         """Carry out an operation and count what it made; a view makes nothing."""
         kwargs = kwargs or {}
-        given = {storage._cdata for storage in _storages((args, kwargs))}
+        inputs = {storage._cdata for storage in _storages((args, kwargs))}
         result = func(*args, **kwargs)
         for storage in _storages(result):
             key = storage._cdata
-            if key not in given and key not in self._known:
+            if key not in inputs and key not in self._known:
                 self._known[key] = storage.nbytes()
                 self.live += self._known[key]
                 weakref.finalize(storage, self._forget, key)
@@ -82,7 +97,7 @@ def _storages(values: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Need:
-    """What a pass through the network takes beyond the weights and their gradients.
+    """Memory of a pass through the network, beyond the weights and their gradients.
 
     Attributes:
         fixed: bytes, whatever the number of images: weights cast to bf16, for instance.
@@ -106,10 +121,10 @@ def need_of(
     dtype: torch.dtype,
     images: int = 8,
     train: bool = True,
-    change: Callable[[nn.Module], None] | None = None,
-    count: Callable[[Callable[[], None]], int] | None = None,
+    change: Change | None = None,
+    operations: bool = False,
 ) -> Need:
-    """Rehearse a pass of two sizes and draw a straight line through their peaks.
+    """Predict what a pass takes: a straight line through the peaks of two sizes.
 
     Args:
         network: on its device; it stays as it is.
@@ -117,82 +132,53 @@ def need_of(
         dtype: of the forward pass; float32 without autocast.
         images: of the smaller pass, at least 2; the other has twice as many.
         train: forward and backward in training mode; else the forward pass of an evaluation.
-        change: done to the twin before: freeze blocks, switch checkpointing on.
-        count: `bench.flops.count_operations`.
+        change: made to the twin before: freeze blocks, switch checkpointing on.
+        operations: count them, too.
     Raises: whatever the network raises at such images.
     """
-    given = (image_size, dtype, train, change)
-    sizes, real = (max(images, 2), 2 * max(images, 2)), False
+    mode: FakeTensorMode | None = FakeTensorMode(allow_non_fake_inputs=True)
+
+    @contextlib.contextmanager
+    def changed_twin() -> Iterator[nn.Module]:
+        twin = twin_of(network, mode)
+        if change is not None:
+            change(twin)
+        with mode or contextlib.nullcontext(), torch.compiler.set_stance("force_eager"):
+            yield twin
+
+    def peak(number: int) -> int:
+        with changed_twin() as twin, LiveBytes() as counter:
+            pass_once(twin, number, image_size, dtype, train=train)
+        return counter.peak
+
+    few, many = max(images, 2), 2 * max(images, 2)
     try:
-        peaks = [_peak(network, number, *given) for number in sizes]
+        first, second = peak(few), peak(many)
     except _NO_TWIN:  # the network looks at values: small passes of real tensors show the same
-        sizes, real = (2, 4), True
-        peaks = [_peak(network, number, *given, real=True) for number in sizes]
-    per_image = max(peaks[1] - peaks[0], 0) // (sizes[1] - sizes[0])
-    operations = None
-    if count is not None:  # apart: a counter holds on to what checkpointing would have dropped
-        operations = _operations(network, sizes[0], *given, count=count, real=real) / sizes[0]
-    return Need(max(peaks[0] - per_image * sizes[0], 0), per_image, operations)
+        mode, few, many = None, 2, 4
+        first, second = peak(few), peak(many)
+    per_image = max(second - first, 0) // (many - few)
+    counted = None
+    if operations:  # apart: a counter holds on to what checkpointing would have dropped
+        with changed_twin() as twin:
+            run = functools.partial(pass_once, twin, few, image_size, dtype, train=train)
+            counted = count_operations(run) / few
+    return Need(max(first - per_image * few, 0), per_image, counted)
 
 
-def _peak(
-    network: nn.Module,
-    images: int,
-    image_size: tuple[int, int],
-    dtype: torch.dtype,
-    train: bool,
-    change: Callable[[nn.Module], None] | None,
-    *,
-    real: bool = False,
-) -> int:
-    """The most bytes that one pass has at any moment."""
-    counted = LiveBytes()
-    with _twin(network, change, real=real) as twin, counted:
-        pass_once(twin, images, image_size, dtype, train=train)
-    return counted.peak
-
-
-def _operations(
-    network: nn.Module,
-    images: int,
-    image_size: tuple[int, int],
-    dtype: torch.dtype,
-    train: bool,
-    change: Callable[[nn.Module], None] | None,
-    *,
-    count: Callable[[Callable[[], None]], int],
-    real: bool,
-) -> int:
-    with _twin(network, change, real=real) as twin:
-        return count(lambda: pass_once(twin, images, image_size, dtype, train=train))
-
-
-@contextlib.contextmanager
-def _twin(
-    network: nn.Module, change: Callable[[nn.Module], None] | None, *, real: bool
-) -> Iterator[nn.Module]:
-    fake = None if real else FakeTensorMode(allow_non_fake_inputs=True)
-    twin = twin_of(network, fake)
-    if change is not None:
-        change(twin)
-    with fake or contextlib.nullcontext(), torch.compiler.set_stance("force_eager"):
-        yield twin
-
-
-def twin_of(network: nn.Module, fake: FakeTensorMode | None = None) -> nn.Module:
+def twin_of(network: nn.Module, mode: FakeTensorMode | None = None) -> nn.Module:
     """Copy a network.
 
     Args:
         network: not wrapped by DDP.
-        fake: makes tensors without content; None copies what is trained and shares the rest.
+        mode: makes tensors without content; None copies what is trained and shares the rest.
     """
-    tensors: list[Tensor] = [*network.parameters(), *network.buffers()]
-    memo: dict[int, Any] = {}
-    if fake is not None:
-        memo = {id(tensor): fake.from_tensor(tensor) for tensor in tensors}
+    memo: dict[int, Any]
+    if mode is not None:
+        tensors: list[Tensor] = [*network.parameters(), *network.buffers()]
+        memo = {id(tensor): mode.from_tensor(tensor) for tensor in tensors}
     else:
-        frozen = (p for p in network.parameters() if not p.requires_grad)
-        memo = {id(parameter): parameter for parameter in frozen}
+        memo = {id(p): p for p in network.parameters() if not p.requires_grad}
     return copy.deepcopy(network, memo)
 
 
@@ -239,20 +225,37 @@ def num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum({id(t): t.numel() * t.element_size() for t in tensors}.values())
 
 
-def state_bytes(network: nn.Module, settings: Mapping[str, Any]) -> int:
-    """Bytes that an optimiser would keep for a network's trained parameters.
+def step_bytes(network: nn.Module, optim: OptimSection) -> dict[str, int]:
+    """Bytes that each training step finds or leaves behind, whatever the number of images.
+
+    Args:
+        network: not wrapped; also a twin without content.
+        optim: of the recipe.
+    Returns: "weights", "gradients", "moments" (the optimiser's) and "average" (the EMA's).
+    Raises: as `state_bytes`.
+    """
+    weights = num_bytes(network.state_dict().values())
+    return {
+        "weights": weights,
+        "gradients": num_bytes(p for p in network.parameters() if p.requires_grad),
+        "moments": state_bytes(network, optim),
+        "average": weights if optim.ema_decay else 0,
+    }
+
+
+def state_bytes(network: nn.Module, optim: OptimSection) -> int:
+    """Bytes that an optimiser keeps for a network's trained parameters.
 
     One parameter of each shape takes a step of its own, so the network stays as it is.
 
     Args:
         network: on any device.
-        settings: `build_optimizer`'s name, lr, momentum, betas, weight_decay and args.
+        optim: of the recipe.
     Raises: RecipeError or SetupError as `build_optimizer` does.
     """
-    shapes: dict[torch.Size, int] = {}
-    for parameter in network.parameters():
-        if parameter.requires_grad:
-            shapes[parameter.shape] = shapes.get(parameter.shape, 0) + 1
+    names = {"name", "lr", "momentum", "betas", "weight_decay", "args"}
+    settings = optim.model_dump(include=names)  # the others only group parameters
+    shapes = Counter(p.shape for p in network.parameters() if p.requires_grad)
     kept = 0
     for shape, times in shapes.items():
         alone = nn.ParameterList([torch.zeros(shape)])

@@ -83,16 +83,16 @@ class Meter:
         self._since += time.perf_counter() - paused_at
 
 
-class _Heard(BaseException):
-    """A signal on its way to the edge of `at_once`; no `except Exception` takes it for its own."""
+class _Signalled(BaseException):
+    """A signal on its way to the edge of `at_once`; no `except Exception` catches it."""
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)
         self.signal_number = signal_number
         self.exit_code = 128 + signal_number
 
-    def told(self) -> Interrupted:
-        """What callers see of it."""
+    def as_interrupted(self) -> Interrupted:
+        """The error that callers of `at_once` see."""
         return Interrupted(str(self), self.signal_number)
 
 
@@ -117,7 +117,7 @@ class StopSignals:
 
     @contextlib.contextmanager
     def at_once(self, message: str) -> Iterator[None]:
-        """Let a signal end what is done meanwhile as soon as it comes: nothing is to be saved.
+        """Let a signal end the block as soon as it comes: there is nothing to save.
 
         Args:
             message: of the `Interrupted` that it ends with.
@@ -129,8 +129,8 @@ class StopSignals:
             self._raise_received(message)
             yield
             self._raise_received(message)
-        except _Heard as heard:
-            raise heard.told() from None
+        except _Signalled as error:
+            raise error.as_interrupted() from None
         except Exception as error:
             if self.received and not isinstance(error, Interrupted):
                 raise Interrupted(message, self.received) from error
@@ -140,22 +140,22 @@ class StopSignals:
 
     def _raise_received(self, message: str) -> None:
         if self.received:
-            raise _Heard(message, self.received)
+            raise _Signalled(message, self.received)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a worker that has not sat down yet; nobody misses it
+        if os.getpid() != self._process:  # a worker that is still starting, with nothing to save
             os._exit(128 + number)
-        launcher_gone = self._launcher is not None and self._launcher.heard()
+        launcher_gone = self._launcher is not None and self._launcher.take_signal()
         if self.received:
             if launcher_gone:
                 return
             os._exit(128 + number)
         self.received = number
         if self._message is not None:
-            raise _Heard(self._message, number)
+            raise _Signalled(self._message, number)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if isinstance(error, _Heard):  # it came between the end of a block and that of `at_once`
-            raise error.told() from None
+        if isinstance(error, _Signalled):  # it came between the end of a block and of `at_once`
+            raise error.as_interrupted() from None

@@ -1,4 +1,4 @@
-"""Which parameters are decayed, which optimiser updates them, and the learning rate of a step.
+"""Parameter groups, the optimiser by its name, and the learning rate of a step.
 
 The learning rate is a pure function of the step, so a resumed run, or one with another number of
 processes, follows the same curve without any scheduler state.
@@ -69,18 +69,7 @@ def lr_at(
     Source: vision_transformer, vit_jax/utils.py, create_learning_rate_schedule (its linear decay
         ends at min_lr = 1e-5, its cosine at 0, its warm-up starts at 0).
     """
-    if schedule not in SCHEDULES:
-        raise RecipeError(
-            f"optim.schedule: unknown '{schedule}'{nearest(schedule, SCHEDULES) or '.'} "
-            f"Choose from {', '.join(SCHEDULES)}."
-        )
-    if warmup_steps > steps:
-        raise RecipeError(
-            f"optim.warmup_steps: {warmup_steps} is more than the {steps} steps of the run; "
-            "shorten the warm-up or train longer"
-        )
-    if schedule == "step" and not step_every:
-        raise RecipeError("optim.step_every: missing; schedule 'step' needs it, in optimiser steps")
+    _check_schedule(schedule, steps, warmup_steps, step_every)
     if step < warmup_steps:
         return warmup_lr + (lr - warmup_lr) * (step / warmup_steps)
     if schedule == "constant":
@@ -93,6 +82,27 @@ def lr_at(
         1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     )
     return min_lr + (lr - min_lr) * remaining
+
+
+def _check_schedule(schedule: str, steps: int, warmup_steps: int, step_every: int | None) -> None:
+    """Refuse a schedule that has no learning rate at some step. Raises: RecipeError."""
+    if schedule not in SCHEDULES:
+        raise RecipeError(
+            f"optim.schedule: unknown '{schedule}'{nearest(schedule, SCHEDULES) or '.'} "
+            f"Choose from {', '.join(SCHEDULES)}.",
+            code="recipe.wrong_value",
+        )
+    if warmup_steps > steps:
+        raise RecipeError(
+            f"optim.warmup_steps: {warmup_steps} is more than the {steps} steps of the run; "
+            "shorten the warm-up or train longer",
+            code="recipe.conflict",
+        )
+    if schedule == "step" and not step_every:
+        raise RecipeError(
+            "optim.step_every: missing; schedule 'step' needs it, in optimiser steps",
+            code="recipe.missing_key",
+        )
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
@@ -129,7 +139,9 @@ def param_groups(
     from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 
     if decay not in ("matrices", "all"):
-        raise RecipeError(f"optim.decay: unknown '{decay}'; choose matrices or all")
+        raise RecipeError(
+            f"optim.decay: unknown '{decay}'; choose matrices or all", code="recipe.wrong_value"
+        )
     groups: list[dict[str, Any]]
     rules: dict[str, Any] = {
         "weight_decay": weight_decay,
@@ -147,7 +159,8 @@ def param_groups(
     groups = [group for group in groups if group["params"]]
     if not groups:
         raise RecipeError(
-            "model.freeze: leaves no parameter to train; freeze fewer blocks or train the head"
+            "model.freeze: leaves no parameter to train; freeze fewer blocks or train the head",
+            code="recipe.conflict",
         )
     for group in groups:
         scale = float(group.setdefault("lr_scale", 1.0))
@@ -191,11 +204,15 @@ def build_optimizer(
     try:
         optimizer_class = get_optimizer_class(name, bind_defaults=False)
     except (ImportError, AssertionError) as error:
-        raise SetupError(f"optim.name: '{name}' cannot be used here: {error}") from error
+        raise SetupError(
+            f"optim.name: '{name}' cannot be used here: {error}", code="setup.missing_package"
+        ) from error
     _check_args(name, optimizer_class, extra)
     if betas is not None:
         if not info.has_betas:
-            raise RecipeError(f"optim.betas: '{name}' has no betas; remove the key")
+            raise RecipeError(
+                f"optim.betas: '{name}' has no betas; remove the key", code="recipe.conflict"
+            )
         extra["betas"] = tuple(betas)
     if name == "sgd":
         extra.setdefault("nesterov", False)
@@ -207,11 +224,14 @@ def build_optimizer(
     try:
         return create_optimizer_v2(groups, opt=name, lr=lr, momentum=momentum, **extra)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
-        raise RecipeError(f"optim: '{name}' refuses its arguments: {error}") from error
+        raise RecipeError(
+            f"optim: '{name}' refuses its arguments: {error}; see: finetune recipes help optim",
+            code="recipe.wrong_value",
+        ) from error
 
 
 def can_mask(optimizer: Optimizer) -> bool:
-    """Whether the optimiser leaves a step out, on its device, where its `found_inf` is 1."""
+    """True if the optimiser skips a step, on its device, where its `found_inf` is 1."""
     able = getattr(optimizer, "_step_supports_amp_scaling", False)
     return bool(able) and all(group.get("fused") for group in optimizer.param_groups)
 
@@ -236,13 +256,18 @@ def _check_name(name: str) -> None:
     if name not in names:
         raise RecipeError(
             f"optim.name: unknown '{name}'{nearest(name, kept) or '.'} Nearly any name of "
-            "timm.optim.list_optimizers() is possible."
+            "timm.optim.list_optimizers() is possible.",
+            code="recipe.unknown_name",
         )
     if get_optimizer_info(name).second_order:
-        raise RecipeError(f"optim.name: '{name}' needs second derivatives, which a run has not")
+        raise RecipeError(
+            f"optim.name: '{name}' needs second derivatives, which a run has not",
+            code="recipe.wrong_value",
+        )
     if name not in kept:
         raise RecipeError(
-            f"optim.name: '{name}' has a state that no checkpoint can hold; name another"
+            f"optim.name: '{name}' has a state that no checkpoint can hold; name another",
+            code="recipe.wrong_value",
         )
 
 
@@ -261,4 +286,4 @@ def _check_args(name: str, optimizer_class: Any, args: Mapping[str, Any]) -> Non
                 f"It takes: {', '.join(known)}."
             )
     if problems:
-        raise RecipeError("\n".join(problems))
+        raise RecipeError("\n".join(problems), code="recipe.unknown_key")

@@ -1,4 +1,4 @@
-"""The start of a run: what may be resumed, and what run.json says from then on.
+"""The start of a run: the checks before a resume, and the record in run.json.
 
 Only rank 0 calls these; they know neither the network nor the other processes.
 """
@@ -53,26 +53,28 @@ def begin(
     fingerprints = setup.fingerprints()
     is_done = record.get("status") == "done" and run.read_json("results.json") is not None
     if not run.steps() and not is_done:
-        start = 0  # nothing was learned yet: whatever stands here may be begun anew
+        start = 0  # nothing was learned yet, so nothing is lost by beginning anew
         record = {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     elif not resume:
         raise SetupError(
             f"{run.path}: holds a run already ({record.get('status', 'unknown')}); continue it "
-            "with --resume, or choose another --out"
+            "with --resume, or choose another --out",
+            code="setup.run_exists",
         )
     elif not record:
         raise CheckpointError(
             f"{run.path / 'run.json'}: is missing, so nothing tells what data the run began with; "
-            "restore it from a copy, or train in another --out"
+            "restore it from a copy, or train in another --out",
+            code="checkpoint.damaged",
         )
     else:
-        _check_same(run, setup, record, precision=precision, fingerprints=fingerprints)
+        _check_same(run, setup, record, notice, precision=precision, fingerprints=fingerprints)
         if is_done and run.has_model() and setup.steps == _steps_before(record, setup):
             return None
         start = run.newest(notice) or 0
         if (before := _steps_before(record, setup)) != setup.steps:
             notice(f"{run.path}: {setup.steps} steps instead of {before}, the same up to {start}")
-    # What lies beyond the start is damaged: left there, it would be taken for the newest.
+    # Checkpoints beyond the start are damaged: kept, one would be taken for the newest.
     run.prune({step for step in run.steps() if step <= start})
     run.forget_after(start)
     write_atomically(run.path / "recipe.yaml", setup.recipe.to_yaml())
@@ -91,6 +93,7 @@ def _check_same(
     run: RunDir,
     setup: TrainingSetup,
     record: RunRecord,
+    notice: Callable[[str], None],
     *,
     precision: str,
     fingerprints: dict[str, str],
@@ -107,27 +110,40 @@ def _check_same(
         shown = "; ".join(f"{key}: {values}" for key, values in differences.items())
         raise RecipeError(
             f"{run.path}: cannot continue with another recipe ({shown}); "
-            "restore the key, or choose another --out"
+            "restore the key, or choose another --out",
+            code="recipe.not_this_run",
         )
     if record.get("precision", precision) != precision:
         raise RecipeError(
             f"{run.path}: began in {record['precision']}, and run.precision: auto means "
-            f"{precision} on this machine; continue where it began, or choose another --out"
+            f"{precision} on this machine; continue where it began, or choose another --out",
+            code="recipe.not_this_run",
         )
     # What was learned came from these; a test split may be mended before it is read.
     recorded = record.get("split_fingerprints", {})
-    if any(recorded.get(name) != fingerprints.get(name) for name in _LEARNED):
+    others = [name for name in _LEARNED if recorded.get(name) != fingerprints.get(name)]
+    splits = setup.source.splits
+    if others and all(
+        name in splits and splits[name].former_fingerprint == recorded.get(name, "")
+        for name in others
+    ):
+        notice(
+            f"{run.path}: began with a version that knew more than 1 GiB of images by their names "
+            "and sizes, which are the same; from now on their content counts"
+        )
+    elif others:
         raise DataError(
             f"{setup.recipe.data.source}: the data is not what the run in {run.path} began with "
             "(an image, label or class was added, removed or changed); restore it, or choose "
-            "another --out"
+            "another --out",
+            code="data.changed",
         )
 
 
 def _same_past(run: RunDir, setup: TrainingSetup, record: RunRecord) -> bool:
-    """Whether a run of another length would have learned the same up to the last checkpoint.
+    """True if a run of another length would have learned the same up to the last checkpoint.
 
-    So it is with a constant learning rate, and during a warm-up.
+    That holds for a constant learning rate, and during a warm-up.
     """
     before, done = _steps_before(record, setup), max(run.steps(), default=0)
     return done <= setup.steps and all(
@@ -146,7 +162,7 @@ def _joined(fingerprints: dict[str, str]) -> str:
 
 
 def note_plan(run: RunDir, setup: TrainingSetup, *, start: int) -> None:
-    """Write what the run will do, once it is known how many images can be read.
+    """Write the plan into run.json, once it is known how many images can be read.
 
     Raises: DataError if a resumed run reads another number of images than before.
     """
@@ -156,6 +172,7 @@ def note_plan(run: RunDir, setup: TrainingSetup, *, start: int) -> None:
     if start and before != plan["images_read"]:
         raise DataError(
             f"{setup.recipe.data.source}: {before} training images could be read when the run "
-            f"began, {plan['images_read']} can now; see: finetune data scan"
+            f"began, {plan['images_read']} can now; see: finetune data scan",
+            code="data.changed",
         )
     write_record(run, {**record, "plan": plan})

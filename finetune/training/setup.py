@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from finetune.data.decode import planes
+from finetune.data.decode_all import readable
 from finetune.data.from_recipe import data_of
 from finetune.data.image_store import open_store
 from finetune.data.loader import Loader, Sampler, crosses_epoch
@@ -79,7 +80,7 @@ class TrainingSetup:
         """
         image = _first_image(self.source.splits["train"])
         if image is None:
-            return  # decoding all of them will say so
+            return  # decoding all of them will name them
         keys = np.zeros(1, dtype=np.uint64)
         for name in ("train", "eval"):
             pipeline: Pipeline = getattr(self, f"{name}_pipeline")
@@ -109,12 +110,17 @@ class TrainingSetup:
         return optim.steps or math.ceil(float(optim.epochs or 0) * self.steps_per_epoch)
 
     @property
-    def warmup_steps(self) -> int:
-        """Optimiser steps of the warm-up, never more than the run has."""
+    def requested_warmup_steps(self) -> int:
+        """Optimiser steps of the warm-up that the recipe asks for."""
         optim = self.recipe.optim
         if optim.warmup_epochs is None:
-            return min(optim.warmup_steps, self.steps)
-        return min(round(optim.warmup_epochs * self.steps_per_epoch), self.steps)
+            return optim.warmup_steps
+        return round(optim.warmup_epochs * self.steps_per_epoch)
+
+    @property
+    def warmup_steps(self) -> int:
+        """Optimiser steps of the warm-up, never more than the run has."""
+        return min(self.requested_warmup_steps, self.steps)
 
     def lr(self, step: int, *, steps: int | None = None) -> float:
         """The learning rate of the optimiser step that follows `step` done ones.
@@ -128,7 +134,7 @@ class TrainingSetup:
             lr=optim.lr,
             schedule=optim.schedule,
             steps=total,
-            warmup_steps=min(self.warmup_steps, total),
+            warmup_steps=min(self.requested_warmup_steps, total),
             warmup_lr=optim.warmup_lr,
             min_lr=optim.min_lr,
             step_every=optim.step_every,
@@ -136,7 +142,7 @@ class TrainingSetup:
         )
 
     def evaluates_after(self, step: int) -> bool:
-        """Tell whether the validation split is due when `step` steps are done."""
+        """True if the validation split is due when `step` steps are done."""
         every = self.recipe.run.eval_every
         if every is not None:
             return step % every == 0 or step == self.steps
@@ -145,7 +151,7 @@ class TrainingSetup:
         )
 
     def saves_after(self, step: int) -> bool:
-        """Tell whether a checkpoint is due when `step` steps are done."""
+        """True if a checkpoint is due when `step` steps are done."""
         every = self.recipe.run.save_every
         due = self.evaluates_after(step) if every is None else step % every == 0
         return due or step == self.steps
@@ -165,7 +171,7 @@ class TrainingSetup:
             keep=data.keep,
             device=self.device,
             workers=data.workers,
-            # Half of it: the one that waits for a worker says so before the others give up on it.
+            # Half of it: a rank that waits for a worker fails before the others time out on it.
             timeout_seconds=self.recipe.run.timeout_seconds / 2,
             unreadable=data.unreadable,
             local_processes=self.local_processes,
@@ -180,8 +186,35 @@ class TrainingSetup:
             dtype=dtype,
         )
 
+    def read_images(self) -> int:
+        """Decode every image of the run once and keep none; streamed ones are not read.
+
+        Returns: the number of training images that can be read.
+        Raises: DataError naming the images of every split that cannot be read.
+        """
+        data, problems, num_samples = self.recipe.data, [], self.num_samples
+        if data.streaming:
+            self.notice("data.streaming: the images are not read now; train reads them as it goes")
+            return num_samples
+        for name, split in self.source.splits.items():
+            try:
+                kept = readable(
+                    split,
+                    workers=data.workers,
+                    unreadable=data.unreadable,
+                    progress=self.progress,
+                    timeout_seconds=self.recipe.run.timeout_seconds / 2,
+                )
+            except DataError as error:
+                problems.append(error)
+            else:
+                num_samples = len(kept) if name == "train" else num_samples
+        if problems:
+            raise DataError("\n".join(map(str, problems)), code=problems[0].code)
+        return num_samples
+
     def plan(self) -> dict[str, Any]:
-        """What the run would do, for `--dry-run` and run.json."""
+        """The run's settings and sizes, for `--dry-run` and run.json."""
         model = self.built.model
         return {
             "architecture": self.built.architecture,
@@ -228,13 +261,19 @@ def open_setup(
     source = _open_source(recipe)
     num_samples = len(source.splits["train"])
     if num_samples == 0:
-        raise DataError(f"{data.source}: the training split is empty; see: finetune data info")
+        raise DataError(
+            f"{data.source}: the training split is empty; see: finetune data info",
+            code="data.empty",
+        )
     if data.batch_size > num_samples:
         notice(
             f"data.batch_size: {data.batch_size} is more than the {num_samples} training images; "
             "each step takes some of them several times"
         )
-    built = _build(recipe, num_classes=len(source.class_names))
+    built = _build(recipe, source.class_names)
+    if recipe.model.head_init is None:
+        kept = {"head_init": "keep" if "kept_classes" in built.provenance else "zeros"}
+        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=kept)})
     preprocessing = _preprocessing(recipe, built, notice)
     evaluation = data.eval or default_eval(preprocessing)
     published = as_published(preprocessing, evaluation)
@@ -268,7 +307,8 @@ def _open_source(recipe: Recipe) -> Source:
     if recipe.run.patience is not None and "val" not in source.splits:
         raise RecipeError(
             "run.patience: there is no validation split to wait on; set data.val_fraction, or "
-            "remove the key"
+            "remove the key",
+            code="recipe.conflict",
         )
     return source
 
@@ -284,20 +324,21 @@ def _named(key: str) -> Iterator[None]:
     try:
         yield
     except RecipeError as error:
-        raise RecipeError(f"data.{key}: {error}") from error
+        raise RecipeError(f"data.{key}: {error}", code=error.code) from error
 
 
 def _check_decode_size(
     size: int | None, preprocessing: Preprocessing, notice: Callable[[str], None]
 ) -> None:
-    """Refuse to decode to less than is needed, and say what others cannot know."""
+    """Refuse to decode to less than is needed; notice that the hub format has no such key."""
     if size is None:
         return
     needed = max(resized(preprocessing))
     if size < needed:
         raise RecipeError(
             f"data.decode_size: {size} is less than the {needed} pixels that images are resized "
-            "to; raise it, or remove it"
+            "to; raise it, or remove it",
+            code="recipe.conflict",
         )
     notice(
         "data.decode_size: timm's hub format has no such key; whoever loads the published model "
@@ -306,26 +347,28 @@ def _check_decode_size(
 
 
 def _first_image(split: Split) -> torch.Tensor | None:
-    """The first that can be read as (C, H, W) uint8, or None."""
+    """The first image that can be read, as (C, H, W) uint8, or None."""
     for index in range(len(split)):
         with contextlib.suppress(DataError):
             return planes(split.read(index))
     return None
 
 
-def _build(recipe: Recipe, *, num_classes: int) -> Built:
+def _build(recipe: Recipe, class_names: list[str]) -> Built:
     """Build the recipe's network, with the same random values in every process."""
     torch.manual_seed(recipe.run.seed)
     settings = recipe.model.model_dump(exclude={"name", "compile"})
-    return build(recipe.model.name, num_classes=num_classes, **settings)
+    num_classes = len(class_names)
+    return build(recipe.model.name, num_classes=num_classes, class_names=class_names, **settings)
 
 
 def _preprocessing(recipe: Recipe, built: Built, notice: Callable[[str], None]) -> Preprocessing:
     """The weights' preprocessing, with what the recipe overrides; the user is told once."""
-    wished = recipe.data.model_dump(include={"mean", "std", "interpolation", "crop_pct"})
-    changes = {key: value for key, value in wished.items() if value is not None}
+    settings = recipe.data.model_dump(include={"mean", "std", "interpolation", "crop_pct"})
     differing = {
-        key: value for key, value in changes.items() if value != getattr(built.preprocessing, key)
+        key: value
+        for key, value in settings.items()
+        if value not in (None, getattr(built.preprocessing, key))
     }
     if differing and recipe.model.pretrained:
         listed = ", ".join(

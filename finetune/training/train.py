@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from tqdm import tqdm
 
 from finetune.console import bar, say, say_nothing
 from finetune.data.feature_loader import AnyLoader
@@ -25,6 +24,8 @@ from finetune.recipe.load import Recipe
 from finetune.run.directory import RunDir
 from finetune.run.environment import dtype_of, precision_of
 from finetune.run.record import read_record, status_kept, write_record
+from finetune.text import counted, duration
+from finetune.training.banner import banner, size_notices
 from finetune.training.build_state import build_trainer_state
 from finetune.training.distributed import RankErrors
 from finetune.training.finalize import answer_anew, finish
@@ -68,17 +69,16 @@ def train(
     )
     with contextlib.closing(run), StopSignals(launcher) as stop, ranks.in_order():
         with stop.at_once(_stopped(run)):
-            # Before any data is decoded: what of the recipe does not fit shows here.
+            # Before any data is decoded: a recipe that does not fit is refused here.
             setup = _open(recipe, accelerator)
+            recipe = setup.recipe  # with what its nulls mean here
             trainer = build_trainer_state(setup, accelerator, run)
             setup.sampler.micro_batches(0, rank=rank, world=world)
             precision = precision_of(accelerator)
-            if recipe.run.precision == "auto":
-                setup.notice(
-                    f"run.precision: auto is {precision} on this {accelerator.device.type}"
-                )
             on_main(accelerator, lambda: _check_destination(recipe))
             if dry_run:
+                setup = setup.with_num_samples(on_main(accelerator, setup.read_images))
+                _tell(setup, size_notices(setup))
                 return {**setup.plan(), "precision": precision, "num_processes": world}
             on_main(accelerator, run.open)
             facts = {"precision": precision, "num_processes": world, "resume": resume}
@@ -106,7 +106,7 @@ def train(
 
 
 def _open(recipe: Recipe, accelerator: Accelerator) -> TrainingSetup:
-    """Open the setup on this rank, and try its pipelines; rank 0 speaks."""
+    """Open the setup on this rank, and try its pipelines; rank 0 prints the notices."""
     main = accelerator.is_main_process
     setup = open_setup(
         recipe,
@@ -136,7 +136,13 @@ def _ready(trainer: TrainerState, start: int) -> tuple[AnyLoader, AnyLoader | No
     settle_micro_batch(trainer, train_loader, functools.partial(on_main, accelerator))
     if trainer.recipe.run.trackers:
         accelerator.init_trackers("finetune")
+    _tell(setup, [*banner(trainer), *size_notices(setup)])
     return train_loader, val_loader
+
+
+def _tell(setup: TrainingSetup, lines: list[str]) -> None:
+    for line in lines:
+        setup.notice(line)
 
 
 def _loop(
@@ -154,6 +160,7 @@ def _loop(
     )
     meter = Meter(accelerator.device, counters.seconds)
     first, began = counters.step + 1, meter.seconds
+    forecast = _Forecast(setup.steps)
     trainer.go_on(meter)
     with (
         contextlib.closing(batches) as steps,
@@ -167,11 +174,13 @@ def _loop(
                 seconds = meter.seconds - began
                 setup.notice(f"compiled the network: the first step took {seconds:.0f} s")
             if step % log_every == 0 or step == setup.steps:
-                shown.set_postfix(_postfix(trainer.log(meter)))
+                shown.set_postfix(_postfix(trainer.log(meter)), refresh=False)
+            if (line := forecast.after(step, meter.seconds)) is not None:
+                setup.notice(line)
             paused = meter.pause()
             best = False
             if val_loader is not None and setup.evaluates_after(step):
-                best = _validate(trainer, val_loader, meter, shown)
+                best = _validate(trainer, val_loader, meter)
             signal_number = trainer.agree_to_stop(stop.received)
             if best or signal_number or setup.saves_after(step):
                 trainer.save(meter)
@@ -184,15 +193,49 @@ def _loop(
                     "continue with --resume",
                     signal_number,
                 )
+    if counters.step < setup.steps:
+        run = trainer.recipe.run
+        setup.notice(
+            f"stopped early, at step {counters.step:,} of {setup.steps:,}: "
+            f"{counted(counters.stale, 'evaluation')} in a row had no better {run.best} than that "
+            f"of step {counters.best_step} (run.patience={run.patience})"
+        )
 
 
-def _validate(trainer: TrainerState, val_loader: AnyLoader, meter: Meter, shown: tqdm[Any]) -> bool:
-    """Evaluate on the validation split, log and say it. Returns: whether it is the best so far."""
+class _Forecast:
+    """Says once how long the rest of a run takes, if that is long enough to be worth saying.
+
+    Args:
+        steps: of the whole run.
+    """
+
+    _STEPS, _SECONDS = 3, 10.0  # measured before anything is said
+
+    def __init__(self, steps: int) -> None:
+        self._total = steps
+        self._start: tuple[int, float] | None = None
+        self._is_done = False
+
+    def after(self, step: int, seconds: float) -> str | None:
+        """Take the time after a step into account. Returns: the line, once, else None."""
+        if self._start is None:  # the first step may have compiled the network
+            self._start = (step, seconds)
+        done, elapsed = step - self._start[0], seconds - self._start[1]
+        if self._is_done or done < self._STEPS or elapsed < self._SECONDS:
+            return None
+        self._is_done = True
+        left = self._total - step
+        if not left:
+            return None
+        return f"about {duration(elapsed / done * left)} for the {counted(left, 'step')} to come"
+
+
+def _validate(trainer: TrainerState, val_loader: AnyLoader, meter: Meter) -> bool:
+    """Evaluate on the validation split and log it. Returns: True if it is the best so far."""
     trainer.share_statistics()
     batch_size = trainer.recipe.data.eval_batch_size
     result = evaluate(trainer.evaluated(), val_loader, trainer.accelerator, batch_size=batch_size)
     best = trainer.log_validation(result, meter)
-    shown.clear()
     trainer.setup.notice(_validation(result, trainer.counters.step, best=best))
     set_train_mode(trainer.model)
     return best
@@ -219,21 +262,22 @@ def _publish(run: RunDir, recipe: Recipe) -> None:
 
 
 def _stopped(run: RunDir) -> str:
-    """What a signal leads to where there is nothing to save."""
+    """The message of a signal where there is nothing to save."""
     return f"{run.path}: stopped; continue with --resume"
 
 
 def _postfix(line: dict[str, Any]) -> dict[str, str]:
     """The part of a log line that fits beside the progress bar."""
-    loss = line["loss"]
+    loss, rate = line["loss"], line["images_per_second"]
     return {
         "loss": "-" if loss is None else f"{loss:.4f}",
         "lr": f"{line['lr']:.1e}",
-        "img/s": f"{line['images_per_second']:.0f}",
+        "img/s": f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}",
     }
 
 
 def _validation(result: dict[str, Any], step: int, *, best: bool) -> str:
-    """What a validation found, in a line."""
-    figures = "  ".join(f"{key} {result[key]:.4f}" for key in ("loss", "top1", "top5"))
+    """A validation's figures in a line."""
+    keys = ["loss", "top1", "top5"] if len(result["per_class"]) > 5 else ["loss", "top1"]
+    figures = "  ".join(f"{key} {result[key]:.4f}" for key in keys)
     return f"step {step}: val {figures}{'  (the best so far)' if best else ''}"

@@ -47,7 +47,7 @@ class DelayedScalars:
 
     Args:
         device: on which the tensors are.
-        late: whether they are heard one step later; None: on a GPU.
+        late: read them one step later; None: on a GPU.
     """
 
     def __init__(self, device: torch.device, *, late: bool | None = None) -> None:
@@ -56,7 +56,7 @@ class DelayedScalars:
         self._waiting: collections.deque[tuple[Tensor, torch.cuda.Event | None]]
         self._waiting = collections.deque()
 
-    def say(self, value: Tensor) -> None:
+    def send(self, value: Tensor) -> None:
         """Send a tensor of one number to the host."""
         value = value.detach().reshape(())
         if not self._on_gpu:
@@ -68,20 +68,20 @@ class DelayedScalars:
         arrived.record()
         self._waiting.append((on_host, arrived))
 
-    def heard(self, *, all_of_it: bool = False) -> list[float]:
-        """What has arrived since it was asked last, oldest first.
+    def receive(self, *, wait: bool = False) -> list[float]:
+        """Return the numbers that have arrived since the last call, oldest first.
 
         Args:
-            all_of_it: wait for what is still under way.
+            wait: also for those that are still under way.
         """
-        behind = 0 if all_of_it else self._behind
-        found = []
+        behind = 0 if wait else self._behind
+        numbers = []
         while len(self._waiting) > behind:
             value, arrived = self._waiting.popleft()
             if arrived is not None:
                 arrived.synchronize()  # of the step before: it has long arrived
-            found.append(float(value))
-        return found
+            numbers.append(float(value))
+        return numbers
 
 
 class TrainerState:
@@ -128,7 +128,7 @@ class TrainerState:
 
     @property
     def gives_features(self) -> bool:
-        """Whether the network is given features in the place of images."""
+        """True if the network is given features in the place of images."""
         return self.frozen is not None and self.frozen.gives_features
 
     def loader(self, split: Split, *, train: bool, dtype: torch.dtype = torch.float32) -> AnyLoader:
@@ -168,8 +168,8 @@ class TrainerState:
             self.ema.update(accelerator.unwrap_model(self.model), step=counters.step)
         for each in losses:
             meter.add(*each, counts=finite)
-        self._finite.say(finite)
-        self._count_skipped(self._finite.heard())
+        self._finite.send(finite)
+        self._count_skipped(self._finite.receive())
 
     def _clip(self, limit: float | None) -> Tensor:
         """Clip the gradient to a norm, if to any. Returns: its norm before, over all ranks."""
@@ -184,10 +184,10 @@ class TrainerState:
         return nn.utils.clip_grad_norm_(self._trained, limit)
 
     def _update(self, finite: Tensor) -> None:
-        """Let the optimiser step, or leave the step out where the gradient is not finite."""
+        """Let the optimiser step, or skip the step where the gradient is not finite."""
         optimizer, scaler = self.optimizer.optimizer, self.accelerator.scaler
         # The first step makes the moments, and torch's fused SGD would leave them unset.
-        if self._masks and self._has_stepped:  # on the device, which nobody waits for
+        if self._masks and self._has_stepped:  # on the device, without waiting for it
             optimizer.grad_scale, optimizer.found_inf = None, (~finite).float()
             self.optimizer.step()
         elif (scaler is not None and self._has_stepped) or bool(finite):
@@ -206,7 +206,7 @@ class TrainerState:
         torch.manual_seed(mixed)
 
     def _count_skipped(self, finite: Iterable[float]) -> None:
-        """Count the steps that were left out, as far as they are known of."""
+        """Count the skipped steps among those whose gradients have been read."""
         counters, limit = self.counters, max(self.recipe.run.max_skipped, 1)
         for was_finite in finite:
             counters.skipped += not was_finite
@@ -219,7 +219,8 @@ class TrainerState:
                         f"The best checkpoint is of step {counters.best_step}."
                         if counters.best_step is not None
                         else ""
-                    )
+                    ),
+                    code="diverged.gradients",
                 )
 
     # Around the steps -------------------------------------------------------------------------
@@ -273,14 +274,14 @@ class TrainerState:
 
     @property
     def stops_early(self) -> bool:
-        """Whether `run.patience` evaluations brought nothing better."""
+        """True if `run.patience` evaluations brought nothing better."""
         patience = self.recipe.run.patience
         return patience is not None and self.counters.stale >= patience
 
     def save(self, meter: Meter) -> None:
         """Begin to publish a checkpoint of this step; `checkpoint_writer` prunes older ones."""
         counters = self.counters
-        self._count_skipped(self._finite.heard(all_of_it=True))
+        self._count_skipped(self._finite.receive(wait=True))
         counters.seconds = meter.seconds
         counters.pending = self._sum(meter.sums()).tolist()
         if self.accelerator.scaler is not None:
@@ -310,7 +311,8 @@ class TrainerState:
         except TypeError as error:
             folder = self.run.folder(step)
             raise CheckpointError(
-                f"{folder}: its state.json is not this program's ({error}); remove this checkpoint"
+                f"{folder}: its state.json is not this program's ({error}); remove this checkpoint",
+                code="checkpoint.damaged",
             ) from error
         best = self.counters.best_step
         if best is not None and (problem := self.run.verify(best)) is not None:
@@ -323,7 +325,7 @@ class TrainerState:
 
     def go_on(self, meter: Meter) -> None:
         """Begin to train, from what a checkpoint kept between two log lines."""
-        processes.as_usual()
+        processes.resume_garbage_collection()
         if self.main and self.counters.pending:
             meter.take_over(self.counters.pending)
         set_train_mode(self.model)
@@ -351,8 +353,8 @@ class TrainerState:
         if self.accelerator.num_processes == 1:
             return received
         signals = torch.full((1,), received, device=self.accelerator.device)
-        self._signals.say(torch.as_tensor(self.accelerator.gather(signals)).max())
-        return int(max(self._signals.heard(), default=0))
+        self._signals.send(torch.as_tensor(self.accelerator.gather(signals)).max())
+        return int(max(self._signals.receive(), default=0))
 
     def load_best(self) -> tuple[int, dict[str, Tensor]]:
         """Put the best weights into the network that evaluation sees.

@@ -1,4 +1,4 @@
-"""Evaluation's operations, as a sentence and as timm's hub format says them."""
+"""The operations of evaluation, as a sentence and in timm's hub format."""
 
 from __future__ import annotations
 
@@ -13,30 +13,26 @@ __all__ = ["as_published", "default_eval", "make_pipeline", "resized"]
 
 
 def default_eval(preprocessing: Preprocessing) -> str:
-    """The evaluation sentence that a configuration implies.
+    """Return the sentence of the evaluation that a configuration implies, for `Pipeline`.
 
     Args:
         preprocessing: of the weights.
-    Returns: a sentence for `Pipeline`.
     Source: timm/data/transforms_factory.py, transforms_imagenet_eval.
     """
     height, width = preprocessing.image_size
-    scaled = list(resized(preprocessing))
-    if preprocessing.crop_mode == "squash":
-        resize = f"resize(({scaled[0]}, {scaled[1]}))"
-    else:
-        resize = (
-            f"resize({scaled[0]})" if height == width else f"resize(({scaled[0]}, {scaled[1]}))"
-        )
-    if preprocessing.crop_mode == "squash" and scaled == [height, width]:
+    scaled = resized(preprocessing)
+    is_squash = preprocessing.crop_mode == "squash"
+    keeps_ratio = height == width and not is_squash
+    resize = f"resize({scaled[0]})" if keeps_ratio else f"resize({scaled})"
+    if is_squash and scaled == (height, width):
         return resize
     return f"{resize} | center_crop(({height}, {width}))"
 
 
 def resized(preprocessing: Preprocessing) -> tuple[int, int]:
-    """What a configuration resizes images to before it crops: (height, width) in pixels."""
+    """Return the size to which images are resized before the crop: (height, width) in pixels."""
     height, width = preprocessing.image_size
-    # timm floors; the sliver keeps 32 / (32 / 36) at 36.
+    # timm floors; 1e-6 keeps 32 / (32 / 36) at 36
     crop_pct = preprocessing.crop_pct
     return math.floor(height / crop_pct + 1e-6), math.floor(width / crop_pct + 1e-6)
 
@@ -48,12 +44,12 @@ def make_pipeline(
     train: bool = False,
     decode_size: int | None = None,
 ) -> Pipeline:
-    """Connect a sentence with what the weights expect.
+    """Make the pipeline of a sentence for given weights.
 
     Args:
         preprocessing: size, mean, std and interpolation.
         sentence: operations; None for the evaluation that the configuration implies.
-        train: whether random operations are allowed.
+        train: allow random operations.
         decode_size: see `Pipeline`.
     Raises: RecipeError if the sentence does not lead to the image size.
     """
@@ -69,12 +65,12 @@ def make_pipeline(
 
 
 def as_published(preprocessing: Preprocessing, sentence: str) -> Preprocessing | None:
-    """The configuration that implies a sentence, so that others evaluate as the run did.
+    """Return the configuration that implies a sentence, so that others evaluate as the run did.
 
     Args:
         preprocessing: with the model's image size.
         sentence: evaluation's operations.
-    Returns: the configuration; None if timm's hub format cannot say the sentence.
+    Returns: the configuration; None if timm's hub format cannot express the sentence.
     """
     calls = [call for call in parse(sentence, train=False) if call.name != "normalise"]
     names = [call.name for call in calls]

@@ -30,7 +30,7 @@ __all__ = [
     "warp",
 ]
 
-_LONG = 256  # pixels; on shorter sides the products are small enough to be done whole
+_LONG = 256  # pixels; products over shorter sides are computed whole
 _BAND = 32  # pixels of the result per product
 _RADIUS = {"nearest": 0.5, "bilinear": 1.0, "bicubic": 2.0, "lanczos": 3.0}
 
@@ -121,8 +121,8 @@ class Axis:
     """One side of an image under a run of geometric operations.
 
     Pixels are first selected (`index`, -1 for a zero: crops, pads and flips before any resize),
-    then multiplied by `matrix` (the first resize and all that follows it). Either is None where not
-    needed.
+    then multiplied by `matrix` (the first resize and all that follows it). Either is None if it is
+    not needed.
     """
 
     def __init__(self, length: int, device: torch.device) -> None:
@@ -142,10 +142,10 @@ class Axis:
         index = on_device(np.ascontiguousarray(pixels), self.device)
         outside = bool((pixels < 0).any())
         if self.matrix is not None:
-            # whole rows are copied, from the sample's own matrix or from the one that all share
+            # whole rows are copied, from the sample's own matrix or from the shared one
             count, length, selected = self.matrix.shape
-            own = torch.arange(count, device=self.device)[:, None] * length
-            places = index.clamp(min=0) + own
+            first_row = torch.arange(count, device=self.device)[:, None] * length
+            places = index.clamp(min=0) + first_row
             rows = self.matrix.reshape(-1, selected).index_select(0, places.flatten())
             self.matrix = rows.view(len(places), -1, selected)
             if outside:
@@ -222,10 +222,10 @@ def multiply(images_BCHW: Tensor, rows: Axis, columns: Axis) -> Tensor:
 
 
 def _banded(images: Tensor) -> bool:
-    """Whether images are large enough for a product per sample that skips the zeros.
+    """True if images are large enough for a product per sample that skips the zeros.
 
-    A row of a resize reads a few neighbouring pixels only. A processor gains from skipping the rest
-    of a long one; small products, and any on an accelerator, are faster whole.
+    A row of a resize reads a few neighbouring pixels only. A CPU gains by skipping the rest of a
+    long row; small products, and any on a GPU, are faster whole.
     """
     return images.device.type == "cpu" and max(images.shape[2:]) > _LONG
 

@@ -65,7 +65,7 @@ class Pipeline:
         mean, std: per channel, for pixel values from 0 to 1.
         interpolation: of resizes that name none: nearest, bilinear, bicubic or lanczos.
         train: False refuses random operations.
-        decode_size: for whoever decodes images for it one by one; see `decode`.
+        decode_size: for the decoder of its images; see `decode`.
     Raises: RecipeError if the sentence is wrong or cannot end at image_size.
     """
 
@@ -127,9 +127,9 @@ class Pipeline:
                 return self._group(_gather(images, parts[0], target), numbers, dtype)
             result = torch.empty(len(images), 3, *self.image_size, dtype=dtype, device=target)
             for part in parts:
-                some = None if numbers is None else numbers[part]
-                rows_here = on_device(np.array(part), target)
-                result[rows_here] = self._group(_gather(images, part, target), some, dtype)
+                part_keys = None if numbers is None else numbers[part]
+                rows = on_device(np.array(part), target)
+                result[rows] = self._group(_gather(images, part, target), part_keys, dtype)
         return result
 
     def _numbers(self, keys: Keys | Tensor | None, count: int) -> Keys | None:
@@ -138,7 +138,8 @@ class Pipeline:
             if self.random:
                 raise RecipeError(
                     f"pipeline '{self.sentence}': has random operations but no keys were given; "
-                    "pass keys=sample_keys(seed, epoch, indices)"
+                    "pass keys=sample_keys(seed, epoch, indices)",
+                    code="recipe.conflict",
                 )
             return None
         array = keys.cpu().numpy() if isinstance(keys, Tensor) else np.asarray(keys)
@@ -253,6 +254,7 @@ class Pipeline:
         mixes = [place for place, role in enumerate(self._roles) if role == "mix"]
         assert numbers is not None
         assert mixes, "the sentence has neither mixup nor cutmix"
+        # with both, a draw of its own chooses one for each row
         chosen = Draws(numbers, len(self._calls)).integers(np.full(len(numbers), len(mixes)))
         partner = partner.to(images_BCHW.device)
         images, targets = images_BCHW.clone(), targets_BK.clone()

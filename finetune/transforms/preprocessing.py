@@ -1,4 +1,4 @@
-"""How images were prepared for the weights that a network has."""
+"""The preprocessing of images that belongs to a network's weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Preprocessing"]
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """What turns an image into the network's input.
+    """The settings by which an image becomes the network's input.
 
     Attributes:
         image_size: (height, width) in pixels.

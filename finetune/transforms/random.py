@@ -38,7 +38,7 @@ _ATTEMPTS = 10  # torchvision's number of tries for a rectangle
 
 
 def on_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """Return an array's tensor on a device; nobody waits for its way to a GPU."""
+    """Return an array's tensor on a device; the copy to a GPU is asynchronous."""
     tensor = torch.from_numpy(values)
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -89,7 +89,7 @@ def uniform(keys: Keys, operation: int, draws: npt.NDArray[np.uint64]) -> Floats
 
 
 class Draws:
-    """The draws of one operation for a batch, numbered in the order in which they are asked for."""
+    """The draws of one operation for a batch, numbered in the order of the calls."""
 
     def __init__(self, keys: Keys, operation: int) -> None:
         self.keys = keys
@@ -111,7 +111,7 @@ class Draws:
         return np.floor(self.uniform(1)[:, 0] * np.asarray(below)).astype(np.int64)
 
     def chance(self, p: float) -> npt.NDArray[np.bool_]:
-        """Return (B,) whether each sample is taken, with probability p."""
+        """Return (B,) booleans, each true with probability p."""
         return self.uniform(1)[:, 0] < p
 
     def beta(self, alpha: float) -> Floats:
@@ -155,9 +155,11 @@ def crop_windows(
         height = round(image_width / min(ratio))
     elif image_width / image_height > max(ratio):
         width = round(image_height * max(ratio))
-    found, height_B, width_B = _first_fit(fits, heights, widths, height, width)
-    top = np.where(found, draws.integers(image_height - height_B + 1), (image_height - height) // 2)
-    left = np.where(found, draws.integers(image_width - width_B + 1), (image_width - width) // 2)
+    fitted, height_B, width_B = _first_fit(fits, heights, widths, height, width)
+    tops = draws.integers(image_height - height_B + 1)
+    lefts = draws.integers(image_width - width_B + 1)
+    top = np.where(fitted, tops, (image_height - height) // 2)
+    left = np.where(fitted, lefts, (image_width - width) // 2)
     return top, left, height_B, width_B
 
 
@@ -216,8 +218,8 @@ def _integer_sides(area: Floats, aspect: Floats) -> tuple[Integers, Integers]:
 def _first_fit(
     fits: npt.NDArray[np.bool_], heights: Integers, widths: Integers, height: int, width: int
 ) -> tuple[npt.NDArray[np.bool_], Integers, Integers]:
-    """Return for each row its first attempt that fits, or (height, width) where none does."""
+    """Return each row's first attempt that fits, or (height, width), and if there is one."""
     rows, first = np.arange(len(fits)), fits.argmax(1)
-    found = fits[rows, first]
-    height_B = np.where(found, heights[rows, first], height)
-    return found, height_B, np.where(found, widths[rows, first], width)
+    fitted = fits[rows, first]
+    height_B = np.where(fitted, heights[rows, first], height)
+    return fitted, height_B, np.where(fitted, widths[rows, first], width)

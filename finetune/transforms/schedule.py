@@ -33,7 +33,7 @@ class Step:
 
 @dataclass
 class Plan:
-    """All steps up to normalisation, and which operations left their written place."""
+    """All steps up to normalisation, and the operations that were moved from their place."""
 
     steps: list[Step] = field(default_factory=list)
     moved: list[int] = field(default_factory=list)
@@ -43,12 +43,12 @@ class Plan:
         lines = []
         for step in self.steps:
             names = ", ".join(calls[position].name for position in step.positions)
-            before, after = (f"{height}x{width}" for height, width in (step.before, step.after))
             if step.geometric:
-                lines.append(f"{names}: {before} to {after}, one resampling")
+                sizes = f"{_text(step.before)} to {_text(step.after)}"
+                lines.append(f"{names}: {sizes}, one resampling")
             else:
-                early = " (moved before the enlargement)" if step.positions[0] in self.moved else ""
-                lines.append(f"{names}: at {before}{early}")
+                note = " (moved before the enlargement)" if step.positions[0] in self.moved else ""
+                lines.append(f"{names}: at {_text(step.before)}{note}")
         lines.append("normalise")
         lines += [call.name for call in calls if call.operation.role in ("erase", "mix")]
         return "\n".join(lines)
@@ -63,30 +63,31 @@ def make_plan(calls: list[Call], size: Size, image_size: Size, sentence: str) ->
         sentence: as written, for the message.
     Raises: RecipeError if images of this size do not end at image_size.
     """
-    plan, run, now = Plan(), None, size
+    plan, run, current = Plan(), None, size
     for position, call in enumerate(calls):
         role = call.operation.role
         if role == "geometry":
-            after = size_after(call, now, image_size)
+            after = size_after(call, current, image_size)
             if run is None:
-                run = Step([], geometric=True, before=now, after=after)
+                run = Step([], geometric=True, before=current, after=after)
                 plan.steps.append(run)
             run.positions.append(position)
-            now = run.after = after
+            current = run.after = after
         elif role == "pixels" and run is not None and run.enlarges:
             early = Step([position], geometric=False, before=run.before, after=run.before)
             plan.steps.insert(plan.steps.index(run), early)
             plan.moved.append(position)
         elif role == "pixels":
-            plan.steps.append(Step([position], geometric=False, before=now, after=now))
+            plan.steps.append(Step([position], geometric=False, before=current, after=current))
             run = None
-    if now != image_size:
+    if current != image_size:
         advice = "end with resize, or a crop without a size"
         if size[0] != size[1]:
             advice = "the image is not square: add center_crop"
         raise RecipeError(
-            f"pipeline '{sentence}': turns {size[0]}x{size[1]} into {now[0]}x{now[1]} but the "
-            f"model expects {image_size[0]}x{image_size[1]}; {advice}"
+            f"pipeline '{sentence}': turns {_text(size)} into {_text(current)} but the model "
+            f"expects {_text(image_size)}; {advice}",
+            code="recipe.wrong_size",
         )
     return plan
 
@@ -111,14 +112,15 @@ def size_after(call: Call, size: Size, image_size: Size) -> Size:
         pad = call.arguments["padding"]
         if height > size[0] + 2 * pad or width > size[1] + 2 * pad:
             raise RecipeError(
-                f"random_crop: {height}x{width} does not fit into an image of {size[0]}x{size[1]} "
-                f"with padding {pad}; resize before it or add padding"
+                f"random_crop: {height}x{width} does not fit into an image of {_text(size)} "
+                f"with padding {pad}; resize before it or add padding",
+                code="recipe.wrong_size",
             )
     return height, width
 
 
 def check_end(calls: list[Call], image_size: Size, sentence: str) -> None:
-    """Refuse at once a sentence that cannot end at the model's size, whatever the source.
+    """Refuse a sentence that cannot end at the model's size, whatever the source's size.
 
     Raises: RecipeError naming both sizes.
     """
@@ -127,11 +129,16 @@ def check_end(calls: list[Call], image_size: Size, sentence: str) -> None:
         return
     last, size = sized[-1], sized[-1].arguments["size"]
     height, width = size if isinstance(size, tuple) else (size, size)
-    # the shorter side to n: the other side depends on the source
-    possible = min(image_size) == height if last.name == "resize" and size == height else False
-    if not possible and (height, width) != image_size:
+    # resize(n) makes the shorter side n; the other depends on the source
+    is_shorter_side = last.name == "resize" and isinstance(size, int) and size == min(image_size)
+    if not is_shorter_side and (height, width) != image_size:
         raise RecipeError(
             f"pipeline '{sentence}': ends at {height}x{width} but the model expects "
-            f"{image_size[0]}x{image_size[1]}; leave the size out of {last.name}, or change "
-            "model.image_size"
+            f"{_text(image_size)}; leave the size out of {last.name}, or change "
+            "model.image_size",
+            code="recipe.wrong_size",
         )
+
+
+def _text(size: Size) -> str:
+    return f"{size[0]}x{size[1]}"

@@ -243,7 +243,7 @@ def test_nothing_raises_on_empty_or_broken_records(history: Any, results: Any) -
 
 
 def test_a_resolved_claim_with_all_its_keys_is_read_alike() -> None:
-    """What the recipe's model dumps: every key, None where it was not given."""
+    """A claim as the recipe's model dumps it: every key, None where it was not given."""
     empty: dict[str, Any] = dict.fromkeys(("value", "between", "trend", "below", "note"))
     claim: dict[str, Any] = {
         **empty,

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from refusals import refused
 from torch import nn
 
 from finetune.data.image_store import Store
 from finetune.data.loader import Loader
 from finetune.data.source import open_source
-from finetune.errors import DivergedError
 from finetune.evaluation.evaluate import evaluate, examine
 from finetune.transforms.pipeline import Pipeline
 
@@ -105,5 +105,5 @@ def test_logits_that_are_not_finite_are_no_figures(loader, accelerator) -> None:
         def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
             return torch.full((len(images_BCHW), 10), float("nan"))
 
-    with pytest.raises(DivergedError, match="not finite"):
+    with refused("diverged.outputs", "355 of 355"):
         examine(Broken(), loader, accelerator, batch_size=50, fit=True, num_mistakes=3)

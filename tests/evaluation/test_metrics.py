@@ -9,11 +9,18 @@ import math
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 from sklearn import metrics as sklearn_metrics
 from torch.nn import functional
 
-from finetune.errors import DataError, DivergedError
-from finetune.evaluation.metrics import NUM_BINS, Counts, mean_std
+from finetune.errors import DataError
+from finetune.evaluation.confusion import DENSE_CLASSES, Confusion, read_confusion
+from finetune.evaluation.intervals import interval, wilson
+from finetune.evaluation.metrics import (
+    NUM_BINS,
+    Counts,
+    mean_std,
+)
 
 
 def sample(num: int, num_classes: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,6 +37,12 @@ def count(logits: torch.Tensor, labels: torch.Tensor, *, batch: int | None = Non
     return counts
 
 
+def merged(first: Counts, second: Counts) -> Counts:
+    """Add the counts of two processes; a gather fills up the one with fewer images."""
+    pairs = torch.cat([first.pairs(), torch.full((3,), -1), second.pairs()])
+    return Counts(first.num_classes).load(first.tensor() + second.tensor(), pairs)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_split_gives_the_same_bits(dtype: torch.dtype) -> None:
     """N = 1…25, batches of 1…4, one process or two: the sums are equal, not only close."""
@@ -41,9 +54,8 @@ def test_any_split_gives_the_same_bits(dtype: torch.dtype) -> None:
         whole = count(logits, labels)
         assert whole.result()["examples"] == num
         assert torch.equal(count(logits, labels, batch=batch).tensor(), whole.tensor())
-        ranks = [count(logits[r::2], labels[r::2], batch=batch).tensor() for r in range(2)]
-        merged = Counts(7).load(ranks[0] + ranks[1])
-        assert merged.result() == whole.result()
+        ranks = [count(logits[r::2], labels[r::2], batch=batch) for r in range(2)]
+        assert merged(*ranks).result() == whole.result()
         order = torch.arange(num - 1, -1, -1)
         assert count(logits[order], labels[order], batch=batch).result() == whole.result()
         compared += 1
@@ -152,13 +164,13 @@ def test_outputs_that_are_not_finite_are_an_error_and_never_an_accuracy(
     if bad == 1e30 and place == 0:  # certain and right: a loss of 0
         assert counts.result()["examples"] == 6
         return
-    with pytest.raises(DivergedError, match="1 of 6 samples"):
+    with refused("diverged.outputs", "1 of 6"):
         counts.result()
 
 
 def test_one_infinite_output_beside_the_label_is_an_error_too() -> None:
     """The loss would be finite: -inf for another class is a probability of 0."""
-    with pytest.raises(DivergedError, match="1 of 1 samples"):
+    with refused("diverged.outputs", "1 of 1"):
         count(torch.tensor([[0.0, 1.0, -math.inf]]), torch.tensor([1])).result()
 
 
@@ -166,7 +178,7 @@ def test_one_infinite_output_beside_the_label_is_an_error_too() -> None:
 def test_a_label_out_of_range_is_an_error(bad: int) -> None:
     logits, labels = sample(6, 3)
     labels[1] = bad
-    with pytest.raises(DataError, match=r"1 labels are outside 0…2"):
+    with refused("data.wrong_labels", "1 labels", "0…2"):
         count(logits, labels).result()
 
 
@@ -174,10 +186,10 @@ def test_no_examples_is_an_error_but_an_empty_rank_is_not() -> None:
     logits, labels = sample(1, 3)
     empty = Counts(3)
     empty.add(logits[:0], labels[:0])
-    with pytest.raises(DataError, match="no examples"):
+    with pytest.raises(DataError) as caught:
         empty.result()
-    merged = Counts(3).load(empty.tensor() + count(logits, labels).tensor())
-    assert merged.result()["examples"] == 1
+    assert caught.value.code == "data.empty"
+    assert merged(empty, count(logits, labels)).result()["examples"] == 1
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
@@ -186,16 +198,16 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="do not fit"):
         Counts(3).add(torch.zeros(2, 3), torch.zeros(1))
     with pytest.raises(ValueError, match="int64"):
-        Counts(3).load(Counts(3).tensor().double())
+        Counts(3).load(Counts(3).tensor().double(), Counts(3).pairs())
 
 
 def test_load_copies() -> None:
     logits, labels = sample(5, 3)
     source = count(logits, labels)
-    merged = Counts(3).load(source.tensor())
-    merged.add(logits, labels)
+    copy = Counts(3).load(source.tensor(), source.pairs())
+    copy.add(logits, labels)
     assert source.result()["examples"] == 5
-    assert merged.result()["examples"] == 10
+    assert copy.result()["examples"] == 10
 
 
 def test_many_large_losses_keep_their_fractions() -> None:
@@ -224,6 +236,67 @@ def test_add_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> No
     assert counts.result()["examples"] == 6
 
 
+@pytest.mark.parametrize("num_classes", [DENSE_CLASSES, DENSE_CLASSES + 1, 21843])
+def test_the_confusion_of_many_classes_is_what_scikit_learn_counts(num_classes: int) -> None:
+    """A matrix up to 1,000 classes, the pairs that occur beyond; both are read alike."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(7, (60,), generator=generator) * (num_classes // 7)
+    logits = torch.zeros(60, num_classes)
+    predicted = torch.randint(7, (60,), generator=generator) * (num_classes // 7)
+    logits[torch.arange(60), predicted] = 5.0
+    result = count(logits, labels, batch=7).result()
+    halves = [count(logits[r::2], labels[r::2], batch=7) for r in range(2)]
+    assert merged(*halves).result() == result
+    sparse = sklearn_metrics.confusion_matrix(
+        labels, predicted, labels=torch.arange(7) * (num_classes // 7)
+    )
+    assert isinstance(result["confusion"], dict if num_classes > DENSE_CLASSES else list)
+    read = read_confusion(json.loads(json.dumps(result)))
+    assert read is not None
+    assert read.num_classes == num_classes == len(result["per_class"])
+    shown = np.arange(7) * (num_classes // 7)
+    assert np.array_equal(read.dense(shown), sparse)
+    assert read.count_M.sum() == result["examples"] == 60
+    assert result["top1"] == np.trace(sparse) / 60
+    assert [result["per_class"][k]["support"] for k in shown] == sparse.sum(1).tolist()
+    # and no row of another class
+    assert sum(row["support"] for row in result["per_class"]) == 60
+
+
+def test_the_most_confused_pairs_and_their_classes_come_first() -> None:
+    rows = np.diag([9, 1, 1, 1, 8])
+    rows[3, 1], rows[1, 2], rows[2, 1] = 5, 2, 2
+    counts = Confusion.of(rows.tolist())
+    assert counts.most_confused(9) == [(3, 1, 5), (1, 2, 2), (2, 1, 2)]
+    assert counts.most_confused(1) == [(3, 1, 5)]
+    assert counts.classes_to_show(4).tolist() == [0, 1, 2, 3]  # 0 has the most images of the others
+    assert counts.classes_to_show(2).tolist() == [1, 3]
+    assert counts.classes_to_show(9).tolist() == [0, 1, 2, 3, 4]
+    assert counts.dense(np.array([1, 3])).tolist() == [[1, 0], [5, 1]]
+    assert counts.dense().tolist() == rows.tolist()
+    assert counts.to_json() == rows.tolist()
+    assert counts.predicted_K.tolist() == rows.sum(0).tolist()
+
+
+_PAIRS = {"true": [0, 1], "said": [1, 1], "count": [2, 3]}
+
+
+@pytest.mark.parametrize(
+    "confusion",
+    [
+        *(None, 5, [[1, 2]], [[1, None], [0, 1]], [[True]], [["3"]], [[-1]], {}),
+        *({**_PAIRS, "said": [1]}, {**_PAIRS, "true": [0, 2]}, {**_PAIRS, "count": [2, 1.5]}),
+        {**_PAIRS, "true": "01"},
+    ],
+    ids=str,
+)
+def test_a_damaged_confusion_is_none(confusion: object) -> None:
+    per_class = [{}, {}]
+    assert read_confusion({"confusion": _PAIRS, "per_class": per_class}) is not None
+    assert read_confusion({"confusion": confusion, "per_class": per_class}) is None
+    assert read_confusion({"confusion": _PAIRS}) is None
+
+
 def test_mean_std() -> None:
     values = [0.95, 0.97, 0.96]
     mean, std, num = mean_std(values)
@@ -234,3 +307,21 @@ def test_mean_std() -> None:
     assert mean_std([2, 2, 2]) == (2.0, 0.0, 3)
     with pytest.raises(ValueError, match="at least one"):
         mean_std([])
+
+
+@pytest.mark.parametrize("correct, total", [(0, 1), (1, 1), (3, 10), (359, 400), (0, 12)])
+def test_the_interval_is_the_inverse_of_the_score_test(correct: int, total: int) -> None:
+    """At each end p, |share - p| is 1.96 standard errors of p itself: Wilson's definition."""
+    low, high = wilson(correct, total)
+    share, z = correct / total, 1.959963984540054
+    assert 0 <= low <= share <= high <= 1
+    for end in (low, high):
+        if end != share:  # at 0 and 1 one end is the share itself
+            assert abs(share - end) == pytest.approx(z * math.sqrt(end * (1 - end) / total))
+
+
+def test_only_an_accuracy_on_few_images_has_an_interval() -> None:
+    assert interval(0.8, 400) == wilson(320, 400)
+    assert interval(0.1, 999) is not None
+    assert interval(0.8, 1000) is None
+    assert interval(0.8, 0) is None

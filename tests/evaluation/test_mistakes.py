@@ -9,11 +9,11 @@ from finetune.evaluation.metrics import Mistakes, worst
 
 
 def collected(logits: torch.Tensor, labels: torch.Tensor, *, limit: int, batch: int) -> list[dict]:
-    found = Mistakes(limit)
+    mistakes = Mistakes(limit)
     for start in range(0, len(labels), batch):
         part = slice(start, start + batch)
-        found.add(logits[part], labels[part], np.arange(len(labels))[part])
-    return found.found
+        mistakes.add(logits[part], labels[part], np.arange(len(labels))[part])
+    return mistakes.worst
 
 
 def test_only_wrong_ones_and_the_largest_loss_first() -> None:
@@ -42,7 +42,7 @@ def test_batches_and_ties_do_not_change_the_list() -> None:
 
 
 def test_no_images_and_no_mistakes_are_no_error() -> None:
-    found = Mistakes(3)
-    found.add(torch.zeros(0, 4), torch.zeros(0, dtype=torch.long), np.zeros(0, dtype=np.int64))
-    found.add(torch.eye(4), torch.arange(4), np.arange(4))
-    assert found.found == []
+    mistakes = Mistakes(3)
+    mistakes.add(torch.zeros(0, 4), torch.zeros(0, dtype=torch.long), np.zeros(0, dtype=np.int64))
+    mistakes.add(torch.eye(4), torch.arange(4), np.arange(4))
+    assert mistakes.worst == []

@@ -1,4 +1,4 @@
-"""What several files of faults start from: a run without pictures that nothing has stopped."""
+"""The run that several files of faults start from: whole, and without pictures."""
 
 from __future__ import annotations
 

@@ -24,20 +24,23 @@ run: {precision: fp32, threads: 1}
 """
 
 
-def folder(said: str, *names: str, words: str = "data info folder:d", **more: Content) -> Bad:
+def folder(
+    code: str, named: str, *names: str, words: str = "data info folder:d", **more: Content
+) -> Bad:
     """A folder source with a good image under each of these names."""
     files: dict[str, Content] = {f"d/{name}": png(place) for place, name in enumerate(names)}
-    return Bad(words, 3, said, {**files, **{f"d/{key}": value for key, value in more.items()}})
+    return Bad(words, code, named, {**files, **{f"d/{key}": value for key, value in more.items()}})
 
 
-def table(said: str, *, words: str = TABLE, **options: Any) -> Bad:
+def table(code: str, named: str, *, words: str = TABLE, **options: Any) -> Bad:
     """A table with labels 0, 1, 0, 1 unless others are given."""
     labels = options.pop("labels", [0, 1, 0, 1])
-    return Bad(words, 3, said, {"t.parquet": lambda path: make_parquet(path, labels, **options)})
+    make = {"t.parquet": lambda path: make_parquet(path, labels, **options)}
+    return Bad(words, code, named, make)
 
 
-def raw(said: str, content: Content, words: str = TABLE) -> Bad:
-    return Bad(words, 3, said, {"t.parquet": content})
+def raw(content: Content, *, named: str = "t.parquet", code: str = "data.damaged") -> Bad:
+    return Bad(TABLE, code, named, {"t.parquet": content})
 
 
 def columns(**named: Any) -> Callable[[Path], None]:
@@ -62,19 +65,19 @@ def flipped(place: float) -> Callable[[Path], None]:
     return change
 
 
-def told(text: bytes) -> Callable[[Path], None]:
+def described(text: bytes) -> Callable[[Path], None]:
     """A table whose metadata for `datasets` is this."""
 
     def write(path: Path) -> None:
-        made = pq.read_table(make_parquet(path, [0, 1, 0, 1]))
-        pq.write_table(made.replace_schema_metadata({"huggingface": text}), path)
+        table = pq.read_table(make_parquet(path, [0, 1, 0, 1]))
+        pq.write_table(table.replace_schema_metadata({"huggingface": text}), path)
 
     return write
 
 
-def training(source: str, code: int, said: str, files: dict[str, Content], *words: str) -> Bad:
+def training(source: str, code: str, named: str, files: dict[str, Content], *words: str) -> Bad:
     recipe = RECIPE.replace("SOURCE", source)
-    return Bad([*TRAIN.split(), *words], code, said, {**files, "r.yaml": recipe}, leaves="run")
+    return Bad([*TRAIN.split(), *words], code, named, {**files, "r.yaml": recipe}, leaves="run")
 
 
 def link(target: str) -> Callable[[Path], None]:
@@ -84,79 +87,93 @@ def link(target: str) -> Callable[[Path], None]:
 FEW = {"d/a/1.png": png(1), "d/a/2.png": png(2), "d/b/2.png": png(3)}
 ONE, TWO = "train/a/1.png", "train/b/1.png"
 SOURCES = {
-    "no prefix": Bad("data info somewhere", 3, "expected hub:owner/name"),
-    "an empty name": Bad(["data", "info", ""], 3, "cannot read ''"),
-    "a prefix alone": Bad("data info folder:", 3, "is missing"),
-    "an unknown prefix": Bad("data info foldr:x", 3, "did you mean 'folder'"),
-    "an address": Bad("data info https://example.org/d.zip", 3, "cannot read"),
-    "a path without a prefix": Bad("data info d", 3, "did you mean 'folder:d'", {"d": Path.mkdir}),
-    "a zero byte": Bad(["data", "info", "folder:a\0b"], 3, "no such folder"),
-    "a zero byte, parquet": Bad(["data", "info", "parquet:a\0b"], 3, "no such path"),
-    "a name too long": Bad(["data", "info", f"folder:{'x' * 5000}"], 3, "too long"),
-    "a name too long, parquet": Bad(["data", "info", f"parquet:{'x' * 5000}"], 3, "too long"),
-    "no embedded set": Bad("data info embedded:digit", 3, "did you mean 'digits'"),
-    "a hub name of one part": Bad("data info hub:cifar10", 3, "expected hub:owner/name"),
-    "a hub name with a space": Bad(["data", "info", "hub:a b/c"], 3, "expected hub:owner/name"),
-    "a hub name of a folder here": Bad("data info hub:a/b", 3, "use parquet:", {"a/b/x": b""}),
+    "no prefix": Bad("data info somewhere", "data.wrong_source", "'somewhere'"),
+    "an empty name": Bad(["data", "info", ""], "data.wrong_source", "''"),
+    "a prefix alone": Bad("data info folder:", "data.wrong_source", "'folder:'"),
+    "an unknown prefix": Bad("data info foldr:x", "data.wrong_source", "'folder'"),
+    "an address": Bad(
+        "data info https://example.org/d.zip", "data.wrong_source", "'https://example.org/d.zip'"
+    ),
+    "a path without a prefix": Bad(
+        "data info d", "data.wrong_source", "'folder:d'", {"d": Path.mkdir}
+    ),
+    "a zero byte": Bad(["data", "info", "folder:a\0b"], "data.wrong_format", "folder:a"),
+    "a zero byte, parquet": Bad(["data", "info", "parquet:a\0b"], "data.empty", "parquet:a"),
+    "a name too long": Bad(
+        ["data", "info", f"folder:{'x' * 5000}"], "data.unreadable", "folder:xxx"
+    ),
+    "a name too long, parquet": Bad(
+        ["data", "info", f"parquet:{'x' * 5000}"], "data.unreadable", "parquet:xxx"
+    ),
+    "no embedded set": Bad("data info embedded:digit", "data.wrong_source", "'digits'"),
+    "a hub name of one part": Bad("data info hub:cifar10", "data.wrong_source", "hub:cifar10"),
+    "a hub name with a space": Bad(["data", "info", "hub:a b/c"], "data.wrong_source", "hub:a b/c"),
+    "a hub name of a folder here": Bad(
+        "data info hub:a/b", "data.ambiguous", "'a/b'", {"a/b/x": b""}
+    ),
 }
 FOLDERS = {
-    "no such folder": Bad("data info folder:date", 3, "did you mean 'data'", {"data": Path.mkdir}),
-    "a file": Bad("data info folder:d", 3, "a file, not a folder", {"d": b""}),
-    "empty": Bad("data info folder:d", 3, "no class folders", {"d": Path.mkdir}),
-    "files without classes": folder("no class folders", "1.png", "2.png"),
-    "one class": folder("only one class", "a/1.png", "a/2.png"),
-    "an empty class": folder("without images", "a/1.png", **{"b": Path.mkdir}),
-    "a class of texts": folder("without images", "a/1.png", **{"b/x.txt": b"x"}),
-    "classes that differ in case": folder("differ only in case", "a/1.png", "A/1.png"),
-    "classes that differ in a space": folder("differ only in case", "a/1.png", "a /1.png"),
-    "a class that is only in test": folder("not in 'train'", ONE, TWO, "test/c/1.png"),
-    "val twice": folder("are both val", ONE, TWO, "val/a/1.png", "valid/b/1.png"),
-    "an empty split": folder("no class folders", ONE, TWO, **{"test": Path.mkdir}),
-    "a split beside classes": folder("stands beside class folders", "test/a/1.png", "b/1.png"),
-    "one class in a split": folder("only one class", ONE, "test/a/1.png"),
-    "a link from class to class": folder(
-        "is another class", "a/1.png", "b/1.png", **{"b/l": link("../a")}
+    "no such folder": Bad(
+        "data info folder:date", "data.not_found", "'data'", {"data": Path.mkdir}
     ),
-    "a link upwards": folder("is another class", "a/1.png", "b/1.png", **{"b/l": link("../../d")}),
+    "a file": Bad("data info folder:d", "data.wrong_format", "folder:d", {"d": b""}),
+    "empty": Bad("data info folder:d", "data.empty", "folder:d", {"d": Path.mkdir}),
+    "files without classes": folder("data.empty", "folder:d", "1.png", "2.png"),
+    "one class": folder("data.one_class", "'a'", "a/1.png", "a/2.png"),
+    "an empty class": folder("data.empty", ": b", "a/1.png", **{"b": Path.mkdir}),
+    "a class of texts": folder("data.empty", ": b", "a/1.png", **{"b/x.txt": b"x"}),
+    "classes that differ in case": folder("data.duplicate_class", "'A'", "a/1.png", "A/1.png"),
+    "classes that differ in a space": folder("data.duplicate_class", "'a'", "a/1.png", "a /1.png"),
+    "a class that is only in test": folder("data.split_mismatch", ": c", ONE, TWO, "test/c/1.png"),
+    "val twice": folder("data.ambiguous", "'valid'", ONE, TWO, "val/a/1.png", "valid/b/1.png"),
+    "an empty split": folder("data.empty", "d/test", ONE, TWO, **{"test": Path.mkdir}),
+    "a split beside classes": folder("data.ambiguous", "'test'", "test/a/1.png", "b/1.png"),
+    "one class in a split": folder("data.one_class", "'a'", ONE, "test/a/1.png"),
+    "a link from class to class": folder(
+        "data.wrong_link", "d/b/l", "a/1.png", "b/1.png", **{"b/l": link("../a")}
+    ),
+    "a link upwards": folder(
+        "data.wrong_link", "d/b/l", "a/1.png", "b/1.png", **{"b/l": link("../../d")}
+    ),
     "columns of a folder": training(
         "folder:d",
-        3,
-        "have no columns",
+        "data.no_column",
+        "data.image_column",
         {"d/a/1.png": png(1), "d/b/1.png": png(2)},
         "data.label_column=label",
     ),
     "only test": training(
         "folder:d",
-        3,
-        "no train split",
+        "data.no_split",
+        "folder:d",
         {"d/test/a/1.png": png(1), "d/test/b/1.png": png(2)},
     ),
     "one image for each class": training(
-        "folder:d", 3, "single image", {"d/a/1.png": png(1), "d/b/1.png": png(2)}
+        "folder:d",
+        "data.too_few_images",
+        "data.val_fraction",
+        {"d/a/1.png": png(1), "d/b/1.png": png(2)},
     ),
     "images that cannot be read": Bad(
         "data scan folder:d",
-        3,
-        "1 of 3 images cannot be read",
+        "data.unreadable",
+        "1 of 3",
         {"d/a/1.png": png(1), "d/b/1.png": png(2), "d/b/2.png": b"no"},
     ),
     "a class of which nothing can be read": training(
         "folder:d",
-        3,
-        "no readable image is left",
+        "data.unreadable",
+        "b/1.png",
         {"d/a/1.png": png(1), "d/a/2.png": png(2), "d/b/1.png": b"no", "d/b/2.png": b"no"},
         "data.unreadable=quarantine",
     ),
     "a pipe for an image": training(
-        "folder:d",
-        3,
-        "a pipe or a device",
-        {**FEW, "d/b/1.png": os.mkfifo},
+        "folder:d", "data.unreadable", "b/1.png", {**FEW, "d/b/1.png": os.mkfifo}
     ),
     "a device for an image": training(
         "folder:d",
-        3,
-        "a pipe or a device",
+        "data.unreadable",
+        "b/1.png",
         {
             "d/a/1.png": png(1),
             "d/a/2.png": png(2),
@@ -166,79 +183,89 @@ FOLDERS = {
     ),
 }
 TABLES = {
-    "no such file": Bad("data info parquet:tt.parquet", 3, "did you mean", {"t.parquet": b""}),
-    "no file of a pattern": Bad(["data", "info", "parquet:*.parquet"], 3, "no parquet file"),
-    "an empty folder": Bad("data info parquet:d", 3, "no parquet file", {"d": Path.mkdir}),
+    "no such file": Bad(
+        "data info parquet:tt.parquet", "data.not_found", "'t.parquet'", {"t.parquet": b""}
+    ),
+    "no file of a pattern": Bad(
+        ["data", "info", "parquet:*.parquet"], "data.empty", "parquet:*.parquet"
+    ),
+    "an empty folder": Bad("data info parquet:d", "data.empty", "parquet:d", {"d": Path.mkdir}),
     "two sets in a folder": Bad(
         "data info parquet:d",
-        3,
-        "several data sets",
+        "data.ambiguous",
+        "parquet:d",
         {f"d/{name}/t.parquet": lambda path: make_parquet(path, [0, 1]) for name in ("one", "two")},
     ),
-    "zero bytes": raw("zero bytes", b""),
-    "text": raw("not a parquet file", b"label,image\n0,a.png\n"),
-    "a web page": raw("a web page", b"<!DOCTYPE html><html></html>"),
-    "a pointer": raw("Git LFS", b"version https://git-lfs.github.com/spec/v1\n"),
-    "a pipe": raw("no such path", os.mkfifo),
-    "a folder called so": raw("no parquet file", Path.mkdir),
-    "cut in the middle": raw("not a parquet file", cut(0.5)),
-    "cut at the end": raw("not a parquet file", cut(0.999)),
-    "no rows": table("has no rows", labels=[], label_type=pa.int64()),
-    "one class": table("only one class", labels=[1, 1]),
-    "no image column": raw("image_column", columns(label=[0, 1], x=["a", "b"])),
-    "no label column": raw("label_column", columns(image=[b"a", b"b"], x=[0, 1])),
-    "images that are words": raw(
-        "encoded images as bytes", columns(image=["a", "b"], label=[0, 1])
+    "zero bytes": raw(b""),
+    "text": raw(b"label,image\n0,a.png\n"),
+    "a web page": raw(b"<!DOCTYPE html><html></html>", code="data.wrong_format"),
+    "a pointer": raw(b"version https://git-lfs.github.com/spec/v1\n", code="data.wrong_format"),
+    "a pipe": raw(os.mkfifo, code="data.empty"),
+    "a folder called so": raw(Path.mkdir, code="data.empty"),
+    "cut in the middle": raw(cut(0.5)),
+    "cut at the end": raw(cut(0.999)),
+    "no rows": table("data.empty", "'train'", labels=[], label_type=pa.int64()),
+    "one class": table("data.one_class", "'1'", labels=[1, 1]),
+    "no image column": raw(
+        columns(label=[0, 1], x=["a", "b"]), named="data.image_column", code="data.no_column"
     ),
-    "labels that are fractions": table("of type double", labels=[0.5, 1.5]),
-    "labels that are missing": table("labels are missing", labels=[0, None, 1]),
-    "labels that are lists": table("of type list", labels=[[0], [1]]),
-    "labels below 0": table("below 0", labels=[0, -1, 1]),
-    "labels beyond their names": table("outside 0 to 1", labels=[0, 1, 2], names=["a", "b"]),
-    "labels that differ in case": table("differ only in case", labels=["cat", "Cat"]),
-    "metadata that is no JSON": raw("metadata", told(b"{")),
-    "metadata that is a list": raw("metadata", told(b"[]")),
-    "metadata of another shape": raw("metadata", told(b'{"info": {"features": [1]}}')),
+    "no label column": raw(
+        columns(image=[b"a", b"b"], x=[0, 1]), named="data.label_column", code="data.no_column"
+    ),
+    "images that are words": raw(
+        columns(image=["a", "b"], label=[0, 1]), named="data.image_column", code="data.wrong_format"
+    ),
+    "labels that are fractions": table("data.wrong_labels", "double", labels=[0.5, 1.5]),
+    "labels that are missing": table("data.no_labels", "row 1", labels=[0, None, 1]),
+    "labels that are lists": table("data.wrong_labels", "list", labels=[[0], [1]]),
+    "labels below 0": table("data.wrong_labels", "-1 in row 1", labels=[0, -1, 1]),
+    "labels beyond their names": table(
+        "data.wrong_labels", "2 in row 2", labels=[0, 1, 2], names=["a", "b"]
+    ),
+    "labels that differ in case": table("data.duplicate_class", "'Cat'", labels=["cat", "Cat"]),
+    "metadata that is no JSON": raw(described(b"{"), named="metadata"),
+    "metadata that is a list": raw(described(b"[]"), named="metadata"),
+    "metadata of another shape": raw(described(b'{"info": {"features": [1]}}'), named="metadata"),
     "names that are numbers": raw(
-        "metadata",
-        told(
+        described(
             json.dumps(
                 {"info": {"features": {"label": {"_type": "ClassLabel", "names": [1, 2]}}}}
             ).encode()
         ),
+        named="'label'",
     ),
     "classes without names or number": raw(
-        "metadata",
-        told(json.dumps({"info": {"features": {"label": {"_type": "ClassLabel"}}}}).encode()),
+        described(json.dumps({"info": {"features": {"label": {"_type": "ClassLabel"}}}}).encode()),
+        named="'label'",
     ),
     "a column that is not there": training(
         "parquet:t.parquet",
-        3,
-        "did you mean 'label'",
+        "data.no_column",
+        "'label'",
         {"t.parquet": lambda path: make_parquet(path, [0, 1] * 4)},
         "data.label_column=labl",
     ),
     "a label column of images": training(
         "parquet:t.parquet",
-        3,
-        "of type struct",
+        "data.wrong_labels",
+        "struct",
         {"t.parquet": lambda path: make_parquet(path, [0, 1] * 4)},
         "data.label_column=img",
     ),
     "pages that are damaged": training(
-        "parquet:t.parquet", 3, "t.parquet", {"t.parquet": flipped(0.3)}
+        "parquet:t.parquet", "data.unreadable", "t.parquet", {"t.parquet": flipped(0.3)}
     ),
     "a row without an image": training(
         "parquet:t.parquet",
-        3,
-        "no image in this row",
+        "data.unreadable",
+        "t.parquet row 0",
         {"t.parquet": lambda path: make_parquet(path, [0, 1], images=[None, None])},
         "data.val_fraction=0",
     ),
     "a row that names a file of the system": training(
         "parquet:t.parquet",
-        3,
-        "leads outside",
+        "data.unreadable",
+        "/etc/passwd",
         {
             "t.parquet": lambda path: make_parquet(
                 path, [0, 1], images=[{"bytes": None, "path": "/etc/passwd"}] * 2
@@ -248,8 +275,8 @@ TABLES = {
     ),
     "splits of other classes": Bad(
         "data info parquet:d",
-        3,
-        "class names differ",
+        "data.split_mismatch",
+        "'test'",
         {
             "d/train.parquet": lambda path: make_parquet(path, [0, 1], names=["a", "b"]),
             "d/test.parquet": lambda path: make_parquet(path, [0, 1], names=["b", "a"]),
@@ -257,8 +284,8 @@ TABLES = {
     ),
     "splits of other types": Bad(
         "data info parquet:d",
-        3,
-        "integers in one split",
+        "data.split_mismatch",
+        "label column",
         {
             "d/train.parquet": lambda path: make_parquet(path, [0, 1]),
             "d/test.parquet": lambda path: make_parquet(path, ["0", "1"]),
@@ -266,8 +293,8 @@ TABLES = {
     ),
     "a split without the column": Bad(
         "data scan parquet:d",
-        3,
-        "column",
+        "data.no_column",
+        "d/test.parquet",
         {
             "d/train.parquet": lambda path: make_parquet(path, [0, 1]),
             "d/test.parquet": lambda path: make_parquet(path, [0, 1], image="picture"),

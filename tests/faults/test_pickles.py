@@ -32,6 +32,7 @@ import torch
 from hub_samples import CARD, hub, slept
 from hub_server import HubServer
 from PIL import Image
+from recipe_texts import tiny_text
 
 from finetune.cli import main as cli
 from finetune.evaluation.features import read_cached
@@ -46,13 +47,11 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin", "open_clip_model.safetensor
 ADVICE = re.compile(
     r"weights_only|allow_pickle|trust_remote|add_safe_globals|trust the source|trust it", re.I
 )
-RECIPE = """
-model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 16,
-        args: {patch_size: 4, embed_dim: 32, depth: 1, num_heads: 2}}
-data: {source: "embedded:digits", eval: "resize(18) | center_crop", batch_size: 256}
-optim: {lr: 3e-3, steps: 2}
-run: {precision: fp32, threads: 1, save_every: 1}
-"""
+RECIPE = tiny_text(
+    "eval: 'resize(18) | center_crop', batch_size: 256",
+    optim="lr: 3e-3, steps: 2",
+    run="precision: fp32, save_every: 1",
+)
 
 
 class Trap:
@@ -335,7 +334,7 @@ def test_a_cache_of_features(
     folder.mkdir()
     for kind in KINDS:
         content = traps(tried.canary)[kind]
-        path = folder / f"{key}-{hashlib.sha256(content).hexdigest()}.npy"
+        path = folder / f"{key}-{hashlib.sha256(key.encode() + content).hexdigest()}.npy"
         path.write_bytes(content)
         assert read_cached(folder, key, num_images=1) is None, kind
         assert not tried.canary.exists(), kind
@@ -503,7 +502,8 @@ def test_yaml(tag: str, tried: Tried, run: Path, fault: Callable[..., None]) -> 
     Path("bad.yaml").write_text(RECIPE.replace("vit_tiny_patch16_224", value))
     tried("train", "bad.yaml", codes=(2,))
     tried("recipes", "check", "bad.yaml", codes=(2,))
-    tried("train", "embedded:vit_nano", f"model.name={value}", codes=(2,))
+    Path("good.yaml").write_text(RECIPE)
+    tried("train", "good.yaml", f"model.name={value}", codes=(4,))  # a name that is not known
     Path("plan.yaml").write_text(f"title: {value}\n{PLAN}")
     tried("reproduce", "plan.yaml", codes=(2,))
     (run / "recipe.yaml").write_text(RECIPE.replace("vit_tiny_patch16_224", value))

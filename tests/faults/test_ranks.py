@@ -112,7 +112,9 @@ def test_a_rank_hangs(rank: int, tmp_path: Path, fault: Any) -> None:
 
 
 @pytest.mark.faults
-def test_what_all_ranks_meet_is_said_once(image_folder: Path, tmp_path: Path, fault: Any) -> None:
+def test_an_error_of_all_ranks_is_printed_once(
+    image_folder: Path, tmp_path: Path, fault: Any
+) -> None:
     (image_folder / "train" / "red" / "red-0.png").write_bytes(b"no image")
     overrides = [f"data.source=folder:{image_folder}", "data.batch_size=6"]
     with launched(tmp_path, *overrides) as launch:

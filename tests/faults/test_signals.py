@@ -106,7 +106,7 @@ def test_the_launcher_is_killed(kind: str, count: int, tmp_path: Path, fault: An
 
 
 def slowness() -> float:
-    """How much longer than on an idle machine things may take: processes waiting for each core."""
+    """Factor over the time on an idle machine: processes waiting for each core."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 

@@ -19,6 +19,8 @@ from faults_runs import (
     Ended,
     Moments,
     all_verified,
+    check_done,
+    check_refused,
     copied,
     digest,
     in_child,
@@ -28,11 +30,11 @@ from faults_runs import (
     tiny,
     weights,
 )
-from faults_runs import command as ran
 from hypothesis import HealthCheck, given, settings
 
 from finetune.errors import FinetuneError
 from finetune.publish.artifacts import refresh
+from finetune.report.page import report
 from finetune.run.directory import RunDir
 from finetune.run.record import status_kept
 from finetune.training.resume import begin, note_plan
@@ -61,13 +63,6 @@ def within(work: Callable[[], object]) -> Ended:
 
 def resumed(out: Path) -> Ended:
     return within(lambda: train(RECIPE, out, resume=True))
-
-
-def refused(ended: Ended, code: int, *said: str) -> None:
-    assert ended.code == code, ended.said
-    assert "Traceback" not in ended.said
-    for text in (*said, "; "):
-        assert text in ended.said
 
 
 def make(path: Path, kind: str) -> None:
@@ -110,17 +105,12 @@ def test_in_the_place_of_a_file(
     out = copied(started, tmp_path / "run")
     make(out / name, kind)
     before = {} if kind == "endless" else digest(out)
-    refused(resumed(out), 4, str(out / name))
+    check_refused(resumed(out), "checkpoint.damaged", out / name)
     assert kind == "endless" or digest(out) == before
-    reported = within(lambda: ran_or_raise("report", out))
-    refused(reported, 2 if name == "run.json" and kind != "endless" else 4, str(out))
+    reported = within(lambda: report([out]))
+    no_run = name == "run.json" and kind != "endless"
+    check_refused(reported, "recipe.not_a_run" if no_run else "checkpoint.damaged", out)
     fault("a pipe, a folder or a file without end in the place of a run's file", PIPES)
-
-
-def ran_or_raise(*words: str | Path) -> None:
-    ended = ran(*words)
-    os.write(2, ended.said.encode())
-    raise SystemExit(ended.code)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "deep", "endless", "device"])
@@ -129,9 +119,7 @@ def test_in_the_place_of_a_manifest(
 ) -> None:
     out = copied(stopped, tmp_path / "run")
     make(RunDir(out).folder(6) / "manifest.json", kind)
-    ended = resumed(out)
-    assert ended.code == 0, ended.said
-    assert "checkpoint of step 6 is damaged and is passed over" in ended.said
+    check_done(resumed(out), "checkpoint of step 6")
     assert weights(out) == weights(whole)
     assert losses(out) == losses(whole)
     assert leftovers(out) == []
@@ -143,7 +131,7 @@ def test_in_the_place_of_the_lock(stopped: Path, tmp_path: Path, fault) -> None:
         out = copied(stopped, tmp_path / kind)
         make(out / ".lock", kind)
         before = digest(out)
-        refused(resumed(out), 5, str(out / ".lock"))
+        check_refused(resumed(out), "setup.not_a_run", out / ".lock")
         assert digest(out) == before
     fault("a pipe, a folder or a file without end in the place of a run's file", PIPES)
 
@@ -153,9 +141,7 @@ def test_a_file_with_the_name_of_a_checkpoint(
 ) -> None:
     out = copied(stopped, tmp_path / "run")
     (out / "checkpoints" / "step-00000009").write_text("")
-    ended = resumed(out)
-    assert ended.code == 0, ended.said
-    assert "checkpoint of step 9 is damaged" in ended.said
+    check_done(resumed(out), "checkpoint of step 9")
     assert weights(out) == weights(whole)
     assert leftovers(out) == []
     fault("a pipe, a folder or a file without end in the place of a run's file", PIPES)
@@ -174,8 +160,7 @@ def test_a_neighbour_is_in_nobodys_way(kind: str, whole: Path, tmp_path: Path, f
     else:
         make(other / "run.json", kind)
         make(other / "results.json", kind)
-    ended = within(lambda: refresh(RunDir(out)))
-    assert ended.code == 0, ended.said
+    check_done(within(lambda: refresh(RunDir(out))))
     assert "seeds (" not in (out / "model" / "README.md").read_text()
     fault("a damaged run beside one that ends", "it is left out of the card, and nobody waits")
 
@@ -197,7 +182,7 @@ def test_links_in_a_run(name: str, whole: Path, tmp_path: Path, fault) -> None:
     if elsewhere.is_dir():
         (elsewhere / ".bashrc").write_text("export PATH")
     before, kept = digest(tmp_path), sorted(elsewhere.glob("**/*"))
-    refused(resumed(out), 5, str(out / name), "choose another --out")
+    check_refused(resumed(out), "setup.not_a_run", out / name, "--out")
     assert digest(tmp_path) == before
     assert sorted(elsewhere.glob("**/*")) == kept
     fault("links in a run directory that lead elsewhere", LINKS)
@@ -210,8 +195,7 @@ def test_a_left_over_that_is_a_link(stopped: Path, whole: Path, tmp_path: Path, 
     (elsewhere / "thesis.tex").write_text("mine")
     for name in (".run.json.1.tmp", ".model.1.tmp", ".model.old.1.tmp", "checkpoints/.doomed-9"):
         (out / name).symlink_to(elsewhere)
-    ended = resumed(out)
-    assert ended.code == 0, ended.said
+    check_done(resumed(out))
     assert weights(out) == weights(whole)
     assert leftovers(out) == []
     assert (elsewhere / "thesis.tex").read_text() == "mine"
@@ -241,7 +225,7 @@ def test_a_folder_that_is_no_run(files: list[str], resume: bool, tmp_path: Path,
         (out / name).write_text('{"status": "done"}')
     before, there = digest(out), sorted(out.rglob("*"))
     ended = within(lambda: train(RECIPE, out, resume=resume))
-    refused(ended, 5, str(out), "other things in it", "choose another --out")
+    check_refused(ended, "setup.not_a_run", out, "--out")
     assert (digest(out), sorted(out.rglob("*"))) == (before, there)
     fault("--out is a folder of something else", OTHERS)
 
@@ -260,9 +244,7 @@ def started(run: RunDir, setup: TrainingSetup) -> int | None:
     return start
 
 
-def test_whatever_a_killed_start_leaves_is_taken_for_a_run(
-    setup: TrainingSetup, tmp_path: Path, fault
-) -> None:
+def test_a_killed_start_can_be_begun_again(setup: TrainingSetup, tmp_path: Path, fault) -> None:
     killed = 0
     for moment in range(1, 100):
         out = tmp_path / str(moment)
@@ -303,7 +285,7 @@ def test_a_record_of_other_values(
     record = json.loads((out / "run.json").read_text())
     (out / "run.json").write_text(json.dumps({**record, **changes}))
     before = digest(out)
-    refused(resumed(out), 4, str(out / "run.json"))
+    check_refused(resumed(out), "checkpoint.damaged", out / "run.json")
     assert digest(out) == before
     fault("run.json, manifest.json, state.json of any values", VALUES)
 
@@ -323,7 +305,7 @@ DEEP = st.sampled_from([60, 300, 900, 980]).map(lambda depth: json.loads("[" * d
 
 
 def paths(tree: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where in an object of JSON something stands."""
+    """The place of every value in an object of JSON."""
     if not isinstance(tree, (dict, list)):
         return [above]
     keys = tree if isinstance(tree, dict) else range(len(tree))

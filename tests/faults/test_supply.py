@@ -58,7 +58,7 @@ def surveyed() -> list[Path]:
 
 
 def problems(text: str, *, python: bool) -> list[str]:
-    """What of the above a text holds."""
+    """The ones of the above that a text holds."""
     found = [match[0] for pattern in BANNED for match in re.finditer(pattern, text)]
     if not python:
         return found

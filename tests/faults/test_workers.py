@@ -13,28 +13,21 @@ from typing import Any
 
 import pytest
 from faults_launch import command_of, launched, own_tracebacks, parent_of, processes
+from recipe_texts import tiny_text
 
 from finetune.cli.main import main
 from finetune.data.source import Split
 
 FAULT = "a data worker is killed, crashes or hangs"
 PROMISE = "the run ends with 5 (3 where an image crashes the decoder) and names worker and image"
-TEXT = """
-model:
-  name: vit_tiny_patch16_224
-  args: {{patch_size: 4, embed_dim: 16, depth: 1, num_heads: 2}}
-  pretrained: false
-  image_size: 8
-data:
-  source: folder:{folder}
-  train: resize
-  eval: resize
-  batch_size: 6
-  keep: none
-  workers: 2
-optim: {{name: adamw, lr: 1e-3, steps: 100000, warmup_steps: 0}}
-run: {{precision: fp32, threads: 1, log_every: 1, eval_every: 100000, timeout_seconds: 6}}
-"""
+TEXT = tiny_text(
+    "train: resize, eval: resize, batch_size: 6, keep: none, workers: 2",
+    source="folder:FOLDER",
+    optim="name: adamw, lr: 1e-3, steps: 100000, warmup_steps: 0",
+    run="precision: fp32, log_every: 1, eval_every: 100000, timeout_seconds: 6",
+    size=8,
+    width=16,
+)
 
 
 def children_of(parent: int) -> list[int]:
@@ -44,7 +37,7 @@ def children_of(parent: int) -> list[int]:
 def ended(folder: Path, out: Path, prepare: Callable[[], None]) -> tuple[int, str, list[int]]:
     """Train in a fork of this process. Returns: its exit code, what it said, who is left."""
     recipe = out.parent / "recipe.yaml"
-    recipe.write_text(TEXT.format(folder=folder))
+    recipe.write_text(TEXT.replace("FOLDER", str(folder)))
     log = out.parent / "log"
     child = os.fork()
     if child == 0:
@@ -145,7 +138,7 @@ def test_workers_do_not_outlive_their_rank(
 
 @pytest.mark.faults
 def test_a_worker_of_another_rank_is_killed(image_folder: Path, tmp_path: Path, fault: Any) -> None:
-    recipe = TEXT.format(folder=image_folder)
+    recipe = TEXT.replace("FOLDER", str(image_folder))
     with launched(tmp_path, recipe=recipe) as launch:
         launch.wait_for_steps()
         ranks = launch.ranks()

@@ -212,7 +212,7 @@ def test_features_once_or_passes(
     first = trained(tmp_path / "features", *head, wish)
     cached = trained(tmp_path / "cached", *head, wish)
     with monkeypatch.context() as patch:
-        patch.setattr(frozen, "_why_images", lambda *_: "a test wants them")
+        patch.setattr(frozen, "_reason_for_images", lambda *_: "a test wants them")
         passes = trained(tmp_path / "passes", *head, wish)
     bound = 1e-4 if precision == "fp32" else 3e-2
     difference = apart(first["losses"], passes["losses"])

@@ -131,7 +131,7 @@ def test_counts_are_those_of_the_cpu(figure: Any) -> None:
 
 
 def test_batches_come_in_order_one_ahead(figure: Any) -> None:
-    from finetune.data.device_copy import uploaded
+    from finetune.data.device_copy import copy_ahead
 
     def batch(number: int) -> list[np.ndarray]:
         generator = np.random.default_rng(number)
@@ -151,7 +151,7 @@ def test_batches_come_in_order_one_ahead(figure: Any) -> None:
             yield images
 
     compared = 0
-    for number, found in enumerate(uploaded(batches(), DEVICE)):
+    for number, found in enumerate(copy_ahead(batches(), DEVICE)):
         assert asked == list(range(min(number + 2, 6)))
         for mine, other in zip(found, batch(number), strict=True):
             assert mine.device.type == DEVICE.type

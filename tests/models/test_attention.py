@@ -1,4 +1,4 @@
-"""Attention weights and their rollout, against a computation written out by hand."""
+"""models/attention.py, against computations written out by hand."""
 
 # B batch, N tokens
 
@@ -13,12 +13,22 @@ import timm
 import torch
 import torch.nn.functional as F
 from networks import NETWORKS, TINY, built, images, logits
+from refusals import refused
 from torch import Tensor, nn
 
 from finetune.models import attention
-from finetune.models.attention import attention_maps, attention_rollout
+from finetune.models.architectures.position_embeddings import position_table
+from finetune.models.attention import (
+    attention_distances,
+    attention_maps,
+    attention_rollout,
+    even_distance,
+    patch_filters,
+    position_similarity,
+)
 
 SIZE = 32
+WIDE = (32, 48)
 
 
 def network(name: str = "vit_tiny_patch16_224", **args: Any) -> Any:
@@ -35,7 +45,7 @@ def network(name: str = "vit_tiny_patch16_224", **args: Any) -> Any:
 def maps_by_hand(model: Any, images_BCHW: Tensor) -> list[np.ndarray]:
     """Queries times keys, through softmax, from each block's own weights."""
     x = model.norm_pre(model._pos_embed(model.patch_embed(images_BCHW)))
-    found = []
+    maps = []
     for block in model.blocks:
         batch, tokens, width = x.shape
         heads = block.attn.num_heads
@@ -46,21 +56,21 @@ def maps_by_hand(model: Any, images_BCHW: Tensor) -> list[np.ndarray]:
                 query, key = (qkv[image, :, part, head].double().numpy() for part in (0, 1))
                 scores = np.exp(query @ key.T / np.sqrt(width // heads))
                 weights[image, head] = scores / scores.sum(axis=1, keepdims=True)
-        found.append(weights)
+        maps.append(weights)
         x = block(x)
-    return found
+    return maps
 
 
-def rollout_by_hand(maps: list[np.ndarray], rows: slice, prefix: int) -> np.ndarray:
-    """(B, patches), one image and one block after the other."""
-    answers = []
+def products_by_hand(maps: list[np.ndarray]) -> np.ndarray:
+    """(B, N, N): the product of the blocks, one image and one block after the other."""
+    products = []
     for image in range(len(maps[0])):
         product = np.eye(maps[0].shape[-1])
         for weights in maps:
             mixed = weights[image].mean(axis=0) + np.eye(len(product))
             product = (mixed / mixed.sum(axis=1, keepdims=True)) @ product
-        answers.append(product[rows].mean(axis=0)[prefix:])
-    return np.stack(answers)
+        products.append(product)
+    return np.stack(products)
 
 
 KINDS: dict[str, tuple[Any, slice, int, tuple[int, int]]] = {
@@ -89,20 +99,21 @@ def test_it_is_what_a_hand_computes(kind: str) -> None:
     size = args.get("img_size", (SIZE, SIZE))
     batch = images(size, count=3)
     expected_maps = maps_by_hand(model, batch)
-    found = attention_maps(model, batch)
-    assert len(found) == len(expected_maps) == 2
-    for weights, expected in zip(found, expected_maps, strict=True):
+    maps = attention_maps(model, batch)
+    assert len(maps) == len(expected_maps) == 2
+    for weights, expected in zip(maps, expected_maps, strict=True):
         # float32 against float64
         np.testing.assert_allclose(weights.numpy(), expected, atol=1e-5)
     rollout = attention_rollout(model, batch)
     assert rollout is not None
     assert rollout.shape == (3, *grid)
-    by_hand = rollout_by_hand(expected_maps, rows, prefix)
+    assert not rollout.requires_grad
+    by_hand = products_by_hand(expected_maps)[:, rows].mean(axis=1)[:, prefix:]
     assert by_hand.std() > 1e-3  # not merely the same everywhere
     np.testing.assert_allclose(rollout.flatten(1).numpy(), by_hand, atol=1e-5)
 
 
-def test_a_patch_that_alone_is_attended_to_is_where_it_looked() -> None:
+def test_the_only_patch_that_is_attended_to_has_the_largest_share() -> None:
     model = network(depth=1, num_heads=1, class_token=True)
     with torch.no_grad():
         model.pos_embed.zero_()
@@ -173,13 +184,8 @@ def test_pooling_by_attention_reads_through_its_own_weights() -> None:
         weights = (query @ key.transpose(-2, -1) * pool.scale).softmax(-1).mean(1)[:, 0].numpy()
     assert weights.shape == (2, 16)  # without the class token
     assert rollout is not None
-    for image in range(2):
-        product = np.eye(17)
-        for layer in maps:
-            mixed = layer[image].mean(axis=0) + np.eye(17)
-            product = (mixed / mixed.sum(axis=1, keepdims=True)) @ product
-        expected = (np.concatenate([[0.0], weights[image]]) @ product)[1:]
-        np.testing.assert_allclose(rollout[image].flatten().numpy(), expected, atol=1e-5)
+    by_hand = np.pad(weights, ((0, 0), (1, 0)))[:, None] @ products_by_hand(maps)
+    np.testing.assert_allclose(rollout.flatten(1).numpy(), by_hand[:, 0, 1:], atol=1e-5)
 
 
 def test_an_image_of_another_size_has_its_own_grid() -> None:
@@ -223,15 +229,103 @@ def test_threads_do_not_see_each_other() -> None:
         assert torch.equal(one, other)
 
 
-def test_nothing_is_kept_for_gradients() -> None:
-    rollout = attention_rollout(network(), images(SIZE))
-    assert rollout is not None
-    assert not rollout.requires_grad
-
-
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_weights_are_those_of_fused_attention(scale: float | None) -> None:
     query, key, value = torch.randn(3, 2, 4, 7, 8)
     read = F.scaled_dot_product_attention(query, key, value, scale=scale)
     weights = attention._weights(query, key, value, scale=scale)
     torch.testing.assert_close(weights @ value, read)
+
+
+# --- filters, position embeddings and distances -------------------------------------------------
+
+
+def test_filters_are_the_directions_that_vary_most() -> None:
+    model = network(img_size=WIDE)
+    one, other = torch.randn(2, 3, 8, 8)
+    other -= one * (one * other).sum() / one.square().sum()  # at right angles
+    weights = torch.randn(32, 1, 1, 1) * 5 * one / one.norm()
+    weights += torch.randn(32, 1, 1, 1) * other / other.norm() + 3.0  # the mean says nothing
+    model.patch_embed.proj.weight.data.copy_(weights)
+    filters = patch_filters(model, components=2)
+    assert filters.shape == (2, 8, 8, 3)
+    for image, direction in zip(filters, (one, other), strict=True):
+        flat = (image - 0.5).transpose(2, 0, 1).ravel()
+        cosine = flat @ direction.numpy().ravel() / np.linalg.norm(flat) / direction.norm().item()
+        assert abs(cosine) > 0.98
+        assert image.max() == 1.0  # the largest value is made positive
+        assert image.min() >= 0.0
+
+
+def test_filters_of_other_first_layers() -> None:
+    assert patch_filters(network(img_size=WIDE)).shape == (28, 8, 8, 3)
+    assert patch_filters(built("resnet").model).shape[-1] == 3
+    linear = torch.nn.Module()
+    linear.patch_embed = torch.nn.Linear(3 * 4 * 4, 40)
+    assert patch_filters(linear).shape == (28, 4, 4, 3)
+    with refused("weights.unsupported", "Linear"):
+        patch_filters(torch.nn.Linear(4, 4))
+
+
+def test_similarity_is_the_cosine_without_the_class_token() -> None:
+    model = network(img_size=WIDE)
+    actual = position_similarity(model)
+    assert actual.shape == (4, 6, 4, 6)
+    table = model.pos_embed.detach().double()[0, 1:].numpy()
+    one, other = table[1 * 6 + 2], table[3 * 6 + 5]
+    expected = one @ other / np.linalg.norm(one) / np.linalg.norm(other)
+    assert actual[1, 2, 3, 5] == pytest.approx(expected)
+    np.testing.assert_allclose(np.einsum("ijij->ij", actual), 1.0)
+
+
+@pytest.mark.parametrize("where", ["stem", "every_layer", "every_layer_shared"])
+@pytest.mark.parametrize("kind", ["learned_1d", "learned_2d"])
+def test_similarity_wherever_our_own_networks_have_their_positions(kind: str, where: str) -> None:
+    small = {"embed_dim": 16, "depth": 2, "num_heads": 2, "position": kind, "where": where}
+    model = timm.create_model("vit_scratch_large_patch8_32", **small)
+    actual = position_similarity(model)
+    assert actual.shape == (4, 4, 4, 4)
+    holder = model.blocks[0] if where == "every_layer" else model
+    table = position_table(holder.pos_embed).detach().double()[0, 1:].numpy()
+    expected = table[5] @ table[11] / np.linalg.norm(table[5]) / np.linalg.norm(table[11])
+    assert actual[1, 1, 2, 3] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("key", ["resnet", "swin", "convnext"])
+def test_networks_without_positions_or_attention_are_refused(key: str) -> None:
+    model = built(key).model.eval()
+    with refused("weights.unsupported", type(model).__name__):
+        position_similarity(model)
+    with refused("weights.unsupported", type(model).__name__):
+        attention_distances(model, images(32 if key == "swin" else 64))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_even_attention_has_the_mean_distance(fused: bool) -> None:
+    """With queries of zero every patch attends to all alike."""
+    model = network(img_size=WIDE)
+    for block in model.blocks:
+        block.attn.fused_attn = fused
+        block.attn.qkv.weight.data[:32] = 0
+        block.attn.qkv.bias.data[:32] = 0
+    rows, columns = np.divmod(np.arange(24), 6)
+    distances_NN = np.hypot(8 * (rows[:, None] - rows), 8 * (columns[:, None] - columns))
+    actual = attention_distances(model, images(WIDE, count=3))
+    assert actual.shape == (2, 2)
+    np.testing.assert_allclose(actual, distances_NN.mean(), rtol=1e-5)
+    assert even_distance(model, images(WIDE)) == pytest.approx(distances_NN.mean())
+
+
+def test_a_head_that_attends_to_the_next_patch() -> None:
+    """Its distance is the patch; the class token's share does not count."""
+    model = network(img_size=(8, 16), depth=1, num_heads=1)
+    with torch.no_grad():
+        for parameter in (*model.patch_embed.parameters(), model.pos_embed, model.cls_token):
+            parameter.zero_()
+        model.pos_embed[0, 1, 0] = model.pos_embed[0, 2, 1] = 8.0
+        model.blocks[0].attn.qkv.weight.zero_()
+        model.blocks[0].attn.qkv.bias.zero_()
+        for asks, answers in ((0, 1), (1, 0)):
+            model.blocks[0].attn.qkv.weight[asks, asks] = 10.0
+            model.blocks[0].attn.qkv.weight[32 + asks, answers] = 10.0
+    assert attention_distances(model, images((8, 16), count=1))[0, 0] == pytest.approx(8, abs=1e-3)

@@ -1,4 +1,4 @@
-"""models/build.py: image sizes, dropout by the names of the field, and ViT-B/16 at full size."""
+"""models/build.py: dropout, provenance, refused values, and ViT-B/16 at full size."""
 
 from __future__ import annotations
 
@@ -9,18 +9,10 @@ from typing import Any
 import pytest
 import timm
 import torch
-from networks import (
-    TINY,
-    built,
-    images,
-    logits,
-    save,
-    saved,
-    shuffle,
-)
+from networks import NETWORKS, TINY, built, images, logits, save, saved, shuffle
+from refusals import refused
 from torch import nn
 
-from finetune.errors import RecipeError, WeightsError
 from finetune.models.build import build
 from finetune.models.weights.resize_posemb import resize_grid
 from finetune.models.weights.timm_config import CONTROL_ARGS
@@ -30,19 +22,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Using a non-tuple sequence"),
     pytest.mark.filterwarnings("ignore:.*searchsorted"),
 ]
-
-
-class TestImageSize:
-    @pytest.mark.parametrize(
-        "size, near", [(225, "224 or 240"), ((224, 250), "240 or 256"), (9, "use 16")]
-    )
-    def test_sizes_that_the_patch_does_not_divide(self, size: Any, near: str) -> None:
-        with pytest.raises(RecipeError, match=near):
-            build("test_vit", pretrained=False, num_classes=5, image_size=size)
-
-    def test_sizes_that_a_network_refuses(self) -> None:
-        with pytest.raises(RecipeError, match="image_size"):
-            build("test_resnet", pretrained=False, num_classes=5, args={"img_size": 64})
 
 
 class TestRegularisation:
@@ -80,51 +59,18 @@ class TestRegularisation:
         assert made.provenance["dropout"] == {"drop_rate": 0.1}
         assert any(isinstance(m, nn.Dropout) and m.p == 0.1 for m in made.model.modules())
 
-    def test_networks_without_attention(self) -> None:
-        with pytest.raises(RecipeError, match=r"model\.attention_dropout: test_resnet"):
-            built("resnet", attention_dropout=0.1)
-
-    def test_unknown_arguments(self) -> None:
-        with pytest.raises(RecipeError, match=r"model\.args\.embed_dims.*'embed_dim'"):
-            built("vit", args={"embed_dims": 32})
-
-    def test_arguments_that_do_not_go_together(self) -> None:
-        with pytest.raises(RecipeError, match=r"model\.args: timm refused .*divisible") as caught:
-            built("vit", args={**TINY, "num_heads": 5})
-        assert "px" not in str(caught.value)
-        assert "\n" not in str(caught.value)
-        with pytest.raises(RecipeError, match=r"model\.args: timm refused .*nope"):
-            built("vit", args={**TINY, "act_layer": "nope"})
-
-    @pytest.mark.parametrize("key", CONTROL_ARGS)
-    def test_arguments_that_steer_timm(self, key: str) -> None:
-        with pytest.raises(RecipeError, match=rf"model\.args\.{key}: is no argument of a network"):
-            built("vit", args={**TINY, key: 10})
-
-    def test_where_they_belong(self) -> None:
-        with pytest.raises(RecipeError) as caught:
-            built("vit", args={"pretrained": False, "num_classes": 3, "foo:1": None})
-        lines = str(caught.value).splitlines()
-        assert "model.pretrained" in lines[0]
-        assert "from the data" in lines[1]
-        assert lines[2] == "model.args.foo:1: has no value; write a space after the colon"
-        with pytest.raises(RecipeError, match=r"model\.args\.img_size"):
-            built("vit", args={"img_size": "large"})
-
-    def test_gradient_checkpointing_changes_no_gradient(self) -> None:
-        gradients = []
+    @pytest.mark.parametrize("key", ["vit", "shiftvit"])
+    def test_gradient_checkpointing_changes_no_gradient(self, key: str) -> None:
+        gradients, x = [], images(NETWORKS[key][2])
         for checkpointing in (False, True):
             torch.manual_seed(0)
-            made = built("vit", head_init="default", grad_checkpointing=checkpointing)
-            assert made.model.grad_checkpointing is checkpointing
-            made.model(torch.ones(1, 3, 32, 32)).sum().backward()
-            gradients.append(made.model.patch_embed.proj.weight.grad)
-        assert gradients[0].any()
-        assert torch.equal(*gradients)
-
-    def test_unknown_resizing(self) -> None:
-        with pytest.raises(RecipeError, match=r"model\.posemb"):
-            built("vit", posemb="bicubic")
+            made = built(key, head_init="default", grad_checkpointing=checkpointing)
+            flags = [getattr(m, "grad_checkpointing", None) for m in made.model.modules()]
+            assert {flag for flag in flags if flag is not None} == {checkpointing}
+            made.model.train()(x).square().sum().backward()
+            gradients.append({n: p.grad for n, p in made.model.named_parameters()})
+        assert all(gradient.any() for gradient in gradients[0].values())
+        assert all(torch.equal(gradients[1][n], g) for n, g in gradients[0].items())
 
     def test_provenance(self, tmp_path: Path) -> None:
         folder = saved(tmp_path, "vit")
@@ -136,7 +82,56 @@ class TestRegularisation:
         assert made.provenance["parameters"] == count
 
 
-class TestConfig:
+class TestRefusals:
+    @pytest.mark.parametrize(
+        "size, pixels, near",
+        [(225, 225, "224 or 240"), ((224, 250), 250, "240 or 256"), (9, 9, "16")],
+    )
+    def test_sizes_that_the_patch_does_not_divide(self, size: Any, pixels: int, near: str) -> None:
+        with refused("recipe.wrong_size", "model.image_size", f"{pixels} px", near):
+            build("test_vit", pretrained=False, num_classes=5, image_size=size)
+
+    @pytest.mark.parametrize(
+        "key, settings, code, named",
+        [
+            ("resnet", {"args": {"img_size": 64}}, "unknown_key", ["model.image_size"]),
+            ("resnet", {"attention_dropout": 0.1}, "unsupported", ["model.attention_dropout"]),
+            ("vit", {"posemb": "bicubic"}, "unknown_name", ["model.posemb", "'bicubic'", "timm"]),
+            ("vit", {"args": {"img_size": "large"}}, "wrong_value", ["model.args.img_size"]),
+            (
+                "vit",
+                {"args": {"embed_dims": 32}},
+                "unknown_key",
+                ["model.args.embed_dims", "'embed_dim'"],
+            ),
+            ("vit", {"args": {**TINY, "act_layer": "nope"}}, "wrong_value", ["model.args", "nope"]),
+        ],
+    )
+    def test_values_of_the_recipe(
+        self, key: str, settings: dict[str, Any], code: str, named: list[str]
+    ) -> None:
+        with refused(f"recipe.{code}", *named):
+            built(key, **settings)
+
+    def test_arguments_that_do_not_go_together(self) -> None:
+        with refused("recipe.wrong_value", "model.args", "num_heads") as caught:
+            built("vit", args={**TINY, "num_heads": 5})
+        assert "px" not in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+    @pytest.mark.parametrize("key", CONTROL_ARGS)
+    def test_arguments_that_steer_timm(self, key: str) -> None:
+        with refused("recipe.unknown_key", f"model.args.{key}: "):
+            built("vit", args={**TINY, key: 10})
+
+    def test_the_place_of_other_arguments(self) -> None:
+        with refused("recipe.unknown_key") as caught:
+            built("vit", args={"pretrained": False, "num_classes": 3, "foo:1": None})
+        lines = str(caught.value).splitlines()
+        assert "model.pretrained" in lines[0]
+        assert "from the data" in lines[1]
+        assert "model.args.foo:1: " in lines[2]
+
     @pytest.mark.parametrize("argument", [{"global_pool": "nope"}, {"no_such": 1}, {"depth": "x"}])
     def test_values_that_timm_refuses_are_the_folders(
         self, argument: dict[str, Any], tmp_path: Path
@@ -147,12 +142,12 @@ class TestConfig:
         config["model_args"] |= argument
         path.write_text(json.dumps(config))
         for num_classes in (None, 3):
-            with pytest.raises(WeightsError, match=r"config\.json: timm cannot build") as caught:
+            with refused("weights.wrong_config", folder, "config.json") as caught:
                 build(folder, num_classes=num_classes, image_size=48)
             assert "image_size" not in str(caught.value)
 
     def test_the_recipes_arguments_on_a_good_folder(self, tmp_path: Path) -> None:
-        with pytest.raises(RecipeError, match=r"model\.args: timm refused \{'num_heads': 7\}"):
+        with refused("recipe.wrong_value", "model.args", "{'num_heads': 7}"):
             build(saved(tmp_path, "vit"), num_classes=3, args={"num_heads": 7})
 
     def test_names_for_another_number_of_classes(self, tmp_path: Path) -> None:
@@ -161,7 +156,7 @@ class TestConfig:
         config = json.loads(path.read_text())
         names = [*config["label_names"], "fox"]
         path.write_text(json.dumps({**config, "num_classes": 6, "label_names": names}))
-        with pytest.raises(WeightsError, match="6 names, but the head has 5 classes"):
+        with refused("weights.wrong_config", "label_names", "6 names", "5 classes"):
             build(folder)
 
 

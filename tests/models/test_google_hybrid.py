@@ -1,4 +1,4 @@
-"""google_hybrid.py: Google's hybrid gives the features that their JAX code gives."""
+"""models/architectures/google_hybrid.py against Google's JAX code."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import timm
 import torch
 from networks import images, logits, save, shuffle
+from refusals import refused
 from torch import Tensor
 
-from finetune.errors import WeightsError
 from finetune.models.architectures.google_hybrid import convert_backbone
 from finetune.models.build import build
 from finetune.models.weights.read import read_tensors
@@ -43,12 +43,12 @@ def test_parity_with_jax(checkpoint: str, oracle: dict[str, np.ndarray]) -> None
     model = build(checkpoint).model.eval()
     x = torch.from_numpy(oracle["images"]).permute(0, 3, 1, 2)
     backbone = model.patch_embed.backbone
-    found = {"conv_root": backbone.stem.conv(x)}
+    maps = {"conv_root": backbone.stem.conv(x)}
     features = backbone.stem(x)
     for number, stage in enumerate(backbone.stages, start=1):
-        features = found[f"block{number}"] = stage(features)
-    assert list(found) == ["conv_root", "block1", "block2"]
-    for name, ours in found.items():
+        features = maps[f"block{number}"] = stage(features)
+    assert list(maps) == ["conv_root", "block1", "block2"]
+    for name, ours in maps.items():
         theirs = oracle[f"hybrid/inter/{name}"].transpose(0, 3, 1, 2)
         # of feature maps that nothing has normalised: by their size
         assert distance(ours, theirs) < FEATURES * np.abs(theirs).max(), name
@@ -98,7 +98,7 @@ def test_the_same_position_and_head_code(checkpoint: str, size: int, tmp_path: P
 
 
 def test_a_representation_layer_is_refused(checkpoint: str) -> None:
-    with pytest.raises(WeightsError, match="hybrid"):
+    with refused("weights.unsupported", checkpoint, "model.args.pre_logits"):
         build(checkpoint, args={"pre_logits": True})
 
 

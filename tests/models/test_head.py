@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -10,21 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from networks import (
-    NAMES,
-    NETWORKS,
-    TINY,
-    built,
-    images,
-    logits,
-    saved,
-)
-from safetensors.torch import load_file
+from networks import NAMES, NETWORKS, TINY, built, images, logits, saved
+from refusals import refused
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from finetune.errors import RecipeError
-from finetune.models.build import Built, build, set_train_mode
-from finetune.models.head import classifier_names
+from finetune.models.build import build
+from finetune.models.head import classifier_names, set_train_mode
+from finetune.models.saved import Built
+from finetune.models.weights.resolve import resolve
 
 
 class TestHead:
@@ -64,7 +59,7 @@ class TestHead:
         assert made.model.get_submodule("head").weight.any()
 
     def test_a_head_without_a_last_layer(self) -> None:
-        with pytest.raises(RecipeError, match="head_init"):
+        with refused("recipe.unsupported", "model.head_init", "test_vit"):
             build("test_vit", num_classes=0, pretrained=False)
 
     def test_own_classes_keep_their_head(self, tmp_path: Path) -> None:
@@ -79,12 +74,82 @@ class TestHead:
         assert new.class_names is None
 
 
+class TestKeptClasses:
+    """Weights whose config.json names classes of the data; NAMES are ant to elk."""
+
+    @pytest.mark.parametrize("key", NETWORKS)
+    def test_the_same_names_in_another_order(self, key: str, tmp_path: Path) -> None:
+        folder, size = saved(tmp_path, key), NETWORKS[key][2]
+        x = images(size)
+        before = logits(build(folder).model, x)
+        names = NAMES[::-1]
+        again = build(folder, num_classes=5, class_names=names, head_init=None)
+        assert again.provenance["kept_classes"] == 5
+        torch.testing.assert_close(logits(again.model, x), before.flip(1))
+        assert len(set(before[0].tolist())) == 5  # the columns can be told apart
+
+    @pytest.mark.parametrize("key", ["vit", "distilled", "conv_classifier", "byobnet"])
+    def test_more_and_other_classes(
+        self, key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        folder, x = saved(tmp_path, key), images(NETWORKS[key][2])
+        before = logits(build(folder).model, x)
+        names = ["fox", "cat", "gnu", "ant", "hen", "ibis", "jay", "kiwi"]
+        made = build(folder, num_classes=8, class_names=names, head_init="keep")
+        after = logits(made.model, x)
+        torch.testing.assert_close(after[:, [1, 3]], before[:, [2, 0]])
+        assert not after[:, [0, 2, 4, 5, 6, 7]].any()
+        assert made.provenance["kept_classes"] == 2
+        (notice,) = (record.getMessage() for record in caplog.records)
+        assert "2 of the 8" in notice
+        assert "fox, gnu, hen, ibis, jay, …" in notice
+
+    @pytest.mark.parametrize("head_init", ["zeros", "default"])
+    def test_a_new_head_is_had_for_the_asking(self, head_init: str, tmp_path: Path) -> None:
+        folder = saved(tmp_path, "vit")
+        before = build(folder).model.get_submodule("head").weight
+        made = build(folder, num_classes=5, class_names=NAMES, head_init=head_init)
+        head = made.model.get_submodule("head").weight
+        assert bool(head.any()) == (head_init == "default")
+        assert not torch.equal(head, before)
+        assert "kept_classes" not in made.provenance
+
+    def test_weights_of_other_classes_start_from_zero(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        folder, names = saved(tmp_path, "vit"), ["fox", "gnu"]
+        made = build(folder, num_classes=2, class_names=names, head_init=None)
+        assert not made.model.get_submodule("head").weight.any()
+        assert "kept_classes" not in made.provenance
+        assert not caplog.records
+        with refused("recipe.conflict", "model.head_init", folder):
+            build(folder, num_classes=2, class_names=names, head_init="keep")
+
+    def test_names_of_a_registry_are_no_classes_of_ours(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        folder = saved(tmp_path, "vit")
+        weights = resolve(folder)  # as timm's ImageNet classifiers, which bring no config.json
+        registered = dataclasses.replace(weights, from_config=False)
+        monkeypatch.setattr("finetune.models.build.resolve", lambda *_, **__: registered)
+        made = build(folder, num_classes=5, class_names=NAMES, head_init=None)
+        assert not made.model.get_submodule("head").weight.any()
+
+    def test_weights_with_names_and_without_a_head(self, tmp_path: Path) -> None:
+        folder = saved(tmp_path, "vit")
+        state = load_file(f"{folder}/model.safetensors")
+        del state["head.weight"], state["head.bias"]
+        save_file(state, f"{folder}/model.safetensors")
+        made = build(folder, num_classes=5, class_names=NAMES, head_init=None)
+        assert not made.model.get_submodule("head").weight.any()
+
+
 def frozen(made: Built) -> set[str]:
     return {name for name, p in made.model.named_parameters() if not p.requires_grad}
 
 
 def all_frozen(module: nn.Module) -> bool:
-    """Whether a module computes with frozen parameters of its own."""
+    """True if a module computes with frozen parameters of its own."""
     own = list(module.parameters(recurse=False))
     return bool(own) and not any(p.requires_grad for p in own)
 
@@ -168,9 +233,9 @@ class TestFreezing:
         assert "features.transition2.conv.weight" not in frozen(made)
 
     def test_wrong_values(self) -> None:
-        with pytest.raises(RecipeError, match="3 of 2 blocks"):
+        with refused("recipe.wrong_value", "model.freeze: 3 of 2 blocks"):
             built("vit", freeze=3)
-        with pytest.raises(RecipeError, match="did you mean 'backbone'"):
+        with refused("recipe.unknown_name", "model.freeze", "'backbone'"):
             built("vit", freeze="backbon")
 
     def test_frozen_statistics_stay(self) -> None:

@@ -1,4 +1,4 @@
-"""A network that takes features: the same logits, from the classifier alone, or a plain no."""
+"""models/features.py: the same logits from features, by the classifier alone, or the reason."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from typing import Any
 import pytest
 import torch
 from networks import NETWORKS, SMALL, built, images, shuffle
+from refusals import refused
 from torch import nn
 
-from finetune.errors import WeightsError
 from finetune.models.build import build
 from finetune.models.features import accept_features, last_layers, pre_logits
 from finetune.models.head import classifier_names, set_train_mode
 
-TWO_HEADS = ("distilled",)
-NOT_LINEAR = ("conv_classifier",)
-LINEAR = [key for key in NETWORKS if key not in (*TWO_HEADS, *NOT_LINEAR)]
+ONE_HEAD = [key for key in NETWORKS if key != "distilled"]
+LINEAR = [key for key in ONE_HEAD if key != "conv_classifier"]
 
 
 class TestPreLogits:
-    @pytest.mark.parametrize("key", [key for key in NETWORKS if key not in ("distilled",)])
+    @pytest.mark.parametrize("key", ONE_HEAD)
     @torch.no_grad()
     def test_they_are_what_the_classifier_sees(self, key: str) -> None:
         made = built(key, num_classes=5)
@@ -32,10 +31,10 @@ class TestPreLogits:
         head.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].flatten(1)))
         pixels = images(NETWORKS[key][2])
         model(pixels)
-        found = pre_logits(model, pixels)
+        features = pre_logits(model, pixels)
         assert len(seen) == 1, "pre-logits do not run the classifier"
-        assert found.shape == (2, model.head_hidden_size)
-        torch.testing.assert_close(found, seen[0], rtol=0, atol=0)
+        assert features.shape == (2, model.head_hidden_size)
+        assert torch.equal(features, seen[0])
 
     @torch.no_grad()
     def test_a_network_with_two_heads_gives_the_mean_of_what_they_see(self) -> None:
@@ -56,17 +55,17 @@ class TestPreLogits:
         )
         model, pixels = made.model.eval(), images(32)
         layer = model.fc_norm
-        found = pre_logits(model, pixels)
-        assert found.shape == (2, 24)
+        features = pre_logits(model, pixels)
+        assert features.shape == (2, 24)
         tokens = model.forward_features(pixels)
-        torch.testing.assert_close(found, torch.tanh(layer.fc(tokens[:, 0])))
-        torch.testing.assert_close(model.head(found), model(pixels))
+        torch.testing.assert_close(features, torch.tanh(layer.fc(tokens[:, 0])))
+        torch.testing.assert_close(model.head(features), model(pixels))
 
     def test_a_network_without_them_is_refused(self) -> None:
-        with pytest.raises(WeightsError, match="Linear: has no forward_features"):
+        with refused("weights.unsupported", "Linear", "forward_features"):
             pre_logits(nn.Linear(2, 2), images(8))
         without_pool = built("vit", args={**NETWORKS["vit"][1], "global_pool": ""}).model
-        with pytest.raises(WeightsError, match=r"its pre-logits are \(2, 17, 32\)"):
+        with refused("weights.unsupported", "(2, 17, 32)", "global_pool"):
             pre_logits(without_pool, images(32))
 
 
@@ -126,9 +125,9 @@ class TestAcceptFeatures:
     )
     def test_what_varies_is_refused(self, key: str, settings: dict[str, Any], reason: str) -> None:
         model = built(key, **{"freeze": "backbone", **settings}).model
-        found = accepted(model, NETWORKS[key][2])
-        assert found is not None
-        assert re.search(reason, found), found
+        answer = accepted(model, NETWORKS[key][2])
+        assert answer is not None
+        assert re.search(reason, answer), answer
         assert "forward" not in vars(model), "nothing is changed"
 
     def test_dropout_does_not_matter_where_nothing_is_trained(self) -> None:

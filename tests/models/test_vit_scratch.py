@@ -1,4 +1,4 @@
-"""vit_scratch.py: the review's ViT, against a computation by hand, and in the toolkit."""
+"""models/architectures/vit_scratch.py against a computation by hand; built, saved and trained."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import timm
 import torch
-from networks import images, logits, save, shuffle
+from networks import gelu, images, layer_norm, linear, logits, save, shuffle
+from refusals import refused
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import finetune
-from finetune.errors import RecipeError, WeightsError
 from finetune.models.architectures.position_embeddings import KINDS, PLACES
 from finetune.models.attention import attention_maps
 from finetune.models.build import build
@@ -77,21 +77,6 @@ class TestNumbers:
 # --- by hand, in numpy and float64 ---------------------------------------------------------------
 
 
-def layer_norm(x: np.ndarray, weights: dict[str, np.ndarray], name: str) -> np.ndarray:
-    centred = x - x.mean(-1, keepdims=True)
-    scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
-    return scaled * weights[f"{name}.weight"] + weights[f"{name}.bias"]
-
-
-def linear(x: np.ndarray, weights: dict[str, np.ndarray], name: str) -> np.ndarray:
-    matrix = weights[f"{name}.weight"]
-    return x @ matrix.reshape(len(matrix), -1).T + weights[f"{name}.bias"]
-
-
-def gelu(x: np.ndarray) -> np.ndarray:
-    return x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
-
-
 def softmax(x: np.ndarray) -> np.ndarray:
     powers = np.exp(x - x.max(-1, keepdims=True))
     return powers / powers.sum(-1, keepdims=True)
@@ -111,7 +96,7 @@ def patches(image: np.ndarray, patch: int = 8) -> np.ndarray:
 
 
 def added(w: dict[str, np.ndarray], prefix: str, kind: str, grid: tuple[int, int]) -> np.ndarray:
-    """What a kind adds to the tokens: (1 + h*w, D)."""
+    """The table that a kind adds to the tokens: (1 + h*w, D)."""
     count, width = 1 + grid[0] * grid[1], TINY["embed_dim"]
     table = np.zeros((count, width))
     if kind == "sinusoidal":
@@ -280,15 +265,14 @@ class TestDropout:
         rates = {n: m.p for n, m in made.model.named_modules() if isinstance(m, nn.Dropout) and m.p}
         layers = {f"blocks.{number}.attn.attn_drop": 0.2 for number in (0, 1)}
         assert rates == {"head.drop": 0.1, **layers}
-        with pytest.raises(RecipeError, match="drop_path"):
+        with refused("recipe.unsupported", "model.drop_path"):
             build(NAME, pretrained=False, drop_path=0.1, args=TINY)
 
 
-class TestToolkit:
+class TestBuilt:
     def made(self, **kwargs: Any) -> Any:
-        position = kwargs.pop("args", {})
-        given = {"num_classes": 5, "pretrained": False, "args": {**TINY, **position}, **kwargs}
-        return build(NAME, **given)
+        kwargs = {"num_classes": 5, "pretrained": False, **kwargs}
+        return build(NAME, **{**kwargs, "args": {**TINY, **kwargs.get("args", {})}})
 
     def test_zero_head_gives_ln_k_and_learns(self) -> None:
         model, labels = self.made().model, torch.tensor([0, 4])
@@ -306,8 +290,8 @@ class TestToolkit:
         head = {"head.fc.weight", "head.fc.bias", "head.norm.weight", "head.norm.bias"}
         assert trainable(freeze="backbone") == head
         for place in PLACES:
-            left = trainable(freeze=1, args={"position": "learned_2d", "where": place})
-            starts = {".".join(name.split(".")[:2]) for name in left}
+            names = trainable(freeze=1, args={"position": "learned_2d", "where": place})
+            starts = {".".join(name.split(".")[:2]) for name in names}
             assert starts == {"blocks.1", "norm.weight", "norm.bias", "head.fc", "head.norm"}
 
     @pytest.mark.parametrize("kind, where", STUDY)
@@ -351,7 +335,7 @@ class TestToolkit:
         made = self.made(args={"position": kind, "where": where})
         folder = save(tmp_path / "net", made)
         if kind == "relative":
-            with pytest.raises(WeightsError, match=r"pos_embed\.offsets \(33, 8\) for \(73, 8\)"):
+            with refused("weights.wrong_shape", "pos_embed.offsets (33, 8) for (73, 8)"):
                 build(folder, num_classes=3, image_size=48)
             return
         moved = build(folder, num_classes=3, image_size=48)
@@ -393,7 +377,7 @@ class TestToolkit:
         x = images(32, 5)
         torch.testing.assert_close(program.module()(x), model(x))
 
-    def test_its_attention_can_be_looked_at(self) -> None:
+    def test_its_attention_maps(self) -> None:
         for kind in ("sinusoidal", "relative"):
             model = self.made(args={"position": kind}).model.eval()
             maps = attention_maps(model, images(32))
@@ -401,16 +385,16 @@ class TestToolkit:
             torch.testing.assert_close(maps[0].sum(-1), torch.ones(2, 3, 17))
 
     @pytest.mark.parametrize(
-        "args, said",
+        "args, code, named",
         [
-            ({"position": "learned"}, "position: unknown 'learned'"),
-            ({"num_heads": 5}, "num_heads: 5 does not divide embed_dim, 24"),
-            ({"global_pool": "avg"}, "no argument 'global_pool'"),
-            ({"position": "relative", "where": "stem"}, "use every_layer"),
+            ({"position": "learned"}, "wrong_value", "position: unknown 'learned'"),
+            ({"num_heads": 5}, "wrong_value", "num_heads: 5 does not divide embed_dim, 24"),
+            ({"global_pool": "avg"}, "unknown_key", "'global_pool'"),
+            ({"position": "relative", "where": "stem"}, "wrong_value", "every_layer"),
         ],
     )
-    def test_what_it_refuses(self, args: dict[str, Any], said: str) -> None:
-        with pytest.raises(RecipeError, match=said):
+    def test_what_it_refuses(self, args: dict[str, Any], code: str, named: str) -> None:
+        with refused(f"recipe.{code}", named):
             self.made(args=args)
 
     def test_a_class_pooling_only(self) -> None:
@@ -418,7 +402,7 @@ class TestToolkit:
         model.reset_classifier(4, "token")
         assert model.head.fc.weight.dtype == torch.float64
         assert model.head.fc.out_features == model.num_classes == 4
-        with pytest.raises(RecipeError, match="reads 'token'"):
+        with refused("recipe.wrong_value", "global_pool", "'token'"):
             model.reset_classifier(4, "avg")
 
     @pytest.mark.usefixtures("no_pictures")

@@ -1,4 +1,4 @@
-"""What `finetune recipes` says about keys, files and the schema."""
+"""`finetune recipes`: keys, files and the schema."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
-from finetune.errors import RecipeError
 from finetune.recipe.help import help_table, help_text, json_schema, list_folder
 
 
@@ -32,7 +32,7 @@ class TestHelpAndSchema:
         "topic,hint", [("lr", "optim.lr"), ("optm", "optim"), ("run.seeds", "run.seed")]
     )
     def test_unknown_topics(self, topic: str, hint: str) -> None:
-        with pytest.raises(RecipeError, match=f"no such section or key; did you mean '{hint}'"):
+        with refused("recipe.unknown_key", topic, f"'{hint}'"):
             help_text(topic)
 
     def test_schema(self) -> None:
@@ -73,5 +73,5 @@ class TestListing:
         (row,) = list_folder(tmp_path)
         assert row["valid"] is False
         assert "recipes check" in row["summary"]
-        with pytest.raises(RecipeError, match="no such folder"):
+        with refused("recipe.not_found", "nowhere", "finetune recipes list FOLDER"):
             list_folder(tmp_path / "nowhere")

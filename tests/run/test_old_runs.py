@@ -59,7 +59,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def same_arithmetic(run: Path) -> bool:
-    """Whether a run was continued by the torch, and on the kind of CPU, that began it."""
+    """True if the torch and the kind of CPU are those that began the run."""
     old, new = read(OLD / "stopped" / "run.json"), read(run / "run.json")
     same = old["versions"]["torch"] == new["versions"]["torch"] and old["device"] == new["device"]
     return same and torch.backends.cpu.get_cpu_capability() == CAPABILITY

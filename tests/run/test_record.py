@@ -8,17 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from recipe_texts import tiny_text
+from refusals import refused
 
-from finetune.errors import CheckpointError, DataError, Interrupted
+from finetune.errors import DataError, Interrupted
 from finetune.recipe.load import Recipe, parse_recipe
 from finetune.run.directory import RunDir
 from finetune.run.record import finished, read_record, status_kept, write_record
 
-RECIPE = """
-model: {name: test_vit}
-data: {source: "embedded:digits"}
-optim: {lr: 1e-3, steps: 4}
-"""
+RECIPE = tiny_text()
 
 
 @contextlib.contextmanager
@@ -47,7 +45,7 @@ def test_of_other_versions_nothing_is_asked_and_nothing_is_lost(tmp_path: Path) 
 @pytest.mark.parametrize("text", ["{", "[]", '{"status": 7}', '{"plan": {"steps": 0}}'])
 def test_a_damaged_record_is_refused_and_left(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"run\.json"):
+    with refused("checkpoint.damaged", "run.json"):
         read_record(RunDir(tmp_path))
     with ended(RunDir(tmp_path), DataError("broken")):
         pass

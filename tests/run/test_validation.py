@@ -1,4 +1,4 @@
-"""What belongs to a run: read without waiting, told from what others put there, removed by name."""
+"""The files of a run: read without waiting, recognised as ours, removed by name."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refused
 
-from finetune.errors import CheckpointError, SetupError
 from finetune.run.validation import (
     checked,
     clear,
@@ -102,11 +102,12 @@ def test_a_line_of_the_log_has_a_step() -> None:
         ("results.json", {"test": 3}, "test"),
         ("results.json", {"test": {"top1": "high"}}, "test"),
         ("results.json", {"claims": [3]}, "claims"),
+        ("results.json", {"warnings": "none"}, "warnings"),
         ("results.json", {"steps": 1.5}, "steps"),
     ],
 )
 def test_another_kind_of_value_is_named(name: str, content: dict[str, Any], key: str) -> None:
-    with pytest.raises(CheckpointError, match=f"{name}: '{key}' is .*; restore it"):
+    with refused("checkpoint.damaged", name, f"'{key}'"):
         checked(Path(name), content)
     assert checked(Path("other.json"), content) == content
 
@@ -172,7 +173,7 @@ def test_any_other_folder_is_refused(name: str, tmp_path: Path) -> None:
     named, lay = OTHERS[name]
     lay(tmp_path / "run")
     before = tree(tmp_path)
-    with pytest.raises(SetupError, match=f"other things in it .'{named}'.*choose another --out"):
+    with refused("setup.not_a_run", tmp_path / "run", f"'{named}'", "--out"):
         refuse_others(tmp_path / "run")
     assert tree(tmp_path) == before
 
@@ -183,10 +184,10 @@ def test_any_other_folder_is_refused(name: str, tmp_path: Path) -> None:
 def test_a_file_of_a_run_is_a_file(name: str, tmp_path: Path) -> None:
     laid(tmp_path, "checkpoints/step-00000002/manifest.json", run_json=RECORD)
     refuse_others(tmp_path)
-    for make, said in ((os.mkdir, "a folder"), (os.mkfifo, "a pipe or a device")):
+    for make, kind in ((os.mkdir, "a folder"), (os.mkfifo, "a pipe or a device")):
         (tmp_path / name).unlink(missing_ok=True)
         make(tmp_path / name)
-        with pytest.raises(CheckpointError, match=f"{name}: is {said}, not a file"):
+        with refused("checkpoint.damaged", tmp_path / name, kind):
             refuse_others(tmp_path)
         os.rmdir(tmp_path / name) if make is os.mkdir else None
 
@@ -199,7 +200,7 @@ def test_a_part_of_a_run_that_is_elsewhere_is_refused(name: str, tmp_path: Path)
     (tmp_path / "link").symlink_to("run")
     refuse_links(tmp_path / "link")
     (tmp_path / "run" / name).symlink_to(elsewhere)
-    with pytest.raises(SetupError, match=f"{name}: is a symbolic link.*choose another --out"):
+    with refused("setup.not_a_run", name, "--out"):
         refuse_links(tmp_path / "link")
 
 
@@ -216,7 +217,7 @@ def test_a_lock_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("lock")
     (tmp_path / "to nothing").symlink_to("none")
     for name in ("folder", "pipe", "link", "to nothing"):
-        with pytest.raises(SetupError, match=f"{name}: is not a file"):
+        with refused("setup.not_a_run", tmp_path / name):
             open_lock(tmp_path / name)
     assert not (tmp_path / "none").exists()
     with pytest.raises(FileNotFoundError):

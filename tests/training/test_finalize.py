@@ -9,23 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 from faults_runs import without_plots
+from recipe_texts import tiny_text
+from refusals import refused
 
+from finetune.data.from_recipe import data_of
 from finetune.data.source import open_source
-from finetune.errors import DataError, SetupError
+from finetune.errors import SetupError
 from finetune.recipe.load import parse_recipe
 from finetune.training.train import train
 
-RECIPE = """
-model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 16,
-        args: {patch_size: 4, embed_dim: 32, depth: 1, num_heads: 2}}
-data: {source: "embedded:digits", eval: "resize(18) | center_crop"}
-optim: {lr: 3e-3, steps: 4}
-run: {precision: fp32}
-"""
+RECIPE = tiny_text("eval: 'resize(18) | center_crop'")
 
 
 @pytest.fixture(autouse=True)
-def without_what_nobody_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     without_plots(monkeypatch)
 
 
@@ -41,6 +38,29 @@ def test_results_hold_calibration_temperature_and_mistakes(tmp_path: Path) -> No
     assert "mistakes" not in results["val"]
     page = (tmp_path / "run" / "report.html").read_text()
     assert f"{100 * results['test']['top1']:.2f}" in page
+
+
+def test_without_a_test_split_the_mistakes_are_those_of_validation(
+    tmp_path: Path, image_folder: Path
+) -> None:
+    """Class folders only, one image of them damaged: the usual case of a user's own photos."""
+    train_folder = image_folder / "train"
+    changes = [f"data.source=folder:{train_folder}", "data.unreadable=quarantine"]
+    changes += ["data.batch_size=4", "data.val_fraction=0.5", "optim.lr=1e-9"]
+    recipe = parse_recipe(RECIPE, overrides=[*changes, "model.head_init=default"])
+    split = data_of(recipe.data, recipe.run.seed).splits["val"]
+    (train_folder / split.name_of(0)).write_bytes(b"no image")
+    results = train(recipe, tmp_path / "run")
+    assert "test" not in results
+    assert results["val"]["examples"] == len(split) - 1
+    assert results["val"]["mistakes"]
+    for one in results["val"]["mistakes"]:
+        assert split.labels[one["index"]] == one["label"] != one["predicted"]
+        assert split.name_of(one["index"]) == one["name"]
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert page.count("data:image/png") == len(results["val"]["mistakes"])
+    unread = train(parse_recipe(RECIPE, overrides=["run.test=false"]), tmp_path / "unread")
+    assert unread["val"]["mistakes"]  # there is a test split, and it is left alone
 
 
 def test_without_validation_there_is_no_temperature(tmp_path: Path) -> None:
@@ -71,7 +91,7 @@ def test_a_test_image_that_cannot_be_read_costs_no_model(
 ) -> None:
     sorted((image_folder / "test").rglob("*.png"))[0].write_bytes(b"no image")
     changes = [f"data.source=folder:{image_folder}", "data.batch_size=4", "data.val_fraction=0"]
-    with pytest.raises(DataError):
+    with refused("data.unreadable"):
         train(parse_recipe(RECIPE, overrides=changes), tmp_path / "run")
     model = tmp_path / "run" / "model"
     assert {"config.json", "model.safetensors", "README.md"} <= set(os.listdir(model))

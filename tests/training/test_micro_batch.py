@@ -139,10 +139,10 @@ class TestFinding:
             tried.append(images)
             return images <= 17
 
-        assert find_micro_batch(trainer, tries=tries) == 16
+        assert find_micro_batch(trainer, succeeds=tries) == 16
         assert tried == [32, 22, 16]
         with pytest.raises(SetupError, match="not even 1 at once"):
-            find_micro_batch(trainer, tries=lambda _: False)
+            find_micro_batch(trainer, succeeds=lambda _: False)
 
     def test_all_ranks_take_the_smallest(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import timm
 import torch
+from refusals import refused
 from torch import nn
 
-from finetune.errors import RecipeError, SetupError
 from finetune.training.optim import SCHEDULES, build_optimizer, lr_at, param_groups, set_lr
 
 
@@ -130,17 +130,20 @@ def test_lr_never_jumps_by_more_than_a_warmup_step() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes, words",
+    "code, changes, named",
     [
-        ({"schedule": "cosin"}, ["optim.schedule", "'cosin'", "'cosine'", *SCHEDULES]),
-        ({"schedule": "step"}, ["optim.step_every"]),
-        ({"warmup_steps": 11}, ["optim.warmup_steps", "11", "10"]),
+        (
+            "recipe.wrong_value",
+            {"schedule": "cosin"},
+            ["optim.schedule", "'cosin'", "'cosine'", *SCHEDULES],
+        ),
+        ("recipe.missing_key", {"schedule": "step"}, ["optim.step_every"]),
+        ("recipe.conflict", {"warmup_steps": 11}, ["optim.warmup_steps", "11", "10"]),
     ],
 )
-def test_lr_refuses(changes: dict, words: list[str]) -> None:
-    with pytest.raises(RecipeError) as error:
+def test_lr_refuses(code: str, changes: dict, named: list[str]) -> None:
+    with refused(code, *named):
         lr_at(0, **{"lr": 1.0, "schedule": "cosine", "steps": 10, **changes})
-    assert all(word in str(error.value) for word in words), error.value
 
 
 def test_importing_optim_does_not_import_torch() -> None:
@@ -217,7 +220,7 @@ def test_frozen_parameters_are_left_out_and_all_frozen_is_an_error() -> None:
         assert {group["lr_scale"] for group in groups.values()} == {1.0}
     model.requires_grad_(False)
     for layer_decay in (None, 0.5):
-        with pytest.raises(RecipeError, match=r"model\.freeze"):
+        with refused("recipe.conflict", "model.freeze"):
             param_groups(model, lr=1.0, weight_decay=0.1, layer_decay=layer_decay)
 
 
@@ -236,7 +239,7 @@ def test_layer_decay_scales_each_block() -> None:
 
 
 def test_unknown_decay_is_an_error() -> None:
-    with pytest.raises(RecipeError, match=r"optim\.decay.*'matrix'"):
+    with refused("recipe.wrong_value", "optim.decay", "'matrix'"):
         param_groups(vit(), lr=1.0, weight_decay=0.1, decay="matrix")
 
 
@@ -290,32 +293,34 @@ def test_optimisers_by_name_lower_a_loss(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes, words",
+    "cause, changes, named",
     [
-        ({"name": "adamww"}, ["optim.name", "'adamww'", "did you mean 'adamw'?"]),
-        ({"name": "adahessian"}, ["optim.name", "'adahessian'", "second derivatives"]),
-        ({"name": "kronw"}, ["optim.name", "'kronw'", "no checkpoint can hold"]),
-        ({"args": {"nestrov": True}}, ["optim.args.nestrov", "'sgd'", "'nesterov'"]),
+        ("unknown_name", {"name": "adamww"}, ["optim.name", "'adamww'", "'adamw'"]),
+        ("wrong_value", {"name": "adahessian"}, ["optim.name", "'adahessian'"]),
+        ("wrong_value", {"name": "kronw"}, ["optim.name", "'kronw'"]),
+        ("unknown_key", {"args": {"nestrov": True}}, ["optim.args.nestrov", "'sgd'", "'nesterov'"]),
         (
+            "unknown_key",
             {"args": {"foo": 1, "lr": 3}},
-            ["optim.args.foo", "optim.args.lr: write optim.lr instead"],
+            ["optim.args.foo", "optim.args.lr", "optim.lr"],
         ),
-        ({"betas": (0.9, 0.99)}, ["optim.betas", "'sgd'"]),
-        ({"momentum": -1.0}, ["optim", "'sgd'", "momentum"]),
-        ({"momentum": 0.0, "args": {"nesterov": True}}, ["'sgd'", "Nesterov"]),
-        ({"name": "adamw", "betas": (0.9, 2.0)}, ["'adamw'", "beta"]),
-        ({"name": "adamw", "args": {"eps": "small"}}, ["'adamw'"]),
+        ("conflict", {"betas": (0.9, 0.99)}, ["optim.betas", "'sgd'"]),
+        ("wrong_value", {"momentum": -1.0}, ["optim", "'sgd'", "momentum"]),
+        ("wrong_value", {"momentum": 0.0, "args": {"nesterov": True}}, ["'sgd'", "Nesterov"]),
+        ("wrong_value", {"name": "adamw", "betas": (0.9, 2.0)}, ["'adamw'", "beta"]),
+        ("wrong_value", {"name": "adamw", "args": {"eps": "small"}}, ["'adamw'"]),
     ],
 )
-def test_wrong_optimiser_arguments_name_the_key(changes: dict, words: list[str]) -> None:
-    with pytest.raises(RecipeError) as error:
+def test_wrong_optimiser_arguments_name_the_key(
+    cause: str, changes: dict, named: list[str]
+) -> None:
+    with refused(f"recipe.{cause}", *named):
         build_optimizer(vit(), **{"name": "sgd", "lr": 0.1, **changes})
-    assert all(word in str(error.value) for word in words), error.value
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="apex may be there with a GPU")
-def test_an_optimiser_that_needs_another_package_says_so() -> None:
-    with pytest.raises(SetupError, match="fusedadam"):
+def test_an_optimiser_that_needs_another_package_is_refused() -> None:
+    with refused("setup.missing_package", "optim.name", "fusedadam"):
         build_optimizer(vit(), name="fusedadam", lr=0.1)
 
 

@@ -14,18 +14,12 @@ from typing import Any
 import pytest
 import timm
 import torch
-from faults_runs import FULL, TINY, killed_before, losses, run_in_child, tiny, weights
+from faults_runs import FULL, TINY, in_child, killed_before, losses, tiny, weights
 from ranks import command, two_ranks
+from refusals import refused
 from safetensors.torch import load_file
 
 from finetune.data.loader import Loader
-from finetune.errors import (
-    DataError,
-    DivergedError,
-    Interrupted,
-    RecipeError,
-    SetupError,
-)
 from finetune.publish.artifacts import PUBLISHED
 from finetune.recipe.load import parse_recipe
 from finetune.run.directory import RunDir
@@ -131,9 +125,9 @@ def test_every_kind_of_run_ends_with_a_model_that_timm_loads(
 
 
 def test_a_tracker_that_is_not_there_is_not_left_out_silently(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match="comet_ml: its package is not installed"):
+    with refused("setup.missing_package", "run.trackers", "comet_ml"):
         train(tiny("run.trackers=[comet_ml]"), tmp_path / "run")
-    with pytest.raises(RecipeError, match="unknown 'nosuch'"):
+    with refused("recipe.unknown_name", "run.trackers", "'nosuch'"):
         train(tiny("run.trackers=[nosuch]"), tmp_path / "run")
 
 
@@ -144,16 +138,16 @@ def test_a_run_that_failed_before_its_first_step_can_be_begun_anew(
     whole = broken.read_bytes()
     broken.write_bytes(b"no image")
     recipe = tiny(f"data.source=folder:{image_folder}", "data.batch_size=6", "optim.steps=3")
-    with pytest.raises(DataError, match=r"red-0\.png"):
+    with refused("data.unreadable", "red-0.png"):
         train(recipe, tmp_path / "run")
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed (3)"
     broken.write_bytes(whole)
     train(recipe, tmp_path / "run")
 
 
-def test_what_does_not_fit_together_shows_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_recipe_that_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     for dry_run in (True, False):
-        with pytest.raises(RecipeError, match="adamw"):
+        with refused("recipe.unknown_name", "'adamww'", "'adamw'"):
             train(tiny("optim.name=adamww"), tmp_path / "run", dry_run=dry_run)
     assert not (tmp_path / "run").exists()
 
@@ -186,12 +180,15 @@ def test_a_signal_to_the_group_leaves_workers_alone(tmp_path: Path, monkeypatch)
 
     def work() -> None:
         os.setpgid(0, 0)
-        # As few file descriptors as a batch has images.
-        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+        # Fewer file descriptors than a batch has images, beside those that earlier tests left open.
+        limit = len(os.listdir("/proc/self/fd")) + 90
+        assert limit < 256
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
         monkeypatch.setattr(TrainerState, "step", interrupted_step)
-        train(tiny("data.keep=none", "data.batch_size=128"), tmp_path / "run")
+        train(tiny("data.keep=none", "data.batch_size=256"), tmp_path / "run")
 
-    assert run_in_child(work) == 128 + signal.SIGTERM
+    ended = in_child(work)
+    assert ended.code == 128 + signal.SIGTERM, ended.said
     assert RunDir(tmp_path / "run").steps() == [3]
 
 
@@ -205,7 +202,7 @@ def test_a_signal_saves_and_resume_ends_the_same(plain, tmp_path: Path, monkeypa
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(TrainerState, "step", interrupted_step)
-    with pytest.raises(Interrupted, match="stopped at step 5 of 12") as caught:
+    with refused("interrupted", out, "step 5 of 12", "--resume") as caught:
         train(tiny(*FULL), out)
     assert caught.value.exit_code == 143
     assert json.loads((out / "run.json").read_text())["status"] == "stopped (143)"
@@ -215,9 +212,9 @@ def test_a_signal_saves_and_resume_ends_the_same(plain, tmp_path: Path, monkeypa
 
 
 def test_resume_refuses_another_recipe_and_shows_the_difference(plain) -> None:
-    with pytest.raises(RecipeError, match=r"optim\.lr: the run has 0\.003, now 0\.002"):
+    with refused("recipe.not_this_run", "optim.lr", "0.003", "0.002"):
         train(tiny(*FULL, "optim.lr=2e-3"), plain[0], resume=True)
-    with pytest.raises(SetupError, match=r"holds a run already \(done\)"):
+    with refused("setup.run_exists", plain[0], "done", "--resume"):
         train(tiny(*FULL), plain[0])
 
 
@@ -233,7 +230,7 @@ def test_another_image_is_noticed(image_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     killed_before(4, recipe, out)
     next((image_folder / "train" / "red").iterdir()).unlink()
-    with pytest.raises(DataError, match="is not what the run"):
+    with refused("data.changed", image_folder, out):
         train(recipe, out, resume=True)
 
 
@@ -272,7 +269,7 @@ def test_gradients_that_are_not_finite_are_skipped_and_then_end_the_run(
     assert results["skipped_steps"] == 2
     assert math.isfinite(results["test"]["loss"])
     monkeypatch.setattr(Loader, "train", poisoned(set(range(6, 12))))
-    with pytest.raises(DivergedError, match=r"in 3 steps in a row, up to step 9.*is of step 4"):
+    with refused("diverged.gradients", "3 steps", "step 9", "step 4", "optim.lr"):
         train(tiny("run.max_skipped=3"), tmp_path / "many")
     best = load_file(RunDir(tmp_path / "many").folder(4) / "model.safetensors")
     assert all(torch.isfinite(tensor).all() for tensor in best.values())
@@ -302,14 +299,14 @@ def test_a_broken_test_image_costs_only_the_test_figures(
     broken = image_folder / "test" / "red" / "red-0.png"
     broken.write_bytes(b"no image")
     overrides = [f"data.source=folder:{image_folder}", "data.batch_size=6", "optim.steps=3"]
-    with pytest.raises(DataError, match=r"red-0\.png"):
+    with refused("data.unreadable", "red-0.png"):
         train(tiny(*overrides), out)
     assert timm.create_model(f"local-dir:{out / 'model'}", pretrained=True).num_classes == 3
     trained = weights(out)
     results = train(tiny(*overrides, "data.unreadable=quarantine"), out, resume=True)
     assert results["test"]["examples"] == 11
     shutil.rmtree(out)
-    with pytest.raises(DataError):
+    with refused("data.unreadable", "red-0.png"):
         train(tiny(*overrides), out)
     broken.unlink()
     assert train(tiny(*overrides), out, resume=True)["test"]["examples"] == 11
@@ -318,7 +315,7 @@ def test_a_broken_test_image_costs_only_the_test_figures(
 
 def test_a_pipeline_that_misses_the_size_shows_before_training(tmp_path: Path) -> None:
     for key in ("train", "eval"):
-        with pytest.raises(RecipeError, match=rf"data\.{key}: .*"):
+        with refused("recipe.wrong_size", f"data.{key}", "8x8", "16x16"):
             train(tiny(f"data.{key}=resize((8, 8))"), tmp_path / "run", dry_run=True)
 
 
@@ -330,9 +327,7 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_wrong_number_of_processes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        SetupError, match=r"2 processes were asked for and 1 started; run: .*launch"
-    ):
+    with refused("setup.wrong_processes", "2 processes", "accelerate launch"):
         train(tiny("run.num_processes=2"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -1,4 +1,4 @@
-"""Google's hybrids of ResNet and ViT, known to timm, and their checkpoints' convolutions."""
+"""Google's hybrids of ResNet and ViT, registered with timm, and their checkpoints' convolutions."""
 
 # C channels, D width, h w kernel in pixels
 
@@ -36,7 +36,7 @@ _UNIT = re.compile(r"block(\d+)/unit(\d+)/(conv|gn)(\d|_proj)/(kernel|scale|bias
 
 
 class _StandardisedConv(StdConv2dSame):
-    """Weights less their mean, over their standard deviation plus 1e-5; timm adds to its square."""
+    """Weights minus mean, over standard deviation plus 1e-5; timm adds to the variance."""
 
     def forward(self, x: Tensor) -> Tensor:
         mean = self.weight.mean(dim=(1, 2, 3), keepdim=True)
@@ -92,12 +92,12 @@ def vit_hybrid(
 
 
 def is_hybrid(flat: Mapping[str, Tensor]) -> bool:
-    """Whether a checkpoint of Google's begins with a ResNet."""
+    """True if a checkpoint of Google's begins with a ResNet."""
     return "conv_root/kernel" in flat
 
 
 def convert_backbone(flat: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any], int]:
-    """The ResNet of a checkpoint in timm's layout; its sizes are read off the tensors.
+    """Convert the ResNet of a checkpoint to timm's layout; its sizes are read off the tensors.
 
     Args:
         flat: the checkpoint's tensors without the prefix of an optimiser.

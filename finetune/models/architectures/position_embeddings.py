@@ -1,4 +1,4 @@
-"""Where a token is: the kinds of position embeddings that are compared, and the places they go.
+"""Position embeddings of the study: their kinds, and the places where they are added.
 
 Added to the tokens: a learned vector for each position ("learned_1d"), for each row and column of
 the grid ("learned_2d"), or a fixed table of sines and cosines ("sinusoidal"). Added to the
@@ -34,7 +34,7 @@ _STD = 0.02  # of learned positions at the start, as the ViT paper's code has it
 
 
 def check(kind: str, where: str | None) -> str:
-    """Where this kind goes.
+    """Check a kind and its place.
 
     Args:
         kind: one of KINDS.
@@ -44,21 +44,23 @@ def check(kind: str, where: str | None) -> str:
     Raises: RecipeError for an unknown name, or a place that the kind cannot have.
     """
     if kind not in KINDS:
-        raise RecipeError(f"position: unknown '{kind}'{nearest(kind, KINDS) or '.'} {_one(KINDS)}")
+        raise _unknown("position", kind, KINDS)
     if where is None:
         return "every_layer" if kind == "relative" else "stem"
     if where not in PLACES:
-        raise RecipeError(f"where: unknown '{where}'{nearest(where, PLACES) or '.'} {_one(PLACES)}")
+        raise _unknown("where", where, PLACES)
     if (kind, where) == ("relative", "stem"):
         raise RecipeError(
             "where: relative positions are part of the attention, which the stem has not; use "
-            "every_layer or every_layer_shared"
+            "every_layer or every_layer_shared",
+            code="recipe.conflict",
         )
     return where
 
 
-def _one(names: tuple[str, ...]) -> str:
-    return f"Use one of: {', '.join(names)}"
+def _unknown(key: str, value: str, choices: tuple[str, ...]) -> RecipeError:
+    hint = f"{nearest(value, choices) or '.'} Use one of: {', '.join(choices)}"
+    return RecipeError(f"{key}: unknown '{value}'{hint}", code="recipe.unknown_name")
 
 
 def sinusoidal_table(num_positions: int, width: int) -> Tensor:
@@ -94,7 +96,9 @@ class Learned2D(nn.Module):
     def __init__(self, grid: tuple[int, int], width: int) -> None:
         super().__init__()
         if width % 2:
-            raise RecipeError(f"embed_dim: {width} is odd; learned_2d needs two halves")
+            raise RecipeError(
+                f"embed_dim: {width} is odd; learned_2d needs two halves", code="recipe.conflict"
+            )
         self.rows = nn.Parameter(torch.randn(grid[0], width // 2) * _STD)
         self.columns = nn.Parameter(torch.randn(grid[1], width // 2) * _STD)
         self.class_position = nn.Parameter(torch.randn(1, width) * _STD)
@@ -133,7 +137,7 @@ class Relative(nn.Module):
         self.register_buffer("index", index_NN, persistent=False)
 
     def forward(self, query_BGNC: Tensor) -> Tensor:
-        """What is added to the attention scores: (B, G, N, N)."""
+        """Terms that are added to the attention scores: (B, G, N, N)."""
         by_distance = (query_BGNC * query_BGNC.shape[-1] ** -0.5) @ self.offsets.T
         index = self.index.expand(*query_BGNC.shape[:2], -1, -1)
         return by_distance.gather(-1, index)
@@ -167,11 +171,11 @@ def attach(
 
 
 def position_table(position: Tensor | nn.Module | None) -> Tensor | None:
-    """What is added to the tokens.
+    """The table that is added to the tokens.
 
     Args:
-        position: the `pos_embed` that `attach` gave.
-    Returns: (1, N, D), or None where nothing is.
+        position: the `pos_embed` that `attach` set.
+    Returns: (1, N, D), or None where nothing is added.
     """
     if isinstance(position, Learned2D):
         table: Tensor = position()
@@ -186,8 +190,8 @@ def resize(name: str, tensor: Tensor, grid: tuple[int, int]) -> Tensor:
         name: of the tensor in a state dict.
         tensor: a square grid's.
         grid: target (h, w) in patches.
-    Returns: the positions of that grid. What has no meaning at another size comes back as it is,
-        for the loader to refuse: vectors of distances that are counted along rows of patches.
+    Returns: the positions of that grid. Vectors of distances, which are counted along rows of
+        patches and mean nothing at another size, come back unchanged, for the loader to refuse.
     """
     leaf = name.rsplit(".", 1)[-1]
     if leaf == "pos_embed":

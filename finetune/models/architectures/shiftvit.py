@@ -1,7 +1,7 @@
-"""ShiftViT: a vision transformer with shifted channels in the place of attention, known to timm.
+"""ShiftViT: a vision transformer with shifted channels for attention, registered with timm.
 
-`shift` says whose: the paper moves a twelfth of the channels by one pixel in each direction; the
-code of the widely read tutorial on it ("document") clears an edge of twelve channels in each
+`shift` picks a version: "paper" moves a twelfth of the channels by one pixel in each direction;
+"document", the code of the widely read tutorial on it, clears an edge of twelve channels in each
 direction and moves nothing. Both take the shortcut after the shift and have no norm before the
 pooling.
 """
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from timm.layers import ClassifierHead, DropPath, Mlp, PatchEmbed
+from timm.layers import ClassifierHead, DropPath, Mlp, PatchEmbed, calculate_drop_path_rates
 from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
@@ -78,7 +78,7 @@ def shift_channels(x_BHWC: Tensor, num_channels: int) -> Tensor:
 
 
 class _Block(nn.Module):
-    """Shift, then a residual MLP whose shortcut is what was shifted."""
+    """Shift, then a residual MLP whose shortcut starts after the shift."""
 
     def __init__(
         self, width: int, *, shift: str, num_div: int, mlp_ratio: float, drop: float, path: float
@@ -98,7 +98,7 @@ class _Block(nn.Module):
 
 
 class _Merge(nn.Module):
-    """Four tokens to one, of twice the width."""
+    """Merge four tokens into one of twice the width."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class _Merge(nn.Module):
 
 
 class _Stage(nn.Module):
-    """Blocks of one width, after the merging that leads to it."""
+    """Merging, then blocks of one width."""
 
     def __init__(self, downsample: nn.Module, blocks: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -126,10 +126,8 @@ class _Stage(nn.Module):
     def forward(self, x_BHWC: Tensor) -> Tensor:
         x_BHWC = self.downsample(x_BHWC)
         if self.grad_checkpointing:
-            x_BHWC = checkpoint_seq(self.blocks, x_BHWC)
-        else:
-            x_BHWC = self.blocks(x_BHWC)
-        return x_BHWC
+            return checkpoint_seq(self.blocks, x_BHWC)
+        return self.blocks(x_BHWC)
 
 
 class ShiftViT(nn.Module):
@@ -178,7 +176,9 @@ class ShiftViT(nn.Module):
         self.patch_embed = PatchEmbed(
             None, patch_size, in_chans, embed_dim, output_fmt="NHWC", strict_img_size=False
         )
-        rates = _drop_path_rates(drop_path_rate, depths, within_stages=shift == "document")
+        rates: Any = [calculate_drop_path_rates(drop_path_rate, depth) for depth in depths]
+        if shift == "paper":  # over the whole depth, not from 0 in each stage
+            rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
         stages, self.feature_info = [], []
         settings: dict[str, Any] = {"shift": shift, "num_div": num_div, "mlp_ratio": mlp_ratio}
         for number, paths in enumerate(rates):
@@ -194,7 +194,7 @@ class ShiftViT(nn.Module):
         self.apply(_initialise)
 
     def forward_features(self, images_BCHW: Tensor) -> Tensor:
-        """Give the tokens of the last stage, (B, H, W, C)."""
+        """Compute the tokens of the last stage, (B, H, W, C)."""
         out: Tensor = self.stages(self.patch_embed(images_BCHW))
         return out
 
@@ -204,16 +204,16 @@ class ShiftViT(nn.Module):
         return out
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        """Give logits, (B, K)."""
+        """Compute logits, (B, K)."""
         return self.forward_head(self.forward_features(images_BCHW))
 
     def get_classifier(self) -> nn.Module:
-        """Give the layer that makes the logits."""
+        """Return the layer that computes the logits."""
         classifier: nn.Module = self.head.fc
         return classifier
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Put a new classifier in the place of the present one.
+        """Replace the classifier by a new one.
 
         Args:
             num_classes: K; 0 for none.
@@ -225,7 +225,7 @@ class ShiftViT(nn.Module):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """Name parameters that are never decayed: none."""
+        """Names of parameters without weight decay: none."""
         return set()
 
     @torch.jit.ignore
@@ -236,7 +236,7 @@ class ShiftViT(nn.Module):
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Say which parameters form the stem and which block; merging goes with what follows it."""
+        """timm's grouping into stem and blocks; merging belongs to the block after it."""
         fine = [
             (r"^stages\.(\d+)\.downsample", (0,)),
             (r"^stages\.(\d+)\.blocks\.(\d+)", None),
@@ -247,29 +247,22 @@ class ShiftViT(nn.Module):
 def _check(shift: str, width: int, num_div: int) -> None:
     if shift not in SHIFTS:
         raise RecipeError(
-            f"shift: unknown '{shift}'{nearest(shift, SHIFTS)} Choose from {', '.join(SHIFTS)}."
+            f"shift: unknown '{shift}'{nearest(shift, SHIFTS)} Choose from {', '.join(SHIFTS)}.",
+            code="recipe.unknown_name",
         )
     if shift == "paper" and not 4 <= num_div <= width:
         raise RecipeError(
             f"num_div: {num_div} groups of {width} channels; the four directions need a group each "
-            f"and a group needs a channel: use a number from 4 to {width}"
+            f"and a group needs a channel: use a number from 4 to {width}",
+            code="recipe.conflict",
         )
     # the document's framework splits into equal groups, and refuses others
     if shift == "document" and (width < 4 * num_div or width % num_div):
         raise RecipeError(
             f"embed_dim: {width} is not four or more groups of num_div={num_div} channels; use a "
-            f"multiple of {num_div} from {4 * num_div} on"
+            f"multiple of {num_div} from {4 * num_div} on",
+            code="recipe.conflict",
         )
-
-
-def _drop_path_rates(
-    rate: float, depths: Sequence[int], *, within_stages: bool
-) -> list[list[float]]:
-    """Probabilities of leaving out each block, growing in equal steps, per stage."""
-    if within_stages:
-        return [torch.linspace(0, rate, depth, device="cpu").tolist() for depth in depths]
-    whole = torch.linspace(0, rate, sum(depths), device="cpu")
-    return [part.tolist() for part in whole.split(list(depths))]
 
 
 def _initialise(module: nn.Module) -> None:

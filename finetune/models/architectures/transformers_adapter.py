@@ -1,4 +1,4 @@
-"""Image classifiers of transformers (CvT, PVT, …) as a network that timm knows.
+"""Image classifiers of transformers (CvT, PVT, …) as a network that is registered with timm.
 
 It is built from its config.json by transformers' own classes, never by code from a repository.
 """
@@ -32,7 +32,7 @@ __all__ = [
 ARCHITECTURE = "transformers_classifier"
 # The name of the classifier's place in transformers' networks of this kind.
 CLASSIFIER = "classifier"
-# Of a config.json: what belongs to the file and to its old classes, not to the network.
+# Keys of a config.json that belong to the file and its old classes, not to the network.
 DROPPED = (
     *("architectures", "auto_map", "_name_or_path", "dtype", "torch_dtype", "problem_type"),
     *("id2label", "label2id", "num_labels", "_num_labels"),
@@ -44,11 +44,11 @@ default_cfgs = generate_default_cfgs(
 
 
 class TransformersClassifier(nn.Module):
-    """One of transformers' image classifiers: images to logits, with timm's way to the head.
+    """An image classifier of transformers: images to logits, with timm's methods for the head.
 
     Args:
         transformers_config: the content of a config.json without its labels.
-        num_classes: K; 0 leaves the features in the place of logits.
+        num_classes: K; 0 returns features instead of logits.
         img_size: pixels, for a network that takes images of one size only.
     Raises: SetupError without transformers; WeightsError for a network that it cannot build.
     """
@@ -61,16 +61,19 @@ class TransformersClassifier(nn.Module):
         img_size: int | tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
-        assert in_chans == 3  # timm says so of every network
+        assert in_chans == 3  # timm passes it to every network
         height, width = (img_size, img_size) if isinstance(img_size, int) else img_size or (0, 0)
         if height != width:
-            raise WeightsError(f"{height} x {width} px: its position embeddings need a square")
+            raise WeightsError(
+                f"{height} x {width} px: its position embeddings need a square; use one side",
+                code="weights.unsupported",
+            )
         own = {"image_size": height} if height else {}
         self.network = _create({**transformers_config, **own}, num_classes)
         self.num_classes = num_classes
-        found = [m for m in self.get_classifier().modules() if isinstance(m, nn.Linear)]
-        self.num_features = found[-1].in_features if found else 0
-        # ViT and its kin refuse other sizes without it
+        layers = [m for m in self.get_classifier().modules() if isinstance(m, nn.Linear)]
+        self.num_features = layers[-1].in_features if layers else 0
+        # without it ViT and similar networks refuse other sizes
         accepted = inspect.signature(self.network.forward).parameters
         self._options = dict.fromkeys({"interpolate_pos_encoding"} & set(accepted), True)
 
@@ -80,7 +83,7 @@ class TransformersClassifier(nn.Module):
         return logits_BK
 
     def get_classifier(self) -> nn.Module:
-        """The module that gives the logits."""
+        """Return the module that computes the logits."""
         return self.network.get_submodule(CLASSIFIER)
 
     def reset_classifier(self, num_classes: int) -> None:
@@ -88,7 +91,11 @@ class TransformersClassifier(nn.Module):
         layers = {n: m for n, m in self.network.named_modules() if isinstance(m, nn.Linear)}
         last = [name for name in layers if name == CLASSIFIER or name.startswith(f"{CLASSIFIER}.")]
         if not last:
-            raise WeightsError(f"{type(self.network).__name__}: no linear classifier to replace")
+            raise WeightsError(
+                f"{type(self.network).__name__}: no linear classifier to replace; choose another "
+                f"network",
+                code="weights.unsupported",
+            )
         fresh = nn.Linear(layers[last[-1]].in_features, num_classes) if num_classes else None
         self.network.set_submodule(last[-1], fresh or nn.Identity())
         self.num_classes = num_classes
@@ -118,7 +125,7 @@ def transformers_classifier(pretrained: bool = False, **kwargs: Any) -> Transfor
 
 
 def _resized(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Resize position embeddings, of which PVT has some in each stage, as timm does its own."""
+    """Resize position embeddings, in each stage for PVT, as timm does its own."""
     own = model.state_dict()
     for name, tensor in state.items():
         target = own.get(name)
@@ -133,9 +140,9 @@ def _resized(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
 def named(
     tensors: Mapping[str, Tensor], model_args: Mapping[str, Any], *, source: str
 ) -> dict[str, Tensor]:
-    """The tensors of a file of transformers' by the names of TransformersClassifier.
+    """Rename the tensors of a file of transformers for TransformersClassifier.
 
-    transformers itself takes them in, since it knows what it called them in earlier versions.
+    transformers itself loads them, since it knows their names in earlier versions.
 
     Args:
         tensors: as they are in the file.
@@ -146,17 +153,19 @@ def named(
     kernel = tensors.get(f"{CLASSIFIER}.weight", tensors.get(f"{CLASSIFIER}.1.weight"))
     empty = _create(model_args["transformers_config"], 0 if kernel is None else kernel.shape[0])
     try:
-        network, notes = type(empty).from_pretrained(
+        network, info = type(empty).from_pretrained(
             None, config=empty.config, state_dict=dict(tensors), output_loading_info=True
         )
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise WeightsError(
-            f"{source}: the weights do not fit ({reason}); get them again"
+            f"{source}: the weights do not fit ({reason}); get them again",
+            code="weights.wrong_shape",
         ) from error
-    if missing := sorted(notes["missing_keys"]):
+    if missing := sorted(info["missing_keys"]):
         raise WeightsError(
-            f"{source}: {len(missing)} tensors are missing: {', '.join(missing[:3])}; get it again"
+            f"{source}: {len(missing)} tensors are missing: {', '.join(missing[:3])}; get it again",
+            code="weights.missing_tensors",
         )
     return {f"network.{name}": tensor for name, tensor in network.state_dict().items()}
 
@@ -167,13 +176,14 @@ def _library() -> Any:
         import transformers
     except ImportError as error:
         raise SetupError(
-            f"transformers: not installed ({error}); pip install 'finetune[transformers]'"
+            f"transformers: not installed ({error}); pip install 'finetune[transformers]'",
+            code="setup.missing_package",
         ) from error
     return transformers
 
 
 def classes() -> dict[str, Any]:
-    """For each model type what gives its class among transformers' image classifiers."""
+    """Functions that import the image classifier of transformers for each model type."""
     library = _library()
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
@@ -191,8 +201,12 @@ def _create(config: Mapping[str, Any], num_classes: int) -> Any:
     except Exception as error:  # transformers raises a different type for each wrong value
         reason = str(error).strip().partition("\n")[0]
         raise WeightsError(
-            f"transformers cannot build '{kind}' from its config.json ({reason}); get it again"
+            f"transformers cannot build '{kind}' from its config.json ({reason}); get it again",
+            code="weights.wrong_config",
         ) from error
     if not hasattr(network, CLASSIFIER):
-        raise WeightsError(f"{kind}: has no '{CLASSIFIER}'; choose a network with one head")
+        raise WeightsError(
+            f"{kind}: has no '{CLASSIFIER}'; choose a network with one head",
+            code="weights.unsupported",
+        )
     return network

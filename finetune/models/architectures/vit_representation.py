@@ -1,4 +1,4 @@
-"""The ViT of pre-training, with its representation layer (tanh) before the head, known to timm."""
+"""A ViT with the representation layer (tanh) of pre-training, registered with timm."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class _Attention(nn.Module):
 
 
 class _Block(nn.Module):
-    """LayerNorm before the attention and before the MLP; positions of its own, if it has any."""
+    """Pre-LN attention and MLP, with position embeddings of its own if it has any."""
 
     pos_embed: Tensor | nn.Module | None
 
@@ -88,7 +88,7 @@ class _Block(nn.Module):
         self.mlp = Mlp(width, mlp_width, act_layer=nn.GELU)
 
     def forward(self, tokens_BND: Tensor, shared: Tensor | nn.Module | None) -> Tensor:
-        """`shared` are the positions that all blocks have, where they are not the block's own."""
+        """Transform tokens; `shared` positions, of all blocks, replace the block's own."""
         position = self.pos_embed if shared is None else shared
         relative = position if isinstance(position, Relative) else None
         table_1ND = position_table(position)
@@ -144,7 +144,10 @@ class ScratchViT(nn.Module):
         super().__init__()
         self.where = check(position, where)
         if embed_dim % num_heads:
-            raise RecipeError(f"num_heads: {num_heads} does not divide embed_dim, {embed_dim}")
+            raise RecipeError(
+                f"num_heads: {num_heads} does not divide embed_dim, {embed_dim}; correct one",
+                code="recipe.conflict",
+            )
         self.in_chans, self.drop_rate = in_chans, drop_rate
         self.num_features = self.embed_dim = self.head_hidden_size = embed_dim
         self.grad_checkpointing = False
@@ -165,7 +168,7 @@ class ScratchViT(nn.Module):
             )
 
     def forward_features(self, images_BCHW: Tensor) -> Tensor:
-        """All tokens after the last LayerNorm: (B, N, D)."""
+        """Compute all tokens after the last LayerNorm: (B, N, D)."""
         patches_BND = self.patch_embed(images_BCHW)
         first_B1D = self.cls_token.expand(patches_BND.shape[0], -1, -1)
         tokens_BND = torch.cat([first_B1D, patches_BND], dim=1)
@@ -181,23 +184,26 @@ class ScratchViT(nn.Module):
         return self.norm(tokens_BND)
 
     def forward_head(self, tokens_BND: Tensor, pre_logits: bool = False) -> Tensor:
-        """Logits (B, K); with `pre_logits`, or without classes, the class token (B, D)."""
+        """Compute logits (B, K); with `pre_logits` or without classes, the class token (B, D)."""
         if pre_logits or not self.num_classes:
             return tokens_BND[:, 0]
         return self.head(tokens_BND)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        """Images of the network's own size to logits."""
+        """Compute logits of images of the network's own size."""
         return self.forward_head(self.forward_features(images_BCHW))
 
     def get_classifier(self) -> nn.Module:
-        """The whole head: its last linear layer is what zero initialisation sets to zero."""
+        """Return the whole head, whose last linear layer zero initialisation sets to zero."""
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Give it a fresh head on its own device; there is no pooling but by the class token."""
+        """Replace the head, on the same device; the class token is the only pooling."""
         if global_pool not in (None, "token"):
-            raise RecipeError(f"global_pool: '{global_pool}'; this network's head reads 'token'")
+            raise RecipeError(
+                f"global_pool: '{global_pool}'; this network's head reads 'token'; use that",
+                code="recipe.wrong_value",
+            )
         self.num_classes = num_classes
         self.head: nn.Module = (
             _Head(self.embed_dim, num_classes, self.drop_rate) if num_classes else nn.Identity()
@@ -208,7 +214,7 @@ class ScratchViT(nn.Module):
         self.grad_checkpointing = enable
 
     def no_weight_decay(self) -> set[str]:
-        """The class token and every learned position."""
+        """Names of parameters without weight decay: the class token and all learned positions."""
         names = [name for name, _ in self.named_parameters()]
         return {name for name in names if "pos_embed" in name.split(".") or name == "cls_token"}
 

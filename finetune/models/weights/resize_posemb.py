@@ -10,7 +10,7 @@ import torch
 from timm.layers.pos_embed import resample_abs_pos_embed
 from torch import Tensor
 
-from finetune.errors import RecipeError, WeightsError
+from finetune.errors import WeightsError
 
 __all__ = ["METHODS", "resize_grid", "square_grid"]
 
@@ -41,26 +41,24 @@ def resize_grid(
     Args:
         posemb_1ND: (1, num_prefix + h*w, D), patches in row-major order.
         grid: target (height, width) in patches.
-        method: "paper" is bilinear with aligned corners, computed in float64; "timm" is timm's
-            antialiased bicubic.
+        method: one of METHODS: "paper" is bilinear with aligned corners, computed in float64;
+            "timm" is timm's antialiased bicubic.
         num_prefix: leading tokens without a place in the grid (class, distillation, registers);
             0 for networks that embed patches only.
         source_grid: (h, w) of the embeddings as given; None when they are square.
     Returns: (1, num_prefix + height*width, D), same dtype.
-    Raises: WeightsError if the tokens do not fill the source grid; RecipeError for an unknown
-        method.
+    Raises: WeightsError if the tokens do not fill the source grid.
     Source: vision_transformer, vit_jax/checkpoint.py, load_pretrained (zoom, order=1);
         timm.layers.resample_abs_pos_embed.
     """
-    if method not in METHODS:
-        raise RecipeError(f"model.posemb: unknown '{method}'; use one of: {', '.join(METHODS)}")
     num_patches = posemb_1ND.shape[1] - num_prefix
     source_grid = source_grid or square_grid(num_patches)
     if source_grid is None or source_grid[0] * source_grid[1] != num_patches:
         raise WeightsError(
             f"pos_embed: {num_patches} position embeddings (and {num_prefix} prefix tokens) do not "
             f"form the grid {source_grid or 'of a square image'}; give the image size that the "
-            f"weights were trained at"
+            f"weights were trained at",
+            code="weights.wrong_shape",
         )
     if source_grid == tuple(grid):
         return posemb_1ND

@@ -1,33 +1,35 @@
-"""config.json in timm's hub format, written by somebody else: checked before it is used."""
+"""Pretrained configurations as timm knows them; an untrusted config.json is checked first."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import timm
 from timm.models import PretrainedCfg, split_model_name_tag
+from torch import Tensor
 
 from finetune.errors import WeightsError, nearest
 from finetune.files import open_regular
 
 __all__ = [
     "CONTROL_ARGS",
-    "ModelConfig",
+    "Weights",
     "clean",
     "enormous",
     "is_size",
     "read_config",
     "read_json",
+    "registered_config",
 ]
 
-# What an architecture fixes, where an old config.json leaves it out.
+# Keys that the architecture decides, where an old config.json leaves them out.
 STRUCTURE_KEYS = ("classifier", "first_conv", "fixed_input_size", "input_size")
-# Keys of timm's pretrained configuration that say where weights were, not what they are.
+# Keys of timm's pretrained configuration for the place that weights came from.
 PLACE_KEYS = ("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "custom_load")
 # Keywords of timm.create_model() that steer it (where it loads from, what it returns) and are
 # no arguments of a network.
@@ -61,79 +63,109 @@ LARGEST_JSON = 8 * 2**20  # bytes; ImageNet-21k's class names with their descrip
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """What a config.json says.
+class Weights:
+    """An architecture with its arguments and, unless it starts from scratch, its tensors.
 
     Attributes:
         architecture: timm's name, without a tag.
-        model_args: timm's keyword arguments of the network.
-        config: timm's pretrained configuration, without the places that weights once came from.
-        class_names: in the order of the logits, when it has them.
-        temperature: divides the logits before the softmax, when it was fitted.
+        model_args: keyword arguments of timm that the tensors need.
+        config: timm's pretrained configuration (mean, std, input_size, classifier, …).
+        state: name to tensor on the CPU, all finite; None when training starts from scratch.
+        class_names: in the order of the classifier's outputs, when the weights carry them.
+        provenance: source, revision, file, sha256, license.
+        temperature: divides the logits before the softmax; None when it was never fitted.
+        from_config: model_args and config come from a config.json, not from timm or the user.
     """
 
     architecture: str
     model_args: dict[str, Any]
     config: dict[str, Any]
-    class_names: list[str] | None
-    temperature: float | None
+    state: dict[str, Tensor] | None = None
+    class_names: list[str] | None = None
+    provenance: dict[str, Any] = field(default_factory=dict)
+    temperature: float | None = None
+    from_config: bool = False
+
+    @property
+    def pretrained_cfg(self) -> dict[str, Any] | None:
+        """The configuration as timm.create_model() takes it; None for timm's own."""
+        return {**self.config, "architecture": self.architecture} if self.config else None
 
 
-def read_json(path: Path, where: str) -> Any:
-    """Read a JSON file of somebody else, of which no more than LARGEST_JSON is taken into memory.
+def read_json(path: Path, label: str) -> Any:
+    """Read an untrusted JSON file, of which at most LARGEST_JSON bytes are taken into memory.
 
     Args:
         path: of the file.
-        where: what the user calls it, for messages.
+        label: what the user calls it, for messages.
     Raises: WeightsError for a file that cannot be read, is too large, or is not JSON.
     """
     try:
         with open_regular(path, limit_bytes=LARGEST_JSON) as file:
             content = file.read(LARGEST_JSON)
     except OSError as error:
-        raise WeightsError(f"{where} cannot be read ({error.strerror}); check the file") from error
+        raise WeightsError(
+            f"{label} cannot be read ({error.strerror}); check the file", code="weights.unreadable"
+        ) from error
     except ValueError as error:
-        raise WeightsError(f"{where} describes no network ({error}); get it again") from error
+        raise WeightsError(
+            f"{label} describes no network ({error}); get it again", code="weights.wrong_format"
+        ) from error
     try:
         return json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise WeightsError(f"{where} is not JSON ({error}); get it again") from error
+        raise WeightsError(
+            f"{label} is not JSON ({error}); get it again", code="weights.damaged"
+        ) from error
 
 
-def read_config(path: Path, source: str) -> ModelConfig:
+def read_config(path: Path, source: str, **place: Any) -> Weights:
     """Read timm's config.json; nothing in it may steer timm's loader.
 
     Args:
         path: of the file.
-        source: what the user calls it, for messages.
+        source: what the user calls it, for messages and the provenance.
+        place: further keys of the provenance, such as the repository and its revision.
+    Returns: everything but the tensors.
     Raises: WeightsError naming the key.
     """
-    where = f"{source}: config.json"
-    content = read_json(path, where)
+    label = f"{source}: config.json"
+    content = read_json(path, label)
     if not isinstance(content, dict) or "architecture" not in content:
         kind = "transformers" if isinstance(content, dict) and "architectures" in content else ""
-        cause = f"{where} is in {kind}'s format" if kind else f"{where} has no architecture"
-        raise WeightsError(f"{cause}; choose weights in timm's format (hf-hub:timm/…)")
+        cause = f"{label} is in {kind}'s format" if kind else f"{label} has no architecture"
+        raise WeightsError(
+            f"{cause}; choose weights in timm's format (hf-hub:timm/…)", code="weights.wrong_format"
+        )
     architecture, _ = split_model_name_tag(str(content["architecture"]))
     if not timm.is_model(architecture):
         close = nearest(architecture, timm.list_models()) or "; choose another model"
-        raise WeightsError(f"{source}: this timm does not know '{architecture}'{close}")
+        raise WeightsError(
+            f"{source}: this timm does not know '{architecture}'{close}",
+            code="weights.unknown_name",
+        )
     # Older folders hold the pretrained configuration at the top level.
-    given = _mapping(content, "pretrained_cfg", where) or content
+    pretrained_cfg = _mapping(content, "pretrained_cfg", label) or content
     entry = timm.get_pretrained_cfg(architecture)
     structure = {key: getattr(entry, key, None) for key in STRUCTURE_KEYS}
     known = {f.name for f in fields(PretrainedCfg)}
-    config = structure | {k: v for k, v in given.items() if k in known}
+    config = structure | {k: v for k, v in pretrained_cfg.items() if k in known}
     config["architecture"] = architecture
     config["num_classes"] = content.get("num_classes", config.get("num_classes"))
     config = clean(config)
     for key, (expected, is_valid) in CHECKS.items():
         if key in config and not is_valid(config[key]):
-            raise WeightsError(f"{where}: {key}: {_got(config[key])}, expected {expected}")
-    names = content.get("label_names") or given.get("label_names") or content.get("labels")
-    class_names = _names(names, config.get("num_classes"), where)
-    temperature = _temperature(content, where)
-    return ModelConfig(architecture, _model_args(content, where), config, class_names, temperature)
+            raise _wrong(label, key, config[key], expected)
+    names = content.get("label_names") or pretrained_cfg.get("label_names") or content.get("labels")
+    return Weights(
+        architecture=architecture,
+        class_names=_class_names(names, config.get("num_classes"), label),
+        temperature=_temperature(content, label),
+        model_args=_model_args(content, label),
+        config=config,
+        provenance={"source": source, **place, "license": config.get("license")},
+        from_config=True,
+    )
 
 
 def clean(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,8 +174,14 @@ def clean(config: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in config.items() if k not in drop and v is not None}
 
 
+def registered_config(architecture: str) -> dict[str, Any]:
+    """timm's own pretrained configuration of an architecture; empty if it has none."""
+    entry = timm.get_pretrained_cfg(architecture)
+    return clean(asdict(entry)) if entry is not None else {}
+
+
 def is_size(value: object) -> bool:
-    """Whether this is a size in pixels: one whole number, or (height, width)."""
+    """True if this is a size in pixels: one whole number, or (height, width)."""
     sides = value if isinstance(value, list | tuple) else (value, value)
     return len(sides) == 2 and all(_is_side(side) for side in sides)
 
@@ -153,7 +191,7 @@ def _is_side(value: object) -> bool:
 
 
 def enormous(args: object) -> bool:
-    """Whether arguments hold a number for which a network would take all memory."""
+    """True if arguments hold a number for which a network would take all memory."""
     if isinstance(args, Mapping):
         return any(map(enormous, args.values()))
     if isinstance(args, list | tuple):
@@ -179,7 +217,7 @@ def _is_names(value: object) -> bool:
     return all(isinstance(name, str) for name in several)
 
 
-# Of a pretrained configuration: what is expected, and whether it is that.
+# Keys of a pretrained configuration: the expected value in words, and the test for it.
 CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "mean": ("3 finite numbers", lambda v: _three(v, _is_real)),
     "std": ("3 finite numbers above 0", lambda v: _three(v, lambda x: _is_real(x) and x > 0)),
@@ -198,67 +236,57 @@ CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-def _got(value: object) -> str:
+def _wrong(label: str, key: str, value: object, expected: str) -> WeightsError:
     text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    text = text if len(text) <= 60 else f"{text[:57]}..."
+    return WeightsError(f"{label}: {key}: {text}, expected {expected}", code="weights.wrong_config")
 
 
-def _mapping(content: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
+def _mapping(content: Mapping[str, Any], key: str, label: str) -> dict[str, Any]:
     value = content.get(key)
     if value is not None and not isinstance(value, dict):
-        raise WeightsError(f"{where}: {key}: {_got(value)}, expected a mapping")
+        raise _wrong(label, key, value, "a mapping")
     return dict(value or {})
 
 
-def _temperature(content: Mapping[str, Any], where: str) -> float | None:
-    """What `finetune eval` fitted on a split, or None."""
+def _temperature(content: Mapping[str, Any], label: str) -> float | None:
+    """The temperature that `finetune eval` fitted on a split, or None."""
     if content.get("calibration") is None:
         return None
-    calibration = _mapping(content, "calibration", where)
+    calibration = _mapping(content, "calibration", label)
     value: Any
     value, split = calibration.get("temperature"), calibration.get("split")
     if not _is_real(value) or value <= 0:
-        raise WeightsError(
-            f"{where}: calibration.temperature: {_got(value)}, expected a finite number above 0"
-        )
+        raise _wrong(label, "calibration.temperature", value, "a finite number above 0")
     if not isinstance(split, str) or not split:
-        raise WeightsError(
-            f"{where}: calibration.split: {_got(split)}, expected the name of a split"
-        )
+        raise _wrong(label, "calibration.split", split, "the name of a split")
     return float(value)
 
 
-def _model_args(content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The network's arguments; what timm itself writes there and build() decides is dropped."""
-    args = _mapping(content, "model_args", where)
+def _model_args(content: Mapping[str, Any], label: str) -> dict[str, Any]:
+    """The network's arguments, without those that timm writes there and build() decides."""
+    args = _mapping(content, "model_args", label)
     args.pop("num_classes", None)
     if args.get("in_chans") in (3, None):
         args.pop("in_chans", None)
-    for key in args:
+    for key, value in args.items():
+        name = f"model_args.{key}"
         if key == "in_chans":
-            raise WeightsError(
-                f"{where}: model_args.in_chans: {_got(args[key])}, expected 3; images have three "
-                f"channels here"
-            )
+            raise _wrong(label, name, value, "3; images have three channels here")
         if key in CONTROL_ARGS:
             raise WeightsError(
-                f"{where}: model_args.{key} steers timm's loader and is no argument of a network; "
-                f"remove it if you trust the rest"
+                f"{label}: {name} steers timm's loader and is no argument of a network; remove it "
+                f"if you trust the rest",
+                code="weights.unsafe",
             )
-        if enormous(args[key]) and key != "img_size":
-            raise WeightsError(
-                f"{where}: model_args.{key}: {_got(args[key])}, expected numbers of at most "
-                f"{LARGEST_ARGUMENT}"
-            )
+        if enormous(value) and key != "img_size":
+            raise _wrong(label, name, value, f"numbers of at most {LARGEST_ARGUMENT}")
     if args.get("img_size") is not None and not is_size(args["img_size"]):
-        raise WeightsError(
-            f"{where}: model_args.img_size: {_got(args['img_size'])}, expected pixels, or "
-            f"[height, width]"
-        )
+        raise _wrong(label, "model_args.img_size", args["img_size"], "pixels, or [height, width]")
     return args
 
 
-def _names(names: Any, num_classes: int | None, where: str) -> list[str] | None:
+def _class_names(names: Any, num_classes: int | None, label: str) -> list[str] | None:
     """Class names as a list; timm also allows {index: name} and {name: index}."""
     if not names:
         return None
@@ -268,10 +296,11 @@ def _names(names: Any, num_classes: int | None, where: str) -> list[str] | None:
             return None  # gaps in the numbering: no list can hold them
         names = [by_index[i] for i in range(len(names))]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise WeightsError(f"{where}: label_names: {_got(names)}, expected a list of strings")
+        raise _wrong(label, "label_names", names, "a list of strings")
     if num_classes is not None and len(names) != num_classes:
         raise WeightsError(
-            f"{where}: label_names: {len(names)} names for {num_classes} classes; give one each, "
-            f"or remove the key"
+            f"{label}: label_names: {len(names)} names for {num_classes} classes; give one each, "
+            f"or remove the key",
+            code="weights.wrong_config",
         )
     return names

@@ -14,7 +14,7 @@ from finetune.errors import nearest
 
 __all__ = ["imagenet_names", "suggest"]
 
-# Families that timm does not have, and what of it comes nearest.
+# Families that timm does not have, and its nearest network.
 _ELSEWHERE = {"cvt": "pvt_v2_b2", "pvt": "pvt_v2_b2", "t2t": "deit_small_patch16_224"}
 
 

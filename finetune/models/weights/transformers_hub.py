@@ -1,4 +1,4 @@
-"""Where a classifier of transformers is, and what its files say of it.
+"""A classifier of transformers, from its name to its configuration in timm's words.
 
 `transformers:owner/name@revision` or `transformers:FOLDER` names one.
 """
@@ -8,16 +8,20 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import HubError, WeightsError, nearest
 from finetune.hub.download import fetch, first_of
-from finetune.models.architectures.transformers_adapter import CLASSIFIER, DROPPED, classes
-from finetune.models.weights.timm_config import read_json
+from finetune.models.architectures.transformers_adapter import (
+    ARCHITECTURE,
+    CLASSIFIER,
+    DROPPED,
+    classes,
+)
+from finetune.models.weights.timm_config import Weights, read_json
 
-__all__ = ["PREFIX", "Described", "describe"]
+__all__ = ["PREFIX", "describe"]
 
 PREFIX = "transformers:"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -26,33 +30,14 @@ KERNELS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # Pillow's 
 CONVNEXT_CROPS_BELOW = 384
 
 
-@dataclass(frozen=True)
-class Described:
-    """What a repository or folder in transformers' format says; the tensors are still in the file.
-
-    Attributes:
-        model_args: of the network that is registered with timm as ARCHITECTURE.
-        config: timm's pretrained configuration: preprocessing, classifier, number of classes.
-        class_names: in the order of the logits, when they have names.
-        provenance: source, repository, revision, license.
-        weights: the file; None when only the configuration was asked for.
-        sha256: of that file, when checking it took it.
-    """
-
-    model_args: dict[str, Any]
-    config: dict[str, Any]
-    class_names: list[str] | None
-    provenance: dict[str, Any]
-    weights: Path | None
-    sha256: str | None = None
-
-
-def describe(name: str, *, pretrained: bool = True) -> Described:
-    """Find and read what describes a classifier of transformers, and find its weights.
+def describe(name: str, *, pretrained: bool = True) -> tuple[Weights, Path | None, str | None]:
+    """Read the configuration of a classifier of transformers and find its weights.
 
     Args:
         name: `transformers:owner/name@revision` or `transformers:FOLDER`.
         pretrained: False looks for no weights.
+    Returns: everything but the tensors; the file of the tensors, None if it was not looked for;
+        its sha256, if checking it took it.
     Raises: SetupError without transformers; WeightsError and HubError for what cannot be had.
     """
     place = name.removeprefix(PREFIX)
@@ -63,9 +48,14 @@ def describe(name: str, *, pretrained: bool = True) -> Described:
         files = [folder / file for file in WEIGHT_FILES if (folder / file).is_file()]
         provenance: dict[str, Any] = {"source": name, "license": None}
         if not paths["config.json"].is_file():
-            raise WeightsError(f"{name}: no config.json in this folder; check the path")
+            raise WeightsError(
+                f"{name}: no config.json in this folder; check the path", code="weights.no_config"
+            )
         if pretrained and not files:
-            raise WeightsError(f"{name}: no weights in this folder; expected {WEIGHT_FILES[0]}")
+            raise WeightsError(
+                f"{name}: no weights in this folder; expected {WEIGHT_FILES[0]}",
+                code="weights.not_found",
+            )
         weights = files[0] if pretrained else None
     elif re.fullmatch(r"[^/.~][^/]*/[^/]+", place):
         repository, _, revision = place.partition("@")
@@ -73,22 +63,23 @@ def describe(name: str, *, pretrained: bool = True) -> Described:
         commit = main.commit or revision or None
         paths = {"config.json": main.path}
         paths |= _optional(repository, "preprocessor_config.json", commit, name)
-        found = first_of(repository, WEIGHT_FILES, commit, source=name) if pretrained else None
-        weights, sha256 = (found.path, found.sha256) if found else (None, None)
+        file = first_of(repository, WEIGHT_FILES, commit, source=name) if pretrained else None
+        weights, sha256 = (file.path, file.sha256) if file else (None, None)
         provenance = {"source": name, "repository": repository, "revision": main.commit}
     else:
         raise WeightsError(
-            f"{name}: neither a folder nor a repository; write {PREFIX}owner/name or {PREFIX}FOLDER"
+            f"{name}: neither a folder nor a repository; write {PREFIX}owner/name or "
+            f"{PREFIX}FOLDER",
+            code="weights.unknown_name",
         )
     content = _json(paths["config.json"], name)
-    prepared = paths.get("preprocessor_config.json")
-    has_processor = prepared is not None and prepared.is_file()
-    processor = _json(prepared, name) if prepared is not None and has_processor else {}
-    return _described(content, processor, provenance, weights, sha256)
+    path = paths.get("preprocessor_config.json")
+    processor = _json(path, name) if path is not None and path.is_file() else {}
+    return _weights(content, processor, provenance), weights, sha256
 
 
 def _takes_any_size(kind: str) -> bool:
-    """Whether forward() can be asked to fit the position embeddings to the image."""
+    """True if forward() can fit the position embeddings to the image."""
     return "interpolate_pos_encoding" in inspect.signature(classes()[kind]().forward).parameters
 
 
@@ -97,34 +88,36 @@ def _optional(repository: str, file: str, commit: str | None, name: str) -> dict
         return {file: fetch(repository, file, commit, source=name).path}
     except HubError:
         raise
-    except WeightsError:  # the repository answered that it holds no such file
+    except WeightsError:  # the repository answered: it holds no such file
         return {}
 
 
 def _json(path: Path, name: str) -> dict[str, Any]:
     content = read_json(path, f"{name}: {path.name}")
     if not isinstance(content, dict):
-        raise WeightsError(f"{name}: {path.name} is no mapping; get it again")
+        raise WeightsError(
+            f"{name}: {path.name} is no mapping; get it again", code="weights.wrong_config"
+        )
     return content
 
 
-def _described(
-    content: Mapping[str, Any],
-    processor: Mapping[str, Any],
-    provenance: dict[str, Any],
-    weights: Path | None,
-    sha256: str | None,
-) -> Described:
+def _weights(
+    content: Mapping[str, Any], processor: Mapping[str, Any], provenance: dict[str, Any]
+) -> Weights:
+    """The network of a config.json and a preprocessor_config.json, without tensors."""
     if "model_type" not in content:
         raise WeightsError(
             f"{provenance['source']}: config.json names no model_type, so it is not in "
-            f"transformers' format; for timm's write hf-hub:owner/name, or the folder alone"
+            f"transformers' format; for timm's write hf-hub:owner/name, or the folder alone",
+            code="weights.wrong_format",
         )
     known = classes()
     if content["model_type"] not in known:
+        close = nearest(str(content["model_type"]), known) or "; choose another network"
         raise WeightsError(
             f"{provenance['source']}: '{content['model_type']}' is no image classifier of "
-            f"transformers{nearest(str(content['model_type']), known)}"
+            f"transformers{close}",
+            code="weights.unsupported",
         )
     labels = content.get("id2label") or {}
     names = [str(labels[key]) for key in sorted(labels, key=int)] if labels else []
@@ -135,14 +128,13 @@ def _described(
         "num_classes": len(names) or int(content.get("num_labels", 2)),
         "fixed_input_size": "image_size" in content and not _takes_any_size(content["model_type"]),
     }
-    kept = {k: v for k, v in content.items() if k not in DROPPED and v is not None}
-    return Described(
-        model_args={"transformers_config": kept},
+    network = {k: v for k, v in content.items() if k not in DROPPED and v is not None}
+    return Weights(
+        architecture=ARCHITECTURE,
+        model_args={"transformers_config": network},
         config=config,
         class_names=None if numbered else names,
         provenance=provenance,
-        weights=weights,
-        sha256=sha256,
     )
 
 

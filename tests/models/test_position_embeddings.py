@@ -1,4 +1,4 @@
-"""position_embeddings.py: the kinds of position embeddings, and where they go."""
+"""models/architectures/position_embeddings.py: kinds, places, and resizing."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 from timm.layers.pos_embed import resample_abs_pos_embed
 from torch import nn
 
-from finetune.errors import RecipeError
 from finetune.models.architectures.position_embeddings import (
     KINDS,
     PLACES,
@@ -67,7 +67,7 @@ class TestLearned2D:
                 assert torch.equal(patch[4:], module.rows[row])
 
     def test_an_odd_width_has_no_halves(self) -> None:
-        with pytest.raises(RecipeError, match="embed_dim: 7 is odd"):
+        with refused("recipe.conflict", "embed_dim: 7"):
             Learned2D((2, 2), 7)
 
 
@@ -99,15 +99,17 @@ class TestPlaces:
         assert [check("learned_2d", place) for place in PLACES] == list(PLACES)
 
     @pytest.mark.parametrize(
-        "kind, where, said",
+        "kind, where, code, named",
         [
-            ("learned1d", None, "position: unknown 'learned1d'; did you mean 'learned_1d'"),
-            ("none", "stm", "where: unknown 'stm'; did you mean 'stem'"),
-            ("relative", "stem", "use every_layer or every_layer_shared"),
+            ("learned1d", None, "unknown_name", ["position", "'learned1d'", "'learned_1d'"]),
+            ("none", "stm", "unknown_name", ["where", "'stm'", "'stem'"]),
+            ("relative", "stem", "conflict", ["where", "every_layer or every_layer_shared"]),
         ],
     )
-    def test_what_cannot_be(self, kind: str, where: str | None, said: str) -> None:
-        with pytest.raises(RecipeError, match=said):
+    def test_what_cannot_be(
+        self, kind: str, where: str | None, code: str, named: list[str]
+    ) -> None:
+        with refused(f"recipe.{code}", *named):
             check(kind, where)
 
     @pytest.mark.parametrize(

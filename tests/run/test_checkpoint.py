@@ -1,4 +1,4 @@
-"""What a checkpoint holds comes back to the last bit."""
+"""The content of a checkpoint comes back to the last bit; counters remember the best."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from timm.optim import list_optimizers
 from timm.utils import ModelEmaV3
 
 from finetune.errors import RecipeError, SetupError
-from finetune.run import checkpoint as state
+from finetune.run import checkpoint
+from finetune.run.checkpoint import Counters
 from finetune.training.optim import build_optimizer
 
 
@@ -40,14 +41,14 @@ def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, name: str) ->
     for seed in range(2):
         step(model, optimizer, seed)
         ema.update(model)
-    snapshot = state.capture(model, optimizer, ema.module, {"step": 2})
+    snapshot = checkpoint.capture(model, optimizer, ema.module, {"step": 2})
     snapshot.write(tmp_path)
     assert snapshot.num_bytes() <= sum(file.stat().st_size for file in tmp_path.iterdir())
     step(model, optimizer, 5)
 
     other = build_optimizer(fresh, name=name, lr=1e-3, weight_decay=0.1)
     other_ema = ModelEmaV3(fresh, decay=0.5)
-    assert state.restore(tmp_path, fresh, other, other_ema.module) == {"step": 2}
+    assert checkpoint.restore(tmp_path, fresh, other, other_ema.module) == {"step": 2}
     step(fresh, other, 5)
     for key, value in model.state_dict().items():
         assert torch.equal(value, fresh.state_dict()[key]), key
@@ -76,9 +77,9 @@ def test_every_optimiser_that_a_run_takes_is_kept(tmp_path: Path) -> None:
         except (RecipeError, SetupError):
             continue
         step(model, optimizer, 1)
-        state.capture(model, optimizer, None, {}).write(tmp_path)
+        checkpoint.capture(model, optimizer, None, {}).write(tmp_path)
         other = made(name)
-        state.restore(tmp_path, *other, None)
+        checkpoint.restore(tmp_path, *other, None)
         for trained in ((model, optimizer), other):
             step(*trained, 2)
         for one, two in zip(model.parameters(), other[0].parameters(), strict=True):
@@ -90,7 +91,7 @@ def test_every_optimiser_that_a_run_takes_is_kept(tmp_path: Path) -> None:
 def test_a_snapshot_shares_nothing_with_the_live_network(tmp_path: Path) -> None:
     model = network()
     optimizer = build_optimizer(model, name="adamw", lr=1e-3)
-    snapshot = state.capture(model, optimizer, None, {})
+    snapshot = checkpoint.capture(model, optimizer, None, {})
     before = snapshot.weights["head.weight"].clone()
     step(model, optimizer, 0)
     assert torch.equal(snapshot.weights["head.weight"], before)
@@ -100,9 +101,9 @@ def test_a_snapshot_shares_nothing_with_the_live_network(tmp_path: Path) -> None
 def test_saving_before_the_first_step_makes_no_moments_up(tmp_path: Path) -> None:
     model = network()
     optimizer = build_optimizer(model, name="adamw", lr=1e-3)
-    state.capture(model, optimizer, None, {"step": 0}).write(tmp_path)
+    checkpoint.capture(model, optimizer, None, {"step": 0}).write(tmp_path)
     assert not optimizer.state
-    state.restore(tmp_path, model, optimizer, None)
+    checkpoint.restore(tmp_path, model, optimizer, None)
     assert not optimizer.state
 
 
@@ -111,16 +112,27 @@ def test_evaluation_reads_the_average_where_there_is_one(tmp_path: Path) -> None
     optimizer = build_optimizer(model, name="adamw", lr=1e-1)
     ema = ModelEmaV3(model, decay=0.9)
     step(model, optimizer, 0)
-    state.capture(model, optimizer, None, {}).write(tmp_path)
-    assert torch.equal(state.read_weights(tmp_path)["head.weight"], model.head.weight)
-    state.capture(model, optimizer, ema.module, {}).write(tmp_path)
-    assert torch.equal(state.read_weights(tmp_path)["head.weight"], ema.module.head.weight)
+    checkpoint.capture(model, optimizer, None, {}).write(tmp_path)
+    assert torch.equal(checkpoint.read_weights(tmp_path)["head.weight"], model.head.weight)
+    checkpoint.capture(model, optimizer, ema.module, {}).write(tmp_path)
+    assert torch.equal(checkpoint.read_weights(tmp_path)["head.weight"], ema.module.head.weight)
 
 
 def test_no_file_of_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
     model = network()
     optimizer = build_optimizer(model, name="adamw", lr=1e-3)
     step(model, optimizer, 0)
-    state.capture(model, optimizer, None, {"step": 1}).write(tmp_path)
+    checkpoint.capture(model, optimizer, None, {"step": 1}).write(tmp_path)
     assert {file.suffix for file in tmp_path.iterdir()} == {".safetensors", ".json"}
     assert json.loads((tmp_path / "state.json").read_text()) == {"step": 1}
+
+
+@pytest.mark.parametrize("metric, better", [("val.top1", [0.2, 0.3]), ("val.loss", [0.3, 0.2])])
+def test_the_best_is_strictly_better_in_the_metrics_own_direction(metric, better) -> None:
+    counters = Counters(step=1)
+    assert counters.note(metric, better[0])
+    counters.step = 2
+    assert counters.note(metric, better[1])
+    assert not counters.note(metric, better[1])
+    assert not counters.note(metric, better[0])
+    assert (counters.best, counters.best_step, counters.stale) == (better[1], 2, 2)

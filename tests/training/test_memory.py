@@ -1,4 +1,4 @@
-"""What is rehearsed is what a real pass takes, and nothing of the network changes."""
+"""The estimate of a pass's memory is what a real one takes; the network does not change."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 import timm
 import torch
+from refusals import refused
 from torch import nn
 
-from finetune.bench.flops import count_operations
-from finetune.errors import RecipeError
 from finetune.models.head import freeze_parameters
 from finetune.models.profile import count_macs
+from finetune.recipe.load import OptimSection
 from finetune.training.memory import (
     LiveBytes,
     Need,
@@ -119,7 +119,7 @@ def test_gradient_checkpointing_gives_equal_gradients_and_needs_less() -> None:
         model.train()
         model(images).square().sum().backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
-        needs.append(need_of(model, image_size=SIZE, dtype=torch.float32, count=count_operations))
+        needs.append(need_of(model, image_size=SIZE, dtype=torch.float32, operations=True))
     assert gradients[0].keys() == gradients[1].keys()
     for name, gradient in gradients[0].items():
         assert gradient is not None
@@ -133,7 +133,7 @@ def test_gradient_checkpointing_gives_equal_gradients_and_needs_less() -> None:
 
 def test_operations_are_three_times_the_forward_pass() -> None:
     model = network()
-    need = need_of(model, image_size=SIZE, dtype=torch.float32, count=count_operations)
+    need = need_of(model, image_size=SIZE, dtype=torch.float32, operations=True)
     assert need.operations is not None
     share = need.operations / (6 * count_macs(model.eval(), SIZE))
     assert 0.9 < share <= 1.0  # the images need no gradient
@@ -172,11 +172,11 @@ def test_what_an_optimiser_keeps(name: str, moments: int) -> None:
     model = network()
     freeze_parameters(model, 1)
     trained = num_bytes(p for p in model.parameters() if p.requires_grad)
-    kept = state_bytes(model, {"name": name, "lr": 0.1, "momentum": 0.9})
+    kept = state_bytes(model, OptimSection(name=name, lr=0.1, steps=1))
     counters = 4 * len(list(model.parameters()))
     assert moments * trained <= kept <= moments * trained + counters
-    with pytest.raises(RecipeError, match="unknown 'adamx'"):
-        state_bytes(model, {"name": "adamx", "lr": 0.1})
+    with refused("recipe.unknown_name", "'adamx'"):
+        state_bytes(model, OptimSection(name="adamx", lr=0.1, steps=1))
 
 
 def test_tensors_that_stand_there_twice_count_once() -> None:

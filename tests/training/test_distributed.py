@@ -1,4 +1,4 @@
-"""No worker outlives its launcher; ranks tell one another once what went wrong."""
+"""No worker outlives its launcher; the cause of a failed launch is printed once, with its code."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from finetune.errors import DataError, DivergedError, FinetuneError, Interrupted, SetupError
 from finetune.processes import end_with_parent, local_processes
-from finetune.training import distributed as watch
+from finetune.training import distributed, launch
 from finetune.training.distributed import Launcher, RankErrors
 from finetune.training.meter import StopSignals
 
@@ -43,7 +45,7 @@ def wait_for(holds: Callable[[], bool], seconds: float = 60) -> bool:
     return holds()
 
 
-def test_how_many_share_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_on_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert local_processes(4) == 4
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # two machines
@@ -55,7 +57,7 @@ class TestLauncher:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-        monkeypatch.setattr(watch, "_is_launcher", lambda pid: False)
+        monkeypatch.setattr(distributed, "_is_launcher", lambda pid: False)
         assert Launcher.of_this_process() is None
 
     @pytest.mark.parametrize(
@@ -73,8 +75,8 @@ class TestLauncher:
         self, words: tuple[str, ...], is_one: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         line = "\0".join(words).encode()
-        monkeypatch.setattr(watch.Path, "read_bytes", lambda self: line)
-        assert watch._is_launcher(7) is is_one
+        monkeypatch.setattr(distributed.Path, "read_bytes", lambda self: line)
+        assert distributed._is_launcher(7) is is_one
 
     def test_its_end_is_a_request_and_never_the_second_signal(self) -> None:
         def work() -> int:
@@ -94,15 +96,13 @@ class TestLauncher:
     def test_a_launcher_that_lives_is_left_alone(self) -> None:
         def work() -> int:
             launcher = Launcher(os.getppid())
-            time.sleep(3 * watch.POLL_SECONDS)
+            time.sleep(3 * distributed.POLL_SECONDS)
             return int(launcher.gone)
 
         assert in_child(work) == 0
 
-    def test_who_has_not_joined_hears_no_signal_and_is_ended(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(watch, "JOIN_SECONDS", 0.2)
+    def test_a_rank_that_waits_in_c_is_ended(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(distributed, "JOIN_SECONDS", 0.2)
 
         def work() -> int:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as good as waiting in C
@@ -153,12 +153,16 @@ def store(monkeypatch: pytest.MonkeyPatch) -> torch.distributed.TCPStore:
 
 
 def ended(ranks: RankErrors, error: BaseException) -> BaseException:
-    """What a rank ends with when `error` comes up in it."""
-    try:
-        with ranks.in_order():
-            raise error
-    except BaseException as found:
-        return found
+    """The error that a rank ends with when `error` comes up in it."""
+    with pytest.raises(BaseException) as caught, ranks.in_order():  # noqa: PT011
+        raise error
+    return caught.value
+
+
+def facts(error: BaseException) -> tuple[str, int, str, bool]:
+    """Message, exit code and code of one of our errors, and whether another rank prints it."""
+    assert isinstance(error, FinetuneError)
+    return str(error), error.exit_code, error.code, error.printed_elsewhere
 
 
 def two(timeout_seconds: float = 7) -> list[RankErrors]:
@@ -167,57 +171,51 @@ def two(timeout_seconds: float = 7) -> list[RankErrors]:
 
 @pytest.mark.usefixtures("store")
 class TestRanks:
-    def test_who_loses_the_others_takes_over_their_reason(self) -> None:
+    def test_a_rank_that_loses_the_others_ends_with_their_error(self) -> None:
         first, second = two()
-        told = DataError("cat.png: is gone; restore it")
-        assert ended(second, told) is told
-        assert not told.said
-        heard = ended(first, LOST)
-        assert isinstance(heard, FinetuneError)
-        assert (str(heard), heard.exit_code, heard.said) == (str(told), 3, True)
+        cause = DataError("cat.png: is gone; restore it", code="data.not_found")
+        assert ended(second, cause) is cause
+        assert not cause.printed_elsewhere
+        assert facts(ended(first, LOST)) == (str(cause), 3, "data.not_found", True)
 
-    def test_errors_that_are_not_ours_are_told_too(self) -> None:
+    def test_errors_that_are_not_ours_end_the_others_too(self) -> None:
         first, second = two()
         assert isinstance(ended(second, KeyError("x")), KeyError)
-        heard = ended(first, LOST)
-        assert isinstance(heard, FinetuneError)
-        assert (heard.exit_code, heard.said) == (1, True)
+        assert facts(ended(first, LOST)) == ("KeyError", 1, "internal", True)
 
-    @pytest.mark.parametrize(
-        "lost, why",
-        [(LOST, "rank 1 of 2: ended without a word"), (LATE, "no answer within 7 seconds")],
-    )
-    def test_a_rank_that_gives_no_sign_is_named(self, lost: RuntimeError, why: str) -> None:
-        heard = ended(two()[0], lost)
-        assert isinstance(heard, FinetuneError)
-        assert why in str(heard)
-        assert "rank 1 of 2" in str(heard)
-        assert (heard.exit_code, heard.said) == (SetupError.exit_code, False)
+    @pytest.mark.parametrize("lost, seconds", [(LOST, ""), (LATE, "7 seconds")])
+    def test_a_rank_that_does_not_answer_is_named(self, lost: RuntimeError, seconds: str) -> None:
+        message, *rest = facts(ended(two()[0], lost))
+        assert "rank 1 of 2" in message
+        assert seconds in message
+        assert rest == [SetupError.exit_code, "setup.lost_process", False]
 
-    def test_one_of_those_that_are_left_says_it(self) -> None:
+    def test_one_of_the_ranks_that_are_left_prints_it(self) -> None:
         some = [RankErrors(rank, 4, number=0, timeout_seconds=7) for rank in range(3)]
-        heard: list[BaseException] = []
+        errors: list[BaseException] = []
         threads = [
-            threading.Thread(target=lambda one=one: heard.append(ended(one, LOST))) for one in some
+            threading.Thread(target=lambda one=one: errors.append(ended(one, LOST))) for one in some
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert [str(error) for error in heard] == [str(heard[0])] * 3
-        assert "rank 3 of 4" in str(heard[0])
-        assert sorted(getattr(error, "said", None) for error in heard) == [False, True, True]
+        messages, exits, codes, printed = zip(*map(facts, errors), strict=True)
+        assert messages == (messages[0],) * 3
+        assert "rank 3 of 4" in messages[0]
+        assert (exits, codes) == ((5,) * 3, ("setup.lost_process",) * 3)
+        assert sorted(printed) == [False, True, True]
 
-    def test_what_all_meet_is_said_by_one(self) -> None:
+    def test_an_error_of_all_ranks_is_printed_by_one(self) -> None:
         first, second = two()
         one = DataError("dog.png: bad")
         assert ended(second, one) is one
         other = ended(first, DataError("dog.png: bad"))
-        assert (one.said, getattr(other, "said", None)) == (False, True)
+        assert (one.printed_elsewhere, facts(other)[3]) == (False, True)
         different = ended(RankErrors(0, 2, number=1, timeout_seconds=7), DataError("cow.png: bad"))
-        assert getattr(different, "said", None) is False
+        assert facts(different)[3] is False
 
-    def test_a_stop_is_said_by_rank_0_which_ends_first(
+    def test_a_stop_is_printed_by_rank_0_which_ends_first(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         first, second = two()
@@ -229,35 +227,33 @@ class TestRanks:
 
         waits = threading.Thread(target=end, args=(second,))
         waits.start()
-        time.sleep(2 * watch.POLL_SECONDS)
+        time.sleep(2 * distributed.POLL_SECONDS)
         assert not order
         end(first)
         waits.join()
         assert order == [0, 1]
         lost = ended(RankErrors(0, 2, number=0, timeout_seconds=7), LOST)
         assert isinstance(lost, Interrupted)
-        assert (lost.exit_code, lost.said) == (143, False)
+        assert facts(lost)[1:] == (143, "interrupted", False)
 
     def test_an_error_is_explained_once(self) -> None:
         first, _ = two()
         with pytest.raises(DivergedError), first.explained(), first.explained():
             raise DivergedError("run: the gradient was not finite")
 
-    def test_launches_do_not_hear_one_another(self) -> None:
+    def test_launches_have_errors_of_their_own(self) -> None:
         ended(RankErrors(1, 2, number=0, timeout_seconds=7), DataError("of the first run"))
-        heard = ended(RankErrors(0, 2, number=1, timeout_seconds=7), LOST)
-        assert "of the first run" not in str(heard)
+        error = ended(RankErrors(0, 2, number=1, timeout_seconds=7), LOST)
+        assert "of the first run" not in str(error)
 
 
-def test_without_a_store_each_speaks_for_itself(
+def test_without_a_store_each_rank_prints_its_error(
     store: torch.distributed.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(distributed, "ANSWER_SECONDS", 0.2)
     first = two()[0]
     monkeypatch.setattr(first, "_store", Silent())
-    heard = ended(first, LOST)
-    assert isinstance(heard, FinetuneError)
-    assert not heard.said
+    assert facts(ended(first, LOST))[1:] == (5, "setup.lost_process", False)
 
 
 class Silent:
@@ -267,6 +263,41 @@ class Silent:
         return lambda *arguments: time.sleep(2)
 
 
-def test_one_process_has_nobody_to_tell() -> None:
+@pytest.mark.parametrize(
+    "error, expected",
+    [
+        (
+            DataError("cat.png: is gone; restore it", code="data.not_found"),
+            ("rank 0: cat.png: is gone; restore it", 3, "data.not_found", True),
+        ),
+        (KeyError("x"), ("rank 0: 'x'", 1, "internal", True)),
+    ],
+)
+def test_every_rank_gets_the_error_of_rank_0_with_its_code(
+    error: Exception, expected: tuple[str, int, str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[object] = []
+
+    def broadcast(outcome: list[object]) -> None:
+        """Rank 0 calls it first and keeps its outcome, the other rank takes it over."""
+        if sent:
+            outcome[:] = sent
+        else:
+            sent.extend(outcome)
+
+    def fails() -> None:
+        raise error
+
+    monkeypatch.setattr(launch, "broadcast_object_list", broadcast)
+    ranks: list[Any] = [SimpleNamespace(is_main_process=main) for main in (True, False)]
+    with pytest.raises(type(error)) as own:
+        launch.on_main(ranks[0], fails)
+    assert own.value is error
+    with pytest.raises(FinetuneError) as elsewhere:
+        launch.on_main(ranks[1], pytest.fail)
+    assert facts(elsewhere.value) == expected
+
+
+def test_one_process_tells_nobody() -> None:
     error = RuntimeError("gloo")
     assert ended(RankErrors(0, 1, number=0, timeout_seconds=7), error) is error

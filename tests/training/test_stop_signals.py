@@ -1,4 +1,4 @@
-"""A signal wherever nothing is to be saved: the run stops at once, says so, and can go on."""
+"""A signal where there is nothing to save: the run stops at once with a message and can go on."""
 
 from __future__ import annotations
 
@@ -14,21 +14,18 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from recipe_texts import tiny_text
 
 from finetune.cli.main import main
-from finetune.data import decode_all as scan
+from finetune.data import image_cache
 from finetune.errors import Interrupted
 from finetune.training import launch
 from finetune.training.meter import StopSignals
 
-RECIPE = """
-model: {name: vit_tiny_patch16_224, pretrained: false, image_size: 16,
-        args: {patch_size: 4, embed_dim: 32, depth: 1, num_heads: 2}}
-data: {source: "folder:FOLDER", eval: "resize(18) | center_crop", unreadable: quarantine,
-       batch_size: 4}
-optim: {lr: 3e-3, steps: 4}
-run: {precision: fp32, threads: 1}
-"""
+RECIPE = tiny_text(
+    "eval: 'resize(18) | center_crop', unreadable: quarantine, batch_size: 4",
+    source="folder:FOLDER",
+)
 FILES = ["model/config.json", "model/model.safetensors", "model/README.md"]
 FILES += ["metrics.jsonl", "results.json", "report.html"]
 
@@ -127,15 +124,15 @@ def test_before_training_a_signal_stops_the_run_at_once(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    out, (name, call), paint = tmp_path / "run", BEFORE[place], scan.paint
+    out, (name, call), visit = tmp_path / "run", BEFORE[place], image_cache.visit
     bell = Bell(name, call, number)
 
     def decode_all(*args: Any, **kwargs: Any) -> Any:
         monkeypatch.setattr(name, bell)
-        return paint(*args, **kwargs)
+        return visit(*args, **kwargs)
 
     if name == DECODE:
-        monkeypatch.setattr(scan, "paint", decode_all)
+        monkeypatch.setattr(image_cache, "visit", decode_all)
     else:
         monkeypatch.setattr(name, bell)
     check_stopped(recipe, out, bell, capsys)
@@ -167,12 +164,12 @@ def test_after_training_a_stopped_run_is_not_done_and_resuming_finishes_it(
     check_resumed(recipe, out, undisturbed)
 
 
-def test_ranks_that_wait_for_rank_0_are_told_of_its_signal(
+def test_ranks_that_wait_for_rank_0_get_its_signal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told: list[Any] = []
-    monkeypatch.setattr(launch, "broadcast_object_list", lambda answer: told.extend(answer))
+    sent: list[Any] = []
+    monkeypatch.setattr(launch, "broadcast_object_list", sent.extend)
     main_process: Any = SimpleNamespace(is_main_process=True)
     with StopSignals() as stop, pytest.raises(Interrupted), stop.at_once("run: stopped"):
         launch.on_main(main_process, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    assert told == [None, ("run: stopped", 143)]
+    assert sent == [None, ("rank 0: run: stopped", 143, "internal")]

@@ -1,0 +1,171 @@
+"""The first lines of a run: what is trained on what, and what is too small to learn or judge by."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from finetune.data.source import Split
+from finetune.errors import visible
+from finetune.evaluation.intervals import TOO_FEW_IMAGES
+from finetune.run.environment import precision_of
+from finetune.text import counted, short_count
+from finetune.training.setup import TrainingSetup
+from finetune.training.trainer_state import TrainerState
+
+__all__ = ["FEW_STEPS", "banner", "size_notices"]
+
+FEW_STEPS = 50  # a run of fewer has hardly moved the weights
+_RARE = 0.1  # of the images of the commonest class
+
+
+def banner(trainer: TrainerState) -> list[str]:
+    """Return the lines that a run begins with: network, images, classes, length, place."""
+    setup, recipe = trainer.setup, trainer.recipe
+    processes = counted(trainer.accelerator.num_processes, "process", "processes")
+    rows = {
+        "network": _network(setup),
+        "images": _images(setup),
+        "classes": _classes(setup),
+        "training": _length(setup),
+        "device": f"{processes} on {setup.device.type}",
+        "auto": ", ".join(f"{key} is {value}" for key, value in _chosen(trainer).items()),
+        "output": visible(str(trainer.run.path)),
+    }
+    if trainer.counters.step:
+        rows["training"] += f"; continues at step {trainer.counters.step:,}"
+    if not recipe.model.pretrained:
+        rows["network"] += ", trained from scratch"
+    return [f"{name:<9} {text}" for name, text in rows.items() if text]
+
+
+def size_notices(setup: TrainingSetup) -> list[str]:
+    """Return a line for each thing that is too small, with what to do about it.
+
+    It may be the run, compared with its warm-up or in itself, a split to measure on, or a class.
+    """
+    lines = [*_warmup_notices(setup), *_step_notices(setup)]
+    for name in ("val", "test"):
+        split = setup.source.splits.get(name)
+        if split is not None and len(split) < TOO_FEW_IMAGES:
+            lines.append(_few_images(setup, name, len(split)))
+    return [*lines, *_rare_classes(setup)]
+
+
+def _network(setup: TrainingSetup) -> str:
+    parameters = list(setup.built.model.parameters())
+    total = sum(p.numel() for p in parameters)
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    share = "" if trained == total else f", of which {short_count(trained)} are trained"
+    name = visible(setup.recipe.model.name)
+    of = "" if name == setup.built.architecture else f" ({setup.built.architecture})"
+    return f"{name}{of}, {short_count(total)} parameters{share}"
+
+
+def _images(setup: TrainingSetup) -> str:
+    sizes = {name: len(split) for name, split in setup.source.splits.items()}
+    sizes["train"] = setup.num_samples  # those that can be read
+    names = [name for name in ("train", "val", "test") if name in sizes]
+    splits = ", ".join(f"{sizes[name]:,} {name}" for name in names)
+    height, width = setup.preprocessing.image_size
+    return f"{splits}; seen at {height} × {width} pixels"
+
+
+def _classes(setup: TrainingSetup) -> str:
+    counts_K = _class_counts(setup)
+    fewest, most = int(counts_K.argmin()), int(counts_K.argmax())
+    if counts_K[fewest] == counts_K[most]:
+        return f"{len(counts_K):,}, with {counted(int(counts_K[most]), 'training image')} each"
+    return (
+        f"{len(counts_K):,}, from {counts_K[fewest]:,} training images ({_name(setup, fewest)}) "
+        f"to {counts_K[most]:,} ({_name(setup, most)})"
+    )
+
+
+def _length(setup: TrainingSetup) -> str:
+    epochs = setup.recipe.optim.epochs or setup.steps / setup.steps_per_epoch
+    warmup = f", {setup.warmup_steps:,} of them warm-up" if setup.warmup_steps else ""
+    return (
+        f"{counted(setup.steps, 'step')} of {counted(setup.recipe.data.batch_size, 'image')}, "
+        f"{epochs:.3g} epochs{warmup}"
+    )
+
+
+def _chosen(trainer: TrainerState) -> dict[str, Any]:
+    """The recipe's keys that are `auto`, and what they have become."""
+    recipe = trainer.recipe
+    chosen = {
+        "run.precision": (recipe.run.precision, precision_of(trainer.accelerator)),
+        "data.micro_batch": (recipe.data.micro_batch, trainer.micro_batch),
+        "model.compile": (recipe.model.compile, str(trainer.compiled).lower()),
+    }
+    return {
+        key: value
+        for key, (written, value) in chosen.items()
+        if written == "auto" and value is not None
+    }
+
+
+def _warmup_notices(setup: TrainingSetup) -> list[str]:
+    optim, steps = setup.recipe.optim, setup.steps
+    if setup.warmup_steps < steps:
+        return []
+    key = "warmup_steps" if optim.warmup_epochs is None else "warmup_epochs"
+    tenth = steps // 10
+    shorter = f"optim.warmup_steps={tenth}"
+    if optim.warmup_epochs is not None:
+        shorter = f"optim.warmup_epochs={tenth / setup.steps_per_epoch:.3g}"
+    return [
+        f"optim.{key}: all of the {counted(steps, 'step')} are warm-up "
+        f"({setup.requested_warmup_steps:,} were asked for), so that the learning rate only "
+        f"rises; shorten it, for example {shorter}, unless this is meant"
+    ]
+
+
+def _step_notices(setup: TrainingSetup) -> list[str]:
+    optim, batch_size = setup.recipe.optim, setup.recipe.data.batch_size
+    if setup.steps >= FEW_STEPS:
+        return []
+    if optim.steps is not None:
+        advice = f"raise optim.steps to {FEW_STEPS} or more"
+    else:
+        epochs = math.ceil(FEW_STEPS / setup.steps_per_epoch)
+        advice = f"lower data.batch_size, or set optim.epochs={epochs} or more"
+    return [
+        f"the run has only {counted(setup.steps, 'step')} ({setup.num_samples:,} training images "
+        f"in batches of {batch_size}), too few to learn much; {advice}"
+    ]
+
+
+def _few_images(setup: TrainingSetup, name: str, images: int) -> str:
+    """The line of a split that is too small to measure an accuracy on."""
+    long = {"val": "validation", "test": "test"}[name]
+    advice = "add images"
+    splits, fraction = setup.source.splits, TOO_FEW_IMAGES / (setup.num_samples + images)
+    if name == "val" and splits["val"].items is splits["train"].items and fraction <= 0.5:
+        advice += f", or set data.val_fraction={math.ceil(100 * fraction) / 100:g} or more"
+    return f"{counted(images, f'{long} image')}: an accuracy on so few is mostly chance; {advice}"
+
+
+def _rare_classes(setup: TrainingSetup) -> list[str]:
+    counts_K = _class_counts(setup)
+    rare, common = int(counts_K.argmin()), int(counts_K.argmax())
+    if counts_K[rare] >= _RARE * counts_K[common]:
+        return []
+    return [
+        f"{_name(setup, rare)} has {counted(int(counts_K[rare]), 'training image')} and "
+        f"{_name(setup, common)} {counts_K[common]:,}: the accuracy hardly shows the rare classes; "
+        "add images of them, or look at each class's recall in the report"
+    ]
+
+
+def _class_counts(setup: TrainingSetup) -> np.ndarray:
+    """Training images of each class: (K,)."""
+    train: Split = setup.source.splits["train"]
+    return np.bincount(train.labels, minlength=setup.num_classes)
+
+
+def _name(setup: TrainingSetup, label: int) -> str:
+    return f"'{visible(setup.source.class_names[label], keep='')}'"

@@ -56,7 +56,7 @@ def pause(launch: Launch, pids: list[int]) -> None:
 @pytest.mark.parametrize(
     "processes, paused",
     [
-        pytest.param(1, "all", id="one"),
+        pytest.param(1, "all", id="one", marks=pytest.mark.faults),
         pytest.param(2, "all", id="both-of-two", marks=pytest.mark.faults),
         pytest.param(2, "rank 0", id="rank0-of-two", marks=pytest.mark.faults),
         pytest.param(2, "rank 1", id="rank1-of-two", marks=pytest.mark.faults),

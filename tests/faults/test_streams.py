@@ -121,7 +121,9 @@ def test_without_streams_of_its_own_a_file_is_printed_into(
     )
 
 
-@pytest.mark.parametrize("behind", CLOSED)
+@pytest.mark.parametrize(
+    "behind", [CLOSED[0], *(pytest.param(one, marks=_LONG) for one in CLOSED[1:])]
+)
 @pytest.mark.parametrize(
     "words, written",
     [
@@ -140,6 +142,7 @@ def test_verbs_with_closed_streams(
     fault("standard streams that are closed: predict, eval, report", "0, and the files are written")
 
 
+@pytest.mark.faults
 def test_a_list_from_a_closed_stream(place: Path, fault: Any) -> None:
     done = shell(place, "predict run -", "0<&-")
     assert done.returncode in (2, 3)

@@ -22,6 +22,7 @@ import yaml
 from torch.nn.functional import cross_entropy
 
 from finetune.console import say
+from finetune.data.decode_all import sample_sizes
 from finetune.data.source import Source, open_source
 from finetune.errors import DataError
 from finetune.files import write_atomically
@@ -75,14 +76,12 @@ class Facts:
         train: training images when validation is taken from them.
         per_class: (K,) training images of each class.
         side: the median of the images' shorter sides, in pixels.
-        unreadable: images of the sample that cannot be decoded.
     """
 
     images: dict[str, int]
     train: int
     per_class: np.ndarray
     side: int
-    unreadable: int
 
 
 class Candidate(NamedTuple):
@@ -225,12 +224,8 @@ def look(source: Source, val_fraction: float) -> Facts:
     Raises: DataError if none of the sample can be decoded.
     """
     split = source.splits["train"]
-    sides, unreadable = [], 0
-    for index in np.unique(np.linspace(0, len(split) - 1, _SAMPLED).astype(int)):
-        try:
-            sides.append(min(split.read(int(index)).shape[:2]))
-        except DataError:
-            unreadable += 1
+    sizes, unreadable = sample_sizes(split, _SAMPLED)
+    sides = [min(size) for size in sizes]
     if not sides:
         raise DataError(
             f"{source.name}: none of {counted(unreadable, 'image')} tried can be decoded; see "
@@ -242,7 +237,6 @@ def look(source: Source, val_fraction: float) -> Facts:
         train=round(len(split) * (1 - val_fraction)),
         per_class=np.bincount(split.labels, minlength=len(source.class_names)),
         side=int(np.median(sides)),
-        unreadable=unreadable,
     )
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "expected_size",
     "info",
     "readable",
+    "sample_sizes",
     "scan",
     "visit",
     "without_unreadable",
@@ -48,7 +49,7 @@ class _Done(NamedTuple):
     error: int = 0
 
 
-def _sample(split: Split, number: int) -> tuple[list[tuple[int, int]], int]:
+def sample_sizes(split: Split, number: int) -> tuple[list[tuple[int, int]], int]:
     """Sizes (H, W) of some images spread over a split, and how many of them could not be read."""
     indices = np.unique(np.linspace(0, len(split) - 1, min(number, len(split))).astype(int))
     sizes, unreadable = [], 0
@@ -70,7 +71,7 @@ def info(source: Source) -> dict[str, Any]:
     """
     splits = {}
     for name, split in source.splits.items():
-        sizes, unreadable = _sample(split, 64)
+        sizes, unreadable = sample_sizes(split, 64)
         counts = np.bincount(split.labels, minlength=len(source.class_names))
         splits[name] = {
             "images": len(split),
@@ -90,13 +91,13 @@ def info(source: Source) -> dict[str, Any]:
 
 def expected_size(split: Split) -> tuple[int, int] | None:
     """The size (H, W) that all images of a sample have; None where they differ."""
-    sizes = set(_sample(split, 16)[0])
+    sizes = set(sample_sizes(split, 16)[0])
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def decoded_bytes(split: Split) -> int:
     """Memory in bytes that the decoded images need, estimated from a sample."""
-    sizes, _ = _sample(split, 16)
+    sizes, _ = sample_sizes(split, 16)
     return (
         int(np.mean([height * width * 3 for height, width in sizes]) * len(split)) if sizes else 0
     )

@@ -52,7 +52,7 @@ def no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def facts(train: int, side: int = 32, classes: int = 4) -> Facts:
     per_class = np.full(classes, train // classes)
-    return Facts({"train": train}, train, per_class, side, 0)
+    return Facts({"train": train}, train, per_class, side)
 
 
 class TestChoices:

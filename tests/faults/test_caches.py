@@ -504,13 +504,15 @@ def test_images_that_changed_behind_the_cache(
     fault(ROW, PROMISE)
 
 
+def by_names(items: Any, rows: Any, labels: Any) -> Any:
+    """The fingerprint that earlier versions took of a set above 1 GiB."""
+    return fingerprint.fingerprint_by_names(items, rows, labels), items.states(rows)
+
+
 def test_names_and_sizes_alone_would_train_on_stale_pixels(
     case: Case, monkeypatch: pytest.MonkeyPatch, many: None, fault: Callable[..., None]
 ) -> None:
     """The control of the above: as it was in earlier versions."""
-
-    def by_names(items: Any, rows: Any, labels: Any) -> Any:
-        return fingerprint.fingerprint_by_names(items, rows, labels), items.states(rows)
 
     with monkeypatch.context() as patch:
         patch.setattr("finetune.data.source.fingerprint_of", by_names)
@@ -525,9 +527,6 @@ def test_names_and_sizes_alone_would_train_on_stale_pixels(
 def test_a_run_of_more_than_1_gib_by_an_earlier_version_is_resumed(
     case: Case, monkeypatch: pytest.MonkeyPatch, many: None, fault: Callable[..., None]
 ) -> None:
-    def by_names(items: Any, rows: Any, labels: Any) -> Any:
-        return fingerprint.fingerprint_by_names(items, rows, labels), items.states(rows)
-
     with monkeypatch.context() as patch:
         patch.setattr("finetune.data.source.fingerprint_of", by_names)
         case.losses()

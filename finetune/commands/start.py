@@ -297,10 +297,8 @@ def _cached(device: torch.device) -> list[Candidate]:
 
 
 def _native_size(name: str) -> int:
-    import timm
-
-    config = timm.get_pretrained_cfg(name)
-    return int(config.input_size[-1]) if config is not None else 224
+    """The image size in pixels that weights were trained at. Raises: as `build`."""
+    return build(name, pretrained=False).preprocessing.image_size[0]
 
 
 def _network(

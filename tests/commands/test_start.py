@@ -86,6 +86,11 @@ class TestChoices:
         monkeypatch.setattr(start_module.importlib.util, "find_spec", lambda name: None)
         assert {c.size for c in start_module._candidates(side, CPU)} == {size}
 
+    def test_weights_of_nobody_are_refused(self, tmp_path: Path) -> None:
+        folder = str(photos(tmp_path / "photos", {"a": 3, "b": 3}))
+        with refused("weights.unknown_name", "nope"):
+            start(folder, overrides=["model.name=vit_base_patch16_224.nope"], notice=print)
+
     def test_nothing_is_mirrored_unasked(self, tmp_path: Path, no_trial: None) -> None:
         made = start(str(photos(tmp_path / "photos", {"a": 12, "b": 12})), notice=print)
         assert "flip" not in (made.recipe.data.train or "")

@@ -9,6 +9,7 @@ from pathlib import Path
 __all__ = [
     "MISSING",
     "TOO_FEW",
+    "aligned_table",
     "byte_size",
     "cell",
     "confidence",
@@ -94,3 +95,20 @@ def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[
     lines = [" | ".join(map(cell, row)) for row in (heads, *rows)]
     lines.insert(1, " | ".join(["---"] * len(heads)))
     return [f"| {line} |" for line in lines]
+
+
+def aligned_table(rows: Sequence[Sequence[str]], *, texts: int = 1) -> list[str]:
+    """The lines of a table for a terminal: `texts` columns from the left, figures from the right.
+
+    Args:
+        rows: of equally many cells; the head is the first.
+        texts: number of columns, from the first on, that hold words.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if place < texts else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune.commands.reproduce_measured import Measured
+from finetune.commands.reproduce_page import Outcome
 from finetune.commands.reproduce_plan import Entry, Plan, load_plan, recipe_for
 
 SMALL = """
@@ -125,12 +125,13 @@ def write_all(top: Path, plan: Path) -> Path:
     return top / "runs"
 
 
-def measured_of(plan: Plan, folder: Path) -> list[Measured]:
+def outcomes_of(plan: Plan, folder: Path) -> list[Outcome]:
     """What `write_all` wrote, by entry."""
-    paths = [
-        [folder / f"{entry.name}-s{seed}" for seed in entry.seeds]
-        if entry.probe is None
-        else [folder / entry.name]
-        for entry in plan.runs
+    *trained, few = plan.runs
+    runs = [
+        Outcome(entry, [folder / f"{entry.name}-s{seed}" for seed in entry.seeds])
+        for entry in trained
     ]
-    return [Measured(*pair) for pair in zip(plan.runs, paths, strict=True)]
+    probe = json.loads((folder / few.name / "probe.json").read_text())
+    shots = {int(count): row for count, row in probe["shots"].items()}
+    return [*runs, Outcome(few, [folder / few.name], probe={**probe, "shots": shots})]

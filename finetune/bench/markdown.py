@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import RecipeError
 from finetune.files import disk_errors, make_folder, open_regular, write_atomically
-from finetune.text import MISSING
+from finetune.text import MISSING, aligned_table, markdown_table
 
 __all__ = ["check_page", "describe", "section", "write_section"]
 
@@ -18,45 +19,46 @@ _HEAD = (
     "measures it again.\n"
 )
 _COLUMNS = (
-    "loop",
-    "numbers",
-    "train images/s",
-    "min–max",
-    "finetune is",
-    "of matrix rate",
-    "evaluation images/s",
-    "first step",
-    "host",
-    "device",
+    *("loop", "numbers", "train images/s", "min–max", "finetune is", "of matrix rate"),
+    *("evaluation images/s", "first step", "host", "device"),
 )
+_Rows = list[list[str]]  # of a table, its head first
 
 
 def describe(result: dict[str, Any]) -> str:
     """Write the result for a terminal: what was measured, the table, and what it means."""
-    lines = [*_facts(result), "", *_aligned(_table(result)), "", *_notes(result)]
-    if result["losses"]:
-        lines += ["", *_aligned(_losses(result["losses"])), _closeness(result["losses"])]
-    if result["sizes"]:
-        lines += ["", *_aligned(_sizes(result["sizes"])), *_growth(result["sizes"])]
-    if result["profile"]:
-        lines += ["", *_aligned(_profile(result["profile"])), result["profile"]["trace"]]
-    return "\n".join(lines)
+    lines = _facts(result)
+    for rows, notes in _tables(result):
+        texts = 2 if rows[0][0] == _COLUMNS[0] else 1
+        lines += ["", *aligned_table(rows, texts=texts), *([""] if notes else []), *notes]
+    return "\n".join([*lines, *([result["profile"]["trace"]] if result["profile"] else [])])
 
 
 def section(result: dict[str, Any]) -> str:
     """Write the result as a section of a page, headed by the command."""
-    shown = [_heading(result), "", f"```bash\n{result['command']}\n```", ""]
-    shown += [f"- {line}" for line in _facts(result)]
-    shown += ["", *_piped(_table(result)), ""]
-    shown += [f"- {line}" for line in _notes(result)]
-    if result["losses"]:
-        shown += ["", *_piped(_losses(result["losses"])), "", f"- {_closeness(result['losses'])}"]
-    if result["sizes"]:
-        shown += ["", *_piped(_sizes(result["sizes"])), ""]
-        shown += [f"- {line}" for line in _growth(result["sizes"])]
-    if result["profile"]:
-        shown += ["", *_piped(_profile(result["profile"]))]
-    return "\n".join(shown) + "\n"
+    lines = [_heading(result), "", f"```bash\n{result['command']}\n```", ""]
+    lines += [f"- {line}" for line in _facts(result)]
+    for rows, notes in _tables(result):
+        head, _, *body = markdown_table(rows[0], rows[1:])
+        ruler = f"| --- |{' --: |' * (len(rows[0]) - 1)}"
+        lines += ["", head, ruler, *body, *([""] if notes else [])]
+        lines += [f"- {note}" for note in notes]
+    return "\n".join(lines) + "\n"
+
+
+def _tables(result: dict[str, Any]) -> Iterator[tuple[_Rows, list[str]]]:
+    """The tables of what was measured, each with what is to be said of it."""
+    yield _loops(result), _notes(result)
+    if losses := result["losses"]:
+        yield _losses(losses)
+    if sizes := result["sizes"]:
+        yield _sizes(sizes)
+    if profile := result["profile"]:
+        rows = [["operation", "calls a step", "ms a step", "share"]]
+        for row in profile["operations"]:
+            figures = [f"{row['calls']:g}", f"{row['milliseconds']:.2f}", f"{row['share']:.1%}"]
+            rows.append([row["name"], *figures])
+        yield rows, []
 
 
 def check_page(path: Path) -> None:
@@ -78,14 +80,9 @@ def write_section(path: Path, result: dict[str, Any]) -> None:
         written.
     """
     parts = re.split(r"^(?=## )", _text_of(path), flags=re.MULTILINE)
-    own, new = _heading(result), section(result)
-    kept = [part.rstrip("\n") + "\n" for part in parts]
-    places = [place for place, part in enumerate(kept) if part.startswith(own + "\n")]
-    if places:
-        kept[places[0]] = new
-    else:
-        kept.append(new)
-    write_atomically(path, "\n".join(kept))
+    by_heading = {part.partition("\n")[0]: part.rstrip("\n") + "\n" for part in parts}
+    by_heading[_heading(result)] = section(result)
+    write_atomically(path, "\n".join(by_heading.values()))
 
 
 def _text_of(path: Path) -> str:
@@ -133,17 +130,15 @@ def _facts(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def _table(result: dict[str, Any]) -> list[list[str]]:
+def _loops(result: dict[str, Any]) -> _Rows:
     rows = [list(_COLUMNS)]
     for row in result["rows"]:
-        train, evaluation = row["train"], row["evaluation"]
-        first = row["seconds_to_first_step"]
+        evaluation, first = row["evaluation"], row["seconds_to_first_step"]
         rows.append(
             [
                 row["name"],
                 _way(row),
-                _figure(train["median"]),
-                f"{_figure(train['min'])}–{_figure(train['max'])}",
+                *_rates(row["train"]),
                 "" if row["name"] == "finetune" else f"{row['ratio']:.2f} ×",
                 MISSING if row["fraction"] is None else f"{row['fraction']:.1%}",
                 MISSING if evaluation is None else _figure(evaluation["median"]),
@@ -192,54 +187,36 @@ def _notes(result: dict[str, Any]) -> list[str]:
     return notes
 
 
-def _losses(losses: dict[str, Any]) -> list[list[str]]:
+def _losses(losses: dict[str, Any]) -> tuple[_Rows, list[str]]:
     rows = [["up to step", f"loss, {_way(losses)}", "loss, fp32, not compiled", "difference"]]
-    return rows + [
-        [str(row["step"]), f"{row['loss']:.4f}", f"{row['plain']:.4f}", f"{row['difference']:+.4f}"]
-        for row in losses["rows"]
+    for row in losses["rows"]:
+        figures = [f"{row['loss']:.4f}", f"{row['plain']:.4f}", f"{row['difference']:+.4f}"]
+        rows.append([str(row["step"]), *figures])
+    return rows, [
+        f"mean training losses of {rows[1][0]} steps each, from the first one on: the same "
+        f"images, the same draws; at most {losses['largest']:.4f} apart"
     ]
+
+
+def _sizes(sizes: dict[str, Any]) -> tuple[_Rows, list[str]]:
+    rows = [["images in the set", "train images/s", "min–max", "labels, rows and order"]]
+    for row in sizes["rows"]:
+        rows.append([f"{row['images']:,}", *_rates(row["train"]), _memory(row["own_bytes"])])
+    notes = [
+        "the set's images over and over in a file of uint8 that is mapped into memory, in turn"
+    ]
+    if sizes["per_image"] is not None:
+        notes.append(f"{sizes['per_image']:.0f} bytes of memory for each image more")
+    return rows, notes
 
 
 def _way(row: dict[str, Any]) -> str:
     return f"{row['precision']}{', compiled' if row['compiled'] else ''}"
 
 
-def _closeness(losses: dict[str, Any]) -> str:
-    rows = losses["rows"]
-    return (
-        f"mean training losses of {rows[0]['step']} steps each, from the first one on: the same "
-        f"images, the same draws; at most {losses['largest']:.4f} apart"
-    )
-
-
-def _sizes(sizes: dict[str, Any]) -> list[list[str]]:
-    rows = [["images in the set", "train images/s", "min–max", "labels, rows and order"]]
-    for row in sizes["rows"]:
-        train = row["train"]
-        span = f"{_figure(train['min'])}–{_figure(train['max'])}"
-        own = _memory(row["own_bytes"])
-        rows.append([f"{row['images']:,}", _figure(train["median"]), span, own])
-    return rows
-
-
-def _growth(sizes: dict[str, Any]) -> list[str]:
-    about = "the set's images over and over in a file of uint8 that is mapped into memory, in turn"
-    if sizes["per_image"] is None:
-        return [about]
-    return [about, f"{sizes['per_image']:.0f} bytes of memory for each image more"]
-
-
-def _profile(profile: dict[str, Any]) -> list[list[str]]:
-    rows = [["operation", "calls a step", "ms a step", "share"]]
-    return rows + [
-        [
-            row["name"],
-            f"{row['calls']:g}",
-            f"{row['milliseconds']:.2f}",
-            f"{row['share']:.1%}",
-        ]
-        for row in profile["operations"]
-    ]
+def _rates(rates: dict[str, Any]) -> tuple[str, str]:
+    """The median, and from where to where the others go."""
+    return _figure(rates["median"]), f"{_figure(rates['min'])}–{_figure(rates['max'])}"
 
 
 def _figure(value: float) -> str:
@@ -249,25 +226,3 @@ def _figure(value: float) -> str:
 
 def _memory(number: int | None) -> str:
     return MISSING if number is None else f"{number / 2**20:,.0f} MiB"
-
-
-def _widths(rows: list[list[str]]) -> list[int]:
-    return [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-
-
-def _aligned(rows: list[list[str]]) -> list[str]:
-    """Text on the left, figures on the right."""
-    widths, texts = _widths(rows), 2 if rows[0][0] == "loop" else 1
-    return [
-        "  ".join(
-            cell.ljust(width) if place < texts else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def _piped(rows: list[list[str]]) -> list[str]:
-    ruler = ["---"] + ["--:"] * (len(rows[0]) - 1)
-    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    return [f"| {' | '.join(row)} |" for row in [cells[0], ruler, *cells[1:]]]

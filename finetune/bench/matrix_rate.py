@@ -20,6 +20,7 @@ __all__ = ["Product", "matrix_rate", "products"]
 
 _SECONDS = 0.03  # for which each product is repeated
 _LEAST = 3  # repetitions of each, however long they take
+_QUEUED = 20  # products in a row where they are queued: waiting for each would measure the waiting
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Product:
         return one * (1 + self.with_input + self.with_weight)
 
 
-def products(network: nn.Module, step: Callable[[], None]) -> Counter[Product]:
+def products(network: nn.Module, step: Callable[[], Any]) -> Counter[Product]:
     """List the products of the linear layers and convolutions of one real training step.
 
     Those of attention, between activations, are not among them, nor the few of a class token's
@@ -117,28 +118,17 @@ def _seconds(product: Product, dtype: torch.dtype, device: torch.device) -> floa
 
 
 def _shortest(multiply: Callable[[], Tensor], device: torch.device) -> float:
-    """Seconds of one product: on a CPU the shortest of several, else the best mean of a row."""
+    """Seconds of one product: the shortest of several, on a GPU the best mean of a row."""
+    in_a_row = 1 if device.type == "cpu" else _QUEUED
+    seconds: list[float] = []
     with torch.no_grad():
         multiply()
-        if device.type != "cpu":
-            return _queued(multiply, device)
-        seconds: list[float] = []
+        synchronise(device)
         started = time.perf_counter()
         while len(seconds) < _LEAST or time.perf_counter() - started < _SECONDS:
             before = time.perf_counter()
-            multiply()
-            seconds.append(time.perf_counter() - before)
+            for _ in range(in_a_row):
+                multiply()
+            synchronise(device)
+            seconds.append((time.perf_counter() - before) / in_a_row)
     return min(seconds)
-
-
-def _queued(multiply: Callable[[], Tensor], device: torch.device) -> float:
-    """As `_shortest`, where products are queued: waiting for each would measure the waiting."""
-    best = float("inf")
-    for number in (_LEAST, 20, 20):
-        synchronise(device)
-        started = time.perf_counter()
-        for _ in range(number):
-            multiply()
-        synchronise(device)
-        best = min(best, (time.perf_counter() - started) / number)
-    return best

@@ -12,7 +12,7 @@ import torch
 
 from finetune.bench.input_rate import input_rates
 from finetune.bench.matrix_rate import Product, matrix_rate, products
-from finetune.bench.timer import BATCHES_AHEAD, Clock, give_back, peak_memory
+from finetune.bench.timer import BATCHES_AHEAD, Clock, Loop
 from finetune.data.feature_loader import AnyLoader
 from finetune.data.image_store import Store
 from finetune.data.loader import Loader
@@ -28,14 +28,14 @@ from finetune.training.meter import Meter
 from finetune.training.micro_batch import settle_micro_batch
 from finetune.training.setup import TrainingSetup, open_setup
 
-__all__ = ["Ours"]
+__all__ = ["Ours", "over"]
 
 _MOST_EVALUATED = 4096  # images that are decoded for it, where there is no validation split
 _TOP = 10  # operations of a profile
 _PROFILED_STEPS = 3
 
 
-class Ours:
+class Ours(Loop):
     """A recipe's training on the processes of a launch, a number of steps at a time.
 
     Args:
@@ -64,8 +64,7 @@ class Ours:
         """
         self._open()
         self.val_loader = _evaluated(self.setup)
-        clock = Clock(self.device, warmup=1, steps=0, tick=self.line.tick)
-        self._real(clock)
+        clock = self._one_step()
         # The network itself: DDP and compilation have nothing to say about its layers.
         network = self.accelerator.unwrap_model(self.trainer.model)
         world = self.accelerator.num_processes
@@ -101,7 +100,8 @@ class Ours:
         self.loader = setup.loader(
             setup.source.splits["train"], train=True, dtype=DTYPES[self.precision]
         )
-        self.trainer.setup = setup.with_num_samples(self.loader.num_samples)
+        labels = self.loader.store.split.labels
+        self.trainer.setup = setup.with_num_samples(len(labels), labels)
         self.trained: AnyLoader = self.loader
         settle_micro_batch(self.trainer, self.loader, lambda work: work())
         self.meter = Meter(self.device, 0.0)
@@ -158,8 +158,10 @@ class Ours:
             micro_batch=self.trainer.micro_batch,
         )
 
-    def _one_step(self) -> None:
-        self._real(Clock(self.device, warmup=1, steps=0, tick=self.line.tick))
+    def _one_step(self) -> Clock:
+        clock = Clock(self.device, warmup=1, steps=0, tick=self.line.tick)
+        self._real(clock)
+        return clock
 
     def evaluate(self, *, images: int) -> float:
         """Evaluate a number of images, or all where there are fewer. Returns: images a second."""
@@ -190,16 +192,8 @@ class Ours:
     def inputs(self, *, images: int, repeats: int) -> dict[str, Any]:
         """Read images as this training does, and only decode them: see `input_rates`."""
         data, split = self.recipe.data, self.loader.store.split
-        counts = {"workers": data.workers, "images": images, "repeats": repeats}
+        counts = {"workers": self.loader.store.workers, "images": images, "repeats": repeats}
         return input_rates(split, batch_size=data.batch_size, **counts)
-
-    def memory(self) -> dict[str, int | None]:
-        """The peaks so far, in bytes: "host", and "device" where it is another one."""
-        return peak_memory(self.device)
-
-    def rest(self) -> None:
-        """Give back what is not needed while another process works."""
-        give_back(self.device)
 
     def profile(self, *, folder: str) -> dict[str, Any]:
         """Trace a few steps.
@@ -247,17 +241,22 @@ def _first(loader: Loader, images: int) -> Loader:
     """The first images of a split."""
     store = loader.store
     number = min(images, len(store.split))
-    split = store.split.subset(np.arange(number))
-    kept = None if store.images is None else store.images[:number]
+    first = Store(
+        store.split.subset(np.arange(number)),
+        None if store.images is None else store.images[:number],
+        workers=store.workers,
+        timeout_seconds=store.timeout_seconds,
+        image_bytes=store.image_bytes,
+        device=loader.device,
+        size=store.size,
+    )
+    return over(loader, first)
+
+
+def over(loader: Loader, store: Store) -> Loader:
+    """The same loader of other images."""
     return Loader(
-        Store(
-            split,
-            kept,
-            workers=store.workers,
-            timeout_seconds=store.timeout_seconds,
-            image_bytes=store.image_bytes,
-            device=loader.device,
-        ),
+        store,
         loader.pipeline,
         num_classes=loader.num_classes,
         device=loader.device,

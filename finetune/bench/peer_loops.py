@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 from finetune.data.source import Split
 from finetune.recipe.load import Recipe
 from finetune.run.environment import DTYPES
+from finetune.training.setup import TrainingSetup
 
 __all__ = ["LOOPS", "Images", "Setting"]
 
@@ -55,31 +56,34 @@ class Setting:
     """The settings of a loop.
 
     Attributes:
-        network: on the device, in training mode.
+        setup: of the recipe; its network is on the device, in training mode.
         images: decoded.
         augment: from PIL image to PIL image, not yet normalised.
-        image_size: (height, width) after it.
-        mean, std: per channel.
-        recipe: of the run.
         precision: fp32, bf16 or fp16.
         device: that computes.
-        workers: processes that load, 0 for none.
         parts: micro-batches of a step, of equal size.
         folder: for what a library insists on writing.
+        workers: processes that load, 0 for none.
     """
 
-    network: nn.Module
+    setup: TrainingSetup
     images: Images
     augment: list[Any]
-    image_size: tuple[int, int]
-    mean: Sequence[float]
-    std: Sequence[float]
-    recipe: Recipe
     precision: str
     device: torch.device
-    workers: int
     parts: int
     folder: str
+    workers: int = 0
+
+    @property
+    def network(self) -> nn.Module:
+        """The network that is trained."""
+        return self.setup.built.model
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of the run."""
+        return self.setup.recipe
 
     @property
     def compiled(self) -> bool:
@@ -116,13 +120,13 @@ def _with_transformers(setting: Setting, steps: int, on_step: Callable[[], None]
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    optim = setting.recipe.optim
+    optim, preprocessing = setting.recipe.optim, setting.setup.preprocessing
     setting.images.transform = v2.Compose(
         [
             *setting.augment,
             v2.ToImage(),
             v2.ToDtype(torch.float32, scale=True),
-            v2.Normalize(setting.mean, setting.std),
+            v2.Normalize(preprocessing.mean, preprocessing.std),
         ]
     )
 
@@ -179,14 +183,15 @@ def _with_timm(setting: Setting, steps: int, on_step: Callable[[], None]) -> Non
     from torchvision.transforms import v2
 
     network, device, optim = setting.network, setting.device, setting.recipe.optim
+    preprocessing = setting.setup.preprocessing
     images: Any = setting.images
     loader = create_loader(
         images,
-        input_size=(3, *setting.image_size),
+        input_size=(3, *preprocessing.image_size),
         batch_size=setting.micro_batch,
         is_training=True,
-        mean=tuple(setting.mean),
-        std=tuple(setting.std),
+        mean=tuple(preprocessing.mean),
+        std=tuple(preprocessing.std),
         num_workers=setting.workers,
         device=device,
         pin_memory=device.type != "cpu",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from finetune.bench.peer_loops import LOOPS, Images, Setting
-from finetune.bench.timer import BATCHES_AHEAD, Clock, give_back, peak_memory
+from finetune.bench.timer import BATCHES_AHEAD, Clock, Loop
 from finetune.bench.torchvision_transforms import translate
 from finetune.console import say_nothing
 from finetune.errors import RecipeError
@@ -27,7 +27,7 @@ _IMAGES = 1024  # that are decoded, or a batch where that is more
 _TRIAL_STEPS = 3
 
 
-class Peer:
+class Peer(Loop):
     """Another library's loop on this process, a number of steps at a time.
 
     Args:
@@ -60,25 +60,14 @@ class Peer:
             torch.set_num_threads(recipe.run.threads)
         setup = open_setup(recipe, device=self.device, notice=say_nothing, progress=False)
         parts, preprocessing = _equal_parts(setup), setup.preprocessing
-        network = setup.built.model.to(self.device)
-        set_train_mode(network)
-        self.setting = Setting(
-            network=network,
-            images=_images(setup),
-            augment=translate(
-                setup.train_pipeline.sentence,
-                image_size=preprocessing.image_size,
-                interpolation=preprocessing.interpolation,
-            ),
+        set_train_mode(setup.built.model.to(self.device))
+        augment = translate(
+            setup.train_pipeline.sentence,
             image_size=preprocessing.image_size,
-            mean=preprocessing.mean,
-            std=preprocessing.std,
-            recipe=recipe,
-            precision=self.precision,
-            device=self.device,
-            workers=0,
-            parts=parts,
-            folder=self.folder,
+            interpolation=preprocessing.interpolation,
+        )
+        self.setting = Setting(
+            setup, _images(setup), augment, self.precision, self.device, parts, self.folder
         )
         clock = self._run(_TRIAL_STEPS)
         operations = count_operations(lambda: self._run(0))
@@ -102,14 +91,6 @@ class Peer:
         self.setting.images.length = self.recipe.data.batch_size * (warmup + steps)
         self.loop(self.setting, warmup + steps, clock.step)
         return clock
-
-    def memory(self) -> dict[str, int | None]:
-        """See `Ours.memory`."""
-        return peak_memory(self.device)
-
-    def rest(self) -> None:
-        """See `Ours.rest`."""
-        give_back(self.device)
 
 
 def _images(setup: TrainingSetup) -> Images:

@@ -23,7 +23,14 @@ from finetune.models.head import freeze_parameters
 from finetune.recipe.load import ModelSection, Recipe
 from finetune.run.environment import DTYPES, pick_precision
 from finetune.training.compile import choose_kernels
-from finetune.training.memory import Need, need_of, pass_once, step_bytes, twin_of
+from finetune.training.memory import (
+    Need,
+    checkpoint_bytes,
+    need_of,
+    pass_once,
+    step_bytes,
+    twin_of,
+)
 from finetune.training.setup import TrainingSetup
 
 __all__ = ["Measured", "Prediction", "Predictor"]
@@ -75,6 +82,7 @@ class Prediction:
     phases: dict[str, int]
     need: Need
     images_per_second: float | None
+    adapter: bool = False
 
     @property
     def peak(self) -> int:
@@ -84,7 +92,7 @@ class Prediction:
     @property
     def checkpoint(self) -> int:
         """Bytes of a checkpoint."""
-        return _checkpoint_bytes(self.parts)
+        return checkpoint_bytes(self.parts, adapter=self.adapter)
 
 
 @dataclass(frozen=True)
@@ -155,6 +163,7 @@ class Predictor:
             ),
             need=passes.training,
             images_per_second=self._rate(recipe, passes, dtype, free_input=free_input),
+            adapter=recipe.model.adapter is not None,
         )
 
     def _largest_part(self, recipe: Recipe) -> int:
@@ -229,14 +238,15 @@ class Predictor:
             **kept,
             "images": 0 if recipe.data.keep == "none" else self.measured.images,
             "features": self.measured.features,
-            "snapshot": _checkpoint_bytes(kept) if on_host and saves else 0,
+            "snapshot": _snapshot(kept, recipe) if on_host and saves else 0,
         }
 
     @functools.cached_property
     def _program(self) -> int:
         """Bytes of interpreter, libraries and threads, and what the allocator keeps."""
         kept = step_bytes(self._own.twin, self.setup.recipe.optim)
-        return max(self.measured.resident - _checkpoint_bytes(kept) - self.measured.images, 0)
+        held = kept["weights"] + kept["moments"] + kept["average"]
+        return max(self.measured.resident - held - self.measured.images, 0)
 
     @property
     def _own(self) -> _Passes:
@@ -294,5 +304,5 @@ class Predictor:
         return seconds[dtype] / seconds[self.dtype]
 
 
-def _checkpoint_bytes(parts: Mapping[str, int]) -> int:
-    return parts["weights"] + parts["moments"] + parts["average"]
+def _snapshot(kept: Mapping[str, int], recipe: Recipe) -> int:
+    return checkpoint_bytes(kept, adapter=recipe.model.adapter is not None)

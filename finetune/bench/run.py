@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import os
 import shlex
-import tempfile
+import statistics
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -15,12 +15,16 @@ from typing import Any
 from tqdm import tqdm
 
 from finetune.bench.markdown import check_page, write_section
+from finetune.bench.ours import Ours
+from finetune.bench.peers import Peer
 from finetune.bench.studies import LOSSES_EVERY, PLAINLY, study_losses, study_sizes
 from finetune.bench.subprocess import Host
 from finetune.bench.timer import spread
-from finetune.console import bar, say
+from finetune.bench.torchvision_transforms import translate
+from finetune.console import bar, say, say_nothing
 from finetune.errors import RecipeError, SetupError, masked, nearest
 from finetune.files import make_folder
+from finetune.processes import is_first_rank
 from finetune.recipe.load import Recipe, load_recipe
 from finetune.run.environment import DTYPES
 
@@ -74,7 +78,7 @@ def bench(
     load = os.getloadavg()[0]  # what else this machine is busy with is in every figure
     if profile is not None:
         make_folder(Path(profile), option="--profile")
-    if out is not None and _speaks():
+    if out is not None and is_first_rank():
         check_page(Path(out))
     measured = _measured(recipe, against, steps=steps, repeats=repeats, profile=profile)
     counts = {"steps": steps, "repeats": repeats}
@@ -89,7 +93,7 @@ def bench(
         "losses": None if losses is None else study_losses(recipe, plain, steps=losses),
         "sizes": study_sizes(recipe, sizes, warmup=WARMUP_STEPS, **counts) if sizes else None,
     }
-    if out is not None and _speaks():
+    if out is not None and is_first_rank():
         write_section(Path(out), result)
     return result
 
@@ -99,11 +103,10 @@ def _measured(
 ) -> dict[str, Any]:
     """Let the loops take their turns. Returns: what was found, and the "profile"."""
     with (
-        tempfile.TemporaryDirectory(prefix="finetune-bench-") as folder,
-        bar(total=1, start=0, shown=_speaks()) as shown,
+        bar(total=1, start=0, shown=is_first_rank()) as shown,
         contextlib.ExitStack() as hosts,
     ):
-        session = _Session(recipe, folder, shown, hosts)
+        session = _Session(recipe, shown, hosts)
         session.prepare(against, steps=steps, repeats=repeats)
         for _ in range(repeats):
             session.take_turns(steps)
@@ -120,13 +123,11 @@ def _measured(
 class _Session:
     """The loops of one call, each in its process, and what they have measured."""
 
-    def __init__(
-        self, recipe: Recipe, folder: str, shown: tqdm[Any], stack: contextlib.ExitStack
-    ) -> None:
+    def __init__(self, recipe: Recipe, shown: tqdm[Any], stack: contextlib.ExitStack) -> None:
         self.recipe = recipe
-        self.folder = folder
         self.shown = shown
         self.stack = stack
+        self.notice = say if is_first_rank() else say_nothing
         self.hosts: dict[str, Host] = {}
         self.facts: dict[str, dict[str, Any]] = {}
         self.rates: dict[str, list[Any]] = {}
@@ -134,42 +135,31 @@ class _Session:
 
     def prepare(self, against: Sequence[str], *, steps: int, repeats: int) -> None:
         """Start the processes, one after the other, each up to its first steps."""
-        from finetune.bench.ours import Ours
-
-        self._start(_OWN, Ours, {"recipe": self.recipe, "folder": self.folder})
+        self._start(_OWN, Ours, recipe=self.recipe)
         facts = self.facts[_OWN]
         if facts["of_features"]:
-            _say(
+            self.notice(
                 "model.freeze: train computes each image's features once and trains on them; here "
                 "every step goes through the network (info --plan has the time of such a run)"
             )
         own = facts["precision"]
         # what `auto` came to
         data = self.recipe.data.model_copy(update={"micro_batch": facts["micro_batch"]})
-        recipe = self.recipe.model_copy(update={"data": data})
+        same = {"recipe": self.recipe.model_copy(update={"data": data}), "device": facts["device"]}
         for wish in [name for name in against if name not in _NO_LOOPS]:
-            from finetune.bench.peers import Peer
-
             loop, _, one = wish.partition(":")
             for precision in dict.fromkeys((one,) if one else (own, "fp32")):
-                arguments = {
-                    "recipe": recipe,
-                    "loop": loop,
-                    "precision": precision,
-                    "device": facts["device"],
-                    "folder": self.folder,
-                }
                 name = loop if precision == own else f"{loop}:{precision}"
-                self._start(name, Peer, arguments)
+                self._start(name, Peer, loop=loop, precision=precision, **same)
                 self.facts[name]["precision"] = precision
         ahead = sum(2 * facts.get("workers", 0) for facts in self.facts.values())
         turns = (len(self.hosts) + 1) * (WARMUP_STEPS + steps) + ahead
         self.shown.total = self.shown.n + repeats * turns
         self.shown.refresh()
 
-    def _start(self, name: str, make: type, arguments: dict[str, Any]) -> None:
+    def _start(self, name: str, make: type, **arguments: Any) -> None:
         self.shown.set_description(f"preparing {name}")
-        host = Host(name, make, arguments, steps=self._advance, notice=_say)
+        host = Host(name, make, arguments, steps=self._advance, notice=self.notice)
         self.hosts[name] = self.stack.enter_context(host)
         self.facts[name] = host.ask("prepare")
 
@@ -201,45 +191,35 @@ class _Session:
         """The measurements in plain values."""
         facts, rates = self.facts[_OWN], self.rates
         pairs = zip(rates[_OWN], rates["synthetic"], strict=True)
-        shares = [_share(real, without) for real, without in pairs]
+        shares = [max(0.0, 1 - real / without) for real, without in pairs]  # noise is not negative
         matrix = None if None in rates["matrix"] else spread(rates["matrix"])
         kept = ("architecture", "precision", "compiled", "batch_size", "image_size", "num_images")
-        machine = facts["machine"]
-        machine["versions"] |= {
-            package: version(package)
-            for loop, package in _PACKAGES.items()
-            if any(name.partition(":")[0] == loop for name in self.hosts)
+        loops = {name.partition(":")[0] for name in self.hosts}
+        facts["machine"]["versions"] |= {
+            package: version(package) for loop, package in _PACKAGES.items() if loop in loops
         }
-        row = {
-            "precision": facts["precision"],
-            "compiled": facts["compiled"],
-            "seconds_to_first_step": None,
-            "memory": {"host": None, "device": None},
-            "operations": facts["operations"],
-        }
-        names = [name for name in rates if name not in ("evaluation", "matrix")]
-        rows = [
-            self._row(name, {**row, **self.facts.get(name, {})}, matrix)
-            for name in names
-            if name != "synthetic" or shown_synthetic
-        ]
+        shown = [*self.hosts]
+        if shown_synthetic:
+            shown.insert(1, "synthetic")
         return {
             **{key: facts[key] for key in kept},
             "optimizer": self.recipe.optim.name,
             "augmentation": facts["augmentation"],
-            "rows": rows,
+            "rows": [self._row(name, matrix) for name in shown],
             "input_share": spread(shares),
             "matrix_rate": matrix,
             "order": self.order,
-            "machine": machine,
+            "machine": facts["machine"],
         }
 
-    def _row(
-        self, name: str, facts: dict[str, Any], matrix: dict[str, Any] | None
-    ) -> dict[str, Any]:
-        train, own = spread(self.rates[name]), spread(self.rates[_OWN])
-        comparable = facts["precision"] == self.facts[_OWN]["precision"]
+    def _row(self, name: str, matrix: dict[str, Any] | None) -> dict[str, Any]:
+        own, train = self.facts[_OWN], spread(self.rates[name])
+        nothing = {"seconds_to_first_step": None, "memory": {"host": None, "device": None}}
+        facts = {**own, **nothing, **self.facts.get(name, {})}
         per_image = facts["operations"] / self.recipe.data.batch_size
+        fraction = None
+        if matrix is not None and facts["precision"] == own["precision"]:
+            fraction = train["median"] * per_image / matrix["median"]
         return {
             "name": name,
             "precision": facts["precision"],
@@ -251,16 +231,9 @@ class _Session:
             "device_bytes": facts["memory"]["device"],
             "workers": facts.get("workers"),
             "operations_per_image": per_image,
-            "ratio": own["median"] / train["median"],
-            "fraction": train["median"] * per_image / matrix["median"]
-            if comparable and matrix is not None
-            else None,
+            "ratio": statistics.median(self.rates[_OWN]) / train["median"],
+            "fraction": fraction,
         }
-
-
-def _share(real: float, without: float) -> float:
-    """The share of a step that is its input's; noise does not make it negative."""
-    return max(0.0, 1 - real / without)
 
 
 def _command(
@@ -279,21 +252,11 @@ def _command(
         on_cpu = os.environ.get("ACCELERATE_USE_CPU") == "true"
         launch = ["accelerate", "launch", "--multi_gpu", "--num_processes", started, "-m"]
         words = [*(["env", "ACCELERATE_USE_CPU=true"] if on_cpu else []), *launch, *words]
-    options = [("--against", name) for name in against]
-    options += [("--steps", str(steps)), ("--repeats", str(repeats))]
-    options += [] if losses is None else [("--losses", str(losses))]
-    options += [("--images", str(size)) for size in sizes]
-    return masked(shlex.join([*words, *(word for option in options for word in option)]))
-
-
-def _speaks() -> bool:
-    """True in the one process of a launch that prints and writes."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def _say(message: str) -> None:
-    if _speaks():
-        say(message)
+    values = {"against": against, "steps": (steps,), "repeats": (repeats,)}
+    values |= {"losses": () if losses is None else (losses,), "images": sizes}
+    for option, given in values.items():
+        words += [word for value in given for word in (f"--{option}", str(value))]
+    return masked(shlex.join(words))
 
 
 def _check(recipe: Recipe, against: Sequence[str], *, alone: bool, losses: int | None) -> None:
@@ -337,6 +300,4 @@ def _check(recipe: Recipe, against: Sequence[str], *, alone: bool, losses: int |
             code="recipe.conflict",
         )
     if set(against) - _NO_LOOPS and recipe.data.train is not None:
-        from finetune.bench.torchvision_transforms import translate
-
         translate(recipe.data.train, image_size=(1, 1), interpolation="bicubic")

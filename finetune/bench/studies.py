@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-import tempfile
 import tracemalloc
 from collections.abc import Sequence
 from typing import Any
@@ -15,27 +14,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from finetune.bench.ours import Ours
+from finetune.bench.ours import Ours, over
 from finetune.bench.subprocess import Host
 from finetune.bench.timer import spread
 from finetune.console import bar, say
 from finetune.data.image_store import Store
-from finetune.data.loader import Loader
 from finetune.data.pixel_file import Images
 from finetune.errors import RecipeError
 from finetune.files import disk_errors
 from finetune.recipe.load import Recipe
 
-__all__ = [
-    "LOSSES_EVERY",
-    "PLAINLY",
-    "Curve",
-    "Grown",
-    "compared",
-    "per_image",
-    "study_losses",
-    "study_sizes",
-]
+__all__ = ["LOSSES_EVERY", "PLAINLY", "Curve", "Grown", "compared", "study_losses", "study_sizes"]
+
+LOSSES_EVERY = 20  # steps that make one point of a curve
+PLAINLY = ("run.precision=fp32", "model.compile=false")  # what the losses are compared with
 
 
 class Curve(Ours):
@@ -58,6 +50,24 @@ class Curve(Ours):
                 if trainer.counters.step % every == 0:
                     losses.append(trainer.log(self.meter)["loss"])
         return {"losses": losses, "precision": self.precision, "compiled": trainer.compiled}
+
+
+def study_losses(recipe: Recipe, plain: Recipe, *, steps: int) -> dict[str, Any]:
+    """Train twice from the first step on, each time in a process of its own.
+
+    Args:
+        recipe: as it is.
+        plain: the same with `PLAINLY`.
+        steps: a multiple of LOSSES_EVERY.
+    Returns: of `compared`.
+    """
+    curves = []
+    with bar(total=2 * steps, start=0, shown=True) as shown:
+        for name, each in (("finetune", recipe), ("in float32", plain)):
+            shown.set_description(f"losses {name}")
+            with Host(name, Curve, {"recipe": each}, steps=shown.update, notice=say) as host:
+                curves.append(host.ask("losses", steps=steps, every=LOSSES_EVERY))
+    return compared(*curves, every=LOSSES_EVERY)
 
 
 def compared(own: dict[str, Any], plain: dict[str, Any], *, every: int) -> dict[str, Any]:
@@ -100,16 +110,11 @@ class Grown(Ours):
                 code="recipe.unsupported",
             )
         mapped = self._mapped(own, images)
-        self.trainer.setup = setup.with_num_samples(images)
+        labels = np.resize(loader.store.split.labels, images)
+        self.trainer.setup = setup.with_num_samples(images, labels)
         tracemalloc.start()  # after the mapping, which is no memory of this process
         split = loader.store.split.subset(np.resize(np.arange(len(loader.store.split)), images))
-        self.trained = Loader(
-            Store(split, mapped),
-            loader.pipeline,
-            num_classes=loader.num_classes,
-            device=loader.device,
-            dtype=loader.dtype,
-        )
+        self.trained = over(loader, Store(split, mapped))
         order = self.setup.sampler.order(0)
         own_bytes, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
@@ -134,39 +139,6 @@ class Grown(Ours):
         return torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="r+", shape=shape))
 
 
-def per_image(rows: list[dict[str, Any]]) -> float | None:
-    """Bytes of memory for each image more, from the smallest set to the largest."""
-    smallest, largest = (pick(rows, key=lambda row: row["images"]) for pick in (min, max))
-    more = largest["images"] - smallest["images"]
-    return (largest["own_bytes"] - smallest["own_bytes"]) / more if more else None
-
-
-LOSSES_EVERY = 20  # steps that make one point of a curve
-PLAINLY = ("run.precision=fp32", "model.compile=false")  # what the losses are compared with
-
-
-def study_losses(recipe: Recipe, plain: Recipe, *, steps: int) -> dict[str, Any]:
-    """Train twice from the first step on, each time in a process of its own.
-
-    Args:
-        recipe: as it is.
-        plain: the same with `PLAINLY`.
-        steps: a multiple of LOSSES_EVERY.
-    Returns: of `losses.compared`.
-    """
-    from finetune.bench.studies import Curve, compared
-
-    curves = []
-    with bar(total=2 * steps, start=0, shown=True) as shown:
-        for name, each in (("finetune", recipe), ("in float32", plain)):
-            shown.set_description(f"losses {name}")
-            with tempfile.TemporaryDirectory(prefix="finetune-bench-") as folder:
-                arguments = {"recipe": each, "folder": folder}
-                with Host(name, Curve, arguments, steps=shown.update, notice=say) as host:
-                    curves.append(host.ask("losses", steps=steps, every=LOSSES_EVERY))
-    return compared(*curves, every=LOSSES_EVERY)
-
-
 def study_sizes(
     recipe: Recipe, sizes: Sequence[int], *, warmup: int, steps: int, repeats: int
 ) -> dict[str, Any]:
@@ -176,44 +148,32 @@ def study_sizes(
         recipe: whose images are repeated.
         sizes: numbers of images.
         warmup, steps, repeats: as for `bench`.
-    Returns: "rows", each {"images", "train" of `spread`, "own_bytes"}; "per_image",
-        of `scaling.per_image`.
+    Returns: "rows", each {"images", "train" of `spread`, "own_bytes"}; "per_image", bytes of memory
+        for each image more, from the smallest set to the largest, or None for one set.
     """
-    from finetune.bench.studies import Grown, per_image
-
     numbers = sorted(set(sizes))
     turns: dict[int, list[dict[str, Any]]] = {size: [] for size in numbers}
     total = repeats * len(turns) * (warmup + 1 + steps)
-    with (
-        bar(total=total, start=0, shown=True) as shown,
-        contextlib.ExitStack() as stack,
-    ):
+    with bar(total=total, start=0, shown=True) as shown, contextlib.ExitStack() as stack:
         hosts = {}
         for size in numbers:  # memory that one had and gave back would hide what another needs
-            shown.set_description(f"preparing {size:,} images")
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="finetune-bench-"))
-            host = Host(
-                f"{size:,} images",
-                Grown,
-                {"recipe": recipe, "folder": folder},
-                steps=shown.update,
-                notice=say,
-            )
+            name = f"{size:,} images"
+            shown.set_description(f"preparing {name}")
+            host = Host(name, Grown, {"recipe": recipe}, steps=shown.update, notice=say)
             hosts[size] = stack.enter_context(host)
             host.ask("prepare")
         for _ in range(repeats):
             for size, host in hosts.items():
                 shown.set_description(f"{size:,} images")
-                turn = host.ask("grow", images=size, warmup=warmup, steps=steps)
-                turns[size].append(turn)
-    rows = [_middle(size, turn) for size, turn in turns.items()]
-    return {"rows": rows, "per_image": per_image(rows)}
-
-
-def _middle(size: int, repeats: list[dict[str, Any]]) -> dict[str, Any]:
-    rates = [each["rate"] for each in repeats]
-    return {
-        "images": size,
-        "train": spread(rates),
-        "own_bytes": int(statistics.median(each["own_bytes"] for each in repeats)),
-    }
+                turns[size].append(host.ask("grow", images=size, warmup=warmup, steps=steps))
+    rows: list[dict[str, Any]] = [
+        {
+            "images": size,
+            "train": spread([turn["rate"] for turn in own]),
+            "own_bytes": int(statistics.median(turn["own_bytes"] for turn in own)),
+        }
+        for size, own in turns.items()
+    ]
+    more = numbers[-1] - numbers[0]
+    grown = rows[-1]["own_bytes"] - rows[0]["own_bytes"]
+    return {"rows": rows, "per_image": grown / more if more else None}

@@ -11,6 +11,7 @@ import os
 import pkgutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -60,7 +61,8 @@ class Host:
 
     Args:
         name: of the loop, for messages.
-        make: the object's class, of a module; it gets a `Line` and the arguments.
+        make: the object's class, of a module; it gets a `Line`, the arguments, and a "folder" for
+            its files, which is removed in the end.
         arguments: by keyword.
         steps: told how many steps were done.
         notice: told what the user should know.
@@ -78,12 +80,17 @@ class Host:
         self.name = name
         self._steps = steps
         self._notice = notice
+        self._folder = tempfile.TemporaryDirectory(prefix="finetune-bench-")
         context = multiprocessing.get_context(_START)
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
             target=_serve,
             # by name: what it is made of is imported there, as a command would
-            args=(theirs, f"{make.__module__}:{make.__qualname__}", arguments),
+            args=(
+                theirs,
+                f"{make.__module__}:{make.__qualname__}",
+                {**arguments, "folder": self._folder.name},
+            ),
             name=f"bench {name}",
         )
         # An interrupt from the terminal reaches every process; this one alone handles it.
@@ -108,6 +115,7 @@ class Host:
             self._process.kill()
             self._process.join()
         self._process.close()
+        self._folder.cleanup()
 
     def ask(self, method: str, **arguments: Any) -> Any:
         """Call a method of the object there, and wait for its answer.
@@ -141,6 +149,7 @@ def _as_here(
     name: str, kind: str, message: str, exit_code: int | None, code: str | None, trace: str
 ) -> Exception:
     """An error of another process as one of this."""
+    error: Exception = RuntimeError(f"{name}: {kind}: {message}")
     if exit_code is not None:
         error = FinetuneError(message, code=code)
         error.exit_code = exit_code
@@ -148,10 +157,6 @@ def _as_here(
         error = SetupError(
             f"{name}: out of memory; a smaller data.batch_size needs less", code="setup.memory"
         )
-    else:
-        unknown = RuntimeError(f"{name}: {kind}: {message}")
-        unknown.__cause__ = _Elsewhere(trace)
-        return unknown
     error.__cause__ = _Elsewhere(trace)
     return error
 

@@ -14,9 +14,8 @@ import torch
 __all__ = [
     "BATCHES_AHEAD",
     "Clock",
-    "give_back",
+    "Loop",
     "host_bytes",
-    "peak_memory",
     "seconds_alive",
     "spread",
     "synchronise",
@@ -91,14 +90,17 @@ def host_bytes() -> int:
     return peak * (1 if sys.platform == "darwin" else 1024)
 
 
-def peak_memory(device: torch.device) -> dict[str, int | None]:
-    """The peaks of this process so far, in bytes: "host", and "device" where it is another one."""
-    is_gpu = device.type == "cuda"
-    on_device = torch.cuda.max_memory_allocated(device) if is_gpu else None
-    return {"host": host_bytes(), "device": on_device}
+class Loop:
+    """A training loop that is measured, on a device that others use in turn."""
 
+    device: torch.device
 
-def give_back(device: torch.device) -> None:
-    """Give back the device's memory that is kept for later."""
-    if device.type == "cuda":
+    def memory(self) -> dict[str, int | None]:
+        """The peaks of this process so far, in bytes: "host", and "device" where it is another."""
+        is_gpu = self.device.type == "cuda"
+        on_device = torch.cuda.max_memory_allocated(self.device) if is_gpu else None
+        return {"host": host_bytes(), "device": on_device}
+
+    def rest(self) -> None:
+        """Give back the memory that the device keeps for later, while another process works."""
         torch.cuda.empty_cache()

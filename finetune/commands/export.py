@@ -37,7 +37,7 @@ from finetune.console import say
 from finetune.data.decode import decode, planes
 from finetune.data.from_recipe import whole_data_of
 from finetune.data.source import Source, open_source
-from finetune.errors import DataError, FinetuneError, RecipeError, WeightsError, nearest
+from finetune.errors import DataError, FinetuneError, RecipeError, WeightsError
 from finetune.files import sha256_of
 from finetune.models.build import build
 from finetune.models.saved import Built
@@ -78,12 +78,6 @@ def export_model(
         differs by more than 1e-3; SetupError if a package is missing or nothing can be written;
         RecipeError, DataError for wrong arguments and images.
     """
-    if format not in SUFFIXES:
-        known = ", ".join(SUFFIXES)
-        hint = nearest(format, SUFFIXES)
-        raise RecipeError(
-            f"--format: unknown '{format}'{hint}; known: {known}", code="recipe.unknown_name"
-        )
     target = _target(model, format, out)
     require_packages(format)
     built = build(model, image_size=image_size)

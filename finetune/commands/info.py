@@ -21,7 +21,9 @@ from finetune.models.profile import count_parameters, depth, survey
 from finetune.models.saved import Built
 from finetune.models.weights.resolve import WEIGHT_FILES, locate
 from finetune.recipe.identity import recipe_of
-from finetune.text import counted, short_count
+from finetune.run.directory import RunDir
+from finetune.run.record import read_record
+from finetune.text import aligned_table, counted, short_count
 from finetune.transforms.evaluation import default_eval
 
 __all__ = ["describe", "model_info"]
@@ -43,8 +45,8 @@ def model_info(
         image_size: pixels, or (height, width); None takes the model's own.
     Returns: {"model", "architecture", "image_size", "num_classes", "parameters": {"total",
         "trainable", "head"}, "macs" of one image, "tokens" (None for a network without any),
-        "depth" (blocks of each stage), "layers", "preprocessing", "weights"}. `trainable` is what
-        a run's recipe leaves unfrozen.
+        "depth" (blocks of each stage), "layers", "preprocessing", "weights", "adapter" (None
+        without one)}. `trainable` is what a run's recipe leaves unfrozen, or its adapter and head.
     Raises: WeightsError if there is no such model; RecipeError for an impossible size.
     """
     name = str(model)
@@ -54,10 +56,12 @@ def model_info(
     network, size = built.model.eval(), built.preprocessing.image_size
     parameters = list(network.parameters())
     heads = [network.get_submodule(head) for head in classifier_names(network)]
-    total, trainable = (
-        count_parameters(parameters),
-        count_parameters(p for p in parameters if p.requires_grad),
-    )
+    total = count_parameters(parameters)
+    trainable = count_parameters(p for p in parameters if p.requires_grad)
+    adapter = None if recipe is None or recipe.model.adapter is None else recipe.model.adapter.kind
+    if adapter:  # it is merged in the model that is looked at
+        plan = read_record(RunDir(name)).get("plan", {})
+        trainable = int(plan.get("trainable_parameters") or trainable)
     layout = survey(network, size)
     own_size = recipe is not None and image_size is None
     sentence = recipe.data.eval if recipe is not None and own_size else None
@@ -85,6 +89,7 @@ def model_info(
             "decode_size": decode_size,
         },
         "weights": _weights(name, built.provenance),
+        "adapter": adapter,
     }
 
 
@@ -166,7 +171,9 @@ def describe(info: Mapping[str, Any]) -> str:
     parameters, prepared = info["parameters"], info["preprocessing"]
     frozen = parameters["total"] - parameters["trainable"]
     trained = "all trainable"
-    if frozen:
+    if info["adapter"]:
+        trained = f"{parameters['trainable']:,} were trained, in {info['adapter']} and the head"
+    elif frozen:
         trained = f"{parameters['trainable']:,} trainable, {frozen:,} frozen"
     classes = f"{info['num_classes']:,} classes" if info["num_classes"] else "no classifier"
     size = prepared["decode_size"]
@@ -221,14 +228,7 @@ def _table(layers: Sequence[Mapping[str, Any]]) -> list[str]:
             name, kind = f"{name}-{last}", f"{many} {kind}"
             each = (f"{many} x {each[0]}", f"{many} x {each[1]}")
         rows.append((name, kind, shape, *each))
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    return [
-        "  ".join(
-            cell.rjust(width) if column > 2 else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    return aligned_table(rows, texts=3)
 
 
 def _grouped(layers: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:

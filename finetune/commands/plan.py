@@ -11,7 +11,6 @@ import gc
 import importlib
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -82,47 +81,49 @@ def describe(plan: Mapping[str, Any]) -> str:
 
 def _memory(plan: Mapping[str, Any]) -> Iterator[str]:
     memory = plan["memory"]
-    parts = memory["parts"]
+    parts, phases, measured = memory["parts"], memory["phases"], memory["measured"]
     yield f"memory of the {memory['where']}, predicted"
     for name, about in _PARTS.items():
         if parts[name]:
-            yield f"  {name:14}{byte_size(parts[name]):>10}  {about}".rstrip()
+            yield _bytes(name, parts[name], about)
     each = f"{byte_size(parts['activations_per_image'])} an image"
-    yield f"  {'activations':14}{byte_size(parts['activations']):>10}  {each}"
-    for phase, number in memory["phases"].items():
-        yield f"  {'in ' + phase:14}{byte_size(number):>10}"
-    yield f"  {'peak':14}{byte_size(memory['peak']):>10}"
-    measured = memory["measured"]
+    yield _bytes("activations", parts["activations"], each)
+    for phase, number in phases.items():
+        yield _bytes(f"in {phase}", number)
+    yield _bytes("peak", memory["peak"])
     if measured:
-        training = memory["phases"]["training"]
-        yield (
-            f"  {'measured':14}{byte_size(measured):>10}  in the steps of this trial; "
-            f"predicted for them {training / measured - 1:+.0%}"
-        )
+        off = f"{phases['training'] / measured - 1:+.0%}"
+        yield _bytes("measured", measured, f"in the steps of this trial; predicted for them {off}")
 
 
 def _time(time: Mapping[str, Any], steps: int) -> Iterator[str]:
     turns = ", ".join(f"{rate:,.1f}" for rate in time["turns"])
+    facts = {
+        "features": (duration(time["features_seconds"]), "once; then they are kept"),
+        "images/s": (f"{time['images_per_second']:,.1f}", f"({turns})"),
+        "input": (f"{time['input_share']:.0%}", "of a step"),
+        "evaluation": (f"{time['evaluated_per_second']:,.1f}", "images/s"),
+        "an epoch": (duration(time["epoch_seconds"]), ""),
+        "the run": (
+            duration(time["run_seconds"]),
+            f"{counted(time['run_steps'], 'step')}, {counted(time['evaluations'], 'evaluation')}",
+        ),
+    }
+    if not time["features_seconds"]:
+        del facts["features"]
     yield f"time, from {counted(len(time['turns']), 'turn')} of {counted(steps, 'step')}"
-    if time["features_seconds"]:
-        features = duration(time["features_seconds"])
-        yield f"  {'features':14}{features:>12}  once; then they are kept"
-    yield f"  {'images/s':14}{time['images_per_second']:>12,.1f}  ({turns})"
-    yield f"  {'input':14}{time['input_share']:>12.0%}  of a step"
-    yield f"  {'evaluation':14}{time['evaluated_per_second']:>12,.1f}  images/s"
-    yield f"  {'an epoch':14}{duration(time['epoch_seconds']):>12}"
-    evaluations = counted(time["evaluations"], "evaluation")
-    yield (
-        f"  {'the run':14}{duration(time['run_seconds']):>12}  "
-        f"{counted(time['run_steps'], 'step')}, {evaluations}"
-    )
+    for name, (value, about) in facts.items():
+        yield f"  {name:14}{value:>12}  {about}".rstrip()
 
 
 def _disk(disk: Mapping[str, int]) -> Iterator[str]:
     yield "disk"
-    yield f"  {'a checkpoint':14}{byte_size(disk['checkpoint']):>10}"
-    free = byte_size(disk["free_here"])
-    yield f"  {'the run':14}{byte_size(disk['needed']):>10}  of {free} free here"
+    yield _bytes("a checkpoint", disk["checkpoint"])
+    yield _bytes("the run", disk["needed"], f"of {byte_size(disk['free_here'])} free here")
+
+
+def _bytes(name: str, number: int, about: str = "") -> str:
+    return f"  {name:14}{byte_size(number):>10}  {about}".rstrip()
 
 
 def _options(plan: Mapping[str, Any]) -> Iterator[str]:
@@ -169,17 +170,15 @@ def forecast(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """
     recipe = load_recipe(path, overrides)
     _check(recipe)
-    with (
-        tempfile.TemporaryDirectory(prefix="finetune-plan-") as folder,
-        bar(total=1, start=0, shown=True) as shown,
-    ):
+    if recipe.optim.stages:
+        say("optim.stages: what follows is of the training after them")
+    with bar(total=1, start=0, shown=True) as shown:
 
         def advance(steps: int) -> None:
             shown.total = max(shown.total, shown.n + steps + 1)
             shown.update(steps)
 
-        arguments = {"recipe": recipe, "folder": folder}
-        with Host("plan", Trial, arguments, steps=advance, notice=say) as host:
+        with Host("plan", Trial, {"recipe": recipe}, steps=advance, notice=say) as host:
             shown.set_description("the first steps")
             facts = host.ask("prepare")
             shown.set_description("steps")

@@ -19,13 +19,7 @@ from finetune.data.source import Source
 from finetune.data.splits import split_train
 from finetune.errors import DataError, RecipeError, nearest
 from finetune.evaluation.features import Features, identity_of, places_of, split_features
-from finetune.evaluation.linear_probe import (
-    BIAS,
-    L2,
-    few_shot,
-    logistic_regression,
-    neighbours,
-)
+from finetune.evaluation.linear_probe import BIAS, L2, few_shot, logistic_regression, neighbours
 from finetune.files import make_folder, write_atomically
 from finetune.models.build import build
 from finetune.recipe.identity import recipe_of
@@ -79,7 +73,7 @@ def probe_model(
     Raises: RecipeError for arguments, DataError for data that does not fit them, SetupError if
         `out` cannot be written.
     """
-    _check_arguments(shots, seeds, split, knn)
+    _check_arguments(shots, split)
     folder = None if out is None else Path(out)
     if folder is not None:
         make_folder(folder, option="--out")
@@ -145,18 +139,13 @@ def shots_of(text: str) -> tuple[int, ...]:
 # --- what is asked for, and whether the data has it ----------------------------------------------
 
 
-def _check_arguments(shots: Sequence[int], seeds: int, split: str | None, knn: int | None) -> None:
+def _check_arguments(shots: Sequence[int], split: str | None) -> None:
     if not shots or min(shots) < 1 or len(set(shots)) < len(shots):
         listed = ",".join(map(str, shots))
         raise RecipeError(
             f"--shots: got '{listed}'; expected different numbers of 1 or more",
             code="recipe.wrong_value",
         )
-    for option, number in (("--seeds", seeds), ("--knn", knn)):
-        if number is not None and number < 1:
-            raise RecipeError(
-                f"{option}: got {number}; expected 1 or more", code="recipe.wrong_value"
-            )
     if split is not None and split not in SPLITS:
         raise RecipeError(
             f"--split: unknown '{split}'{nearest(split, SPLITS)}; known: {', '.join(SPLITS)}",

@@ -9,29 +9,27 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from finetune.commands.probe import describe as describe_probe
 from finetune.commands.probe import probe_model
-from finetune.commands.reproduce_measured import Measured
-from finetune.commands.reproduce_page import page_of
+from finetune.commands.reproduce_page import Outcome, page_of
 from finetune.commands.reproduce_plan import (
     PLAN,
     Entry,
-    Plan,
-    Probe,
     check_runs,
     find_plan,
     load_plan,
     made_small,
     recipe_for,
+    with_source_of,
 )
-from finetune.commands.reproduce_table import FIGURES, SMOKE, describe
 from finetune.console import say
 from finetune.errors import Interrupted, RecipeError, nearest
+from finetune.evaluation.claims import VERDICTS, table
 from finetune.evaluation.metrics import mean_std
 from finetune.files import write_atomically
 from finetune.processes import is_first_rank
@@ -39,40 +37,19 @@ from finetune.recipe.identity import recipe_of
 from finetune.recipe.load import Recipe
 from finetune.run.record import finished
 from finetune.run.validation import load_json
+from finetune.text import MISSING, markdown_table, mean_and_std
 from finetune.training.launch import leave
 from finetune.training.train import train
 
-__all__ = ["reproduce"]
+__all__ = ["SMOKE", "describe", "reproduce"]
 
+SMOKE = (
+    "A smoke test of the whole path in minutes. It is not the experiment, and its figures say "
+    "nothing about it."
+)
+_FIGURES = {"top1": "top-1, %", "top5": "top-5, %", "loss": "loss", "ece": "calibration error"}
 
-@dataclass(frozen=True)
-class _Done:
-    """A finished run.
-
-    Attributes:
-        name: its folder, from the plan's.
-        path: its run directory.
-        results: the content of its results.json.
-    """
-
-    name: str
-    path: Path
-    results: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """The outcome of an entry: a run for each seed and the grid's rows if any, or a probe."""
-
-    entry: Entry
-    finals: list[_Done]
-    choices: list[dict[str, Any]] = field(default_factory=list)
-    probe: dict[str, Any] | None = None
-
-    def measured(self, folder: Path) -> Measured:
-        """The directories that the page reads: of runs, or of a probe."""
-        paths = [done.path for done in self.finals] or [folder / self.entry.name]
-        return Measured(self.entry, paths)
+_Results = dict[str, Any]  # the content of results.json
 
 
 def reproduce(
@@ -98,7 +75,7 @@ def reproduce(
         out: where the runs go; by default runs/NAME, or runs/NAME-smoke.
         done: train nothing; take the seeds that are done, wherever that was and whatever copy of
             the images they read. They need neither checkpoints nor model/.
-        page: a file for the page of `recipe_page`.
+        page: a file for the page of all recipes.
     Returns: "title", "scale", "runs" (name, paths, seeds, test figures), "choices" of the grids,
         "claims" with the run that answers each, "probes" by run, "table" (a file), "comparison"
         and "page" (pages).
@@ -113,25 +90,24 @@ def reproduce(
     plan = made_small(plan) if small else plan
     added = [*plan.smoke, f"run.note={SMOKE}", *overrides] if small else list(overrides)
     check_runs(plan, path, added, sources)
-    outcomes: list[_Outcome] = []
-    wanted_runs = [] if done else [name for name in known if not only or name in only]
+    outcomes: list[Outcome] = []
+    wanted = [] if done else [name for name in known if not only or name in only]
     for entry in plan.runs:
-        if entry.name in wanted_runs:
-            number = wanted_runs.index(entry.name) + 1
-            say(f"{plan_name}: {entry.name}, {number} of {len(wanted_runs)}")
-        run_of = _trained if entry.name in wanted_runs else _copied if done else _done_run
-        recipe_of_run = functools.partial(_recipe, entry, path, added, sources or {})
-        outcome = _outcome(entry, recipe_of_run, folder, run_of)
+        results_of = _copied if done else finished
+        if entry.name in wanted:
+            results_of = _trained
+            say(f"{plan_name}: {entry.name}, {wanted.index(entry.name) + 1} of {len(wanted)}")
+        recipe_with = functools.partial(recipe_for, entry, path, added=added, sources=sources)
+        outcome = _outcome(entry, recipe_with, folder, results_of)
         if outcome is not None:
             outcomes.append(outcome)
         elif done:
             say(f"{entry.name}: left out: nothing of it is done, or the plan is another by now")
     leave()
-    answer = _answer(plan, scale, folder, outcomes)
+    answer = _answer(plan.title, scale, folder, outcomes)
     if page is not None and is_first_rank():
-        measured = [one.measured(folder) for one in outcomes]
-        notice = SMOKE if small else None
-        write_atomically(Path(page), page_of(plan, path, measured, notice=notice))
+        text = page_of(plan, path, outcomes, notice=SMOKE if small else None)
+        write_atomically(Path(page), text)
     return {**answer, "page": page and str(page)}
 
 
@@ -153,144 +129,118 @@ def _check_request(
         raise RecipeError("--out: is empty; give a folder", code="recipe.wrong_value")
 
 
-def _recipe(
-    entry: Entry,
-    path: Path,
-    added: Sequence[str],
-    sources: Mapping[str, str],
-    changes: Sequence[str],
-) -> Recipe:
-    """The recipe of one run of an entry: `added` is every run's, `changes` are its own."""
-    return recipe_for(entry, path, [*added, *changes], sources)
-
-
 def _outcome(
     entry: Entry,
-    recipe_of_run: Callable[[Sequence[str]], Recipe],
+    recipe_with: Callable[[Sequence[str]], Recipe],
     folder: Path,
-    run_of: Callable[[Recipe, Path, str], _Done | None],
-) -> _Outcome | None:
+    results_of: Callable[[Path, Recipe], _Results | None],
+) -> Outcome | None:
     """Choose if there is a grid, then train once for each seed; or measure features.
 
     Args:
-        recipe_of_run: of one run, from further overrides.
-        run_of: trains a run, or only looks for it.
+        recipe_with: of one run, from further overrides.
+        results_of: trains a run in a folder, or only looks for it there.
     Returns: None if one of the runs is not done; of copied ones, if none is.
     """
     if entry.probe is not None:
-        return _probed(entry, entry.probe, recipe_of_run(()), folder, anew=run_of is _trained)
+        return _probed(entry, recipe_with(()), folder / entry.name, anew=results_of is _trained)
     chosen: Sequence[str] = ()
     choices: list[dict[str, Any]] = []
     split, _, key = entry.by.partition(".")
     for changes in entry.combinations() if entry.grid else ():
-        name = f"{entry.name}-choose/{entry.folder_of(changes)}"
-        settings = [*changes, "run.test=false", f"run.seed={entry.seeds[0]}"]
-        done = run_of(recipe_of_run(settings), folder / name, name)
-        if done is None:
+        path = folder / f"{entry.name}-choose" / entry.folder_of(changes)
+        recipe = recipe_with([*changes, "run.test=false", f"run.seed={entry.seeds[0]}"])
+        results = results_of(path, recipe)
+        if results is None:
             return None
-        figure = done.results.get(split, {}).get(key)
+        figure = results.get(split, {}).get(key)
         if figure is None:
             raise RecipeError(
-                f"{entry.name}: nothing to choose by: {name} has no {entry.by}; set "
-                "data.val_fraction",
+                f"{entry.name}: nothing to choose by: {path.relative_to(folder)} has no "
+                f"{entry.by}; set data.val_fraction",
                 code="recipe.conflict",
             )
-        choices.append({"overrides": list(changes), entry.by: figure, "run": str(done.path)})
+        choices.append({"overrides": list(changes), entry.by: figure, "run": str(path)})
     if choices:
         best = (min if key == "loss" else max)(choices, key=lambda row: row[entry.by])
-        for row in choices:
-            row["chosen"] = row is best
+        choices = [{**row, "chosen": row is best} for row in choices]
         chosen = best["overrides"]
-    finals = []
+    done: dict[Path, _Results] = {}
     for seed in entry.seeds:
-        name = f"{entry.name}-s{seed}"
-        recipe = recipe_of_run([*chosen, *entry.final, f"run.seed={seed}"])
+        path = folder / f"{entry.name}-s{seed}"
+        recipe = recipe_with([*chosen, *entry.final, f"run.seed={seed}"])
         try:
-            final = run_of(recipe, folder / name, name)
+            results = results_of(path, recipe)
         except RecipeError as error:
-            if not chosen or not (folder / name).exists():
+            if not chosen or not path.exists():
                 raise
             raise RecipeError(
-                f"{error}; the grid chooses {' '.join(chosen)}: remove {folder / name} to train "
-                "that",
+                f"{error}; the grid chooses {' '.join(chosen)}: remove {path} to train that",
                 code="recipe.not_this_run",
             ) from None
-        if final is not None:
-            finals.append(final)
-        elif run_of is not _copied:
+        if results is not None:
+            done[path] = results
+        elif results_of is not _copied:
             return None
-    return _Outcome(entry, finals, choices) if finals else None
+    return Outcome(entry, list(done), list(done.values()), choices) if done else None
 
 
-def _trained(recipe: Recipe, folder: Path, name: str) -> _Done:
+def _trained(folder: Path, recipe: Recipe) -> _Results:
     """Train one run of a plan, go on with it, or take it as it is.
 
     A run that is done and has no model/ was copied without it, and is not trained again for it.
     """
-    finished_run = _done_run(recipe, folder, name)
-    if finished_run is not None and not (folder / "model").is_dir():
-        return finished_run
+    results = finished(folder, recipe)
+    if results is not None and not (folder / "model").is_dir():
+        return results
     gc.collect()  # the network of the run before, which Accelerate's wrappers hold
     torch.cuda.empty_cache()  # for those who ask the device what is free
     try:
-        return _Done(name, folder, train(recipe, folder, resume=True, stay=True))
+        return train(recipe, folder, resume=True, stay=True)
     except Interrupted as error:
         message = str(error).replace("continue with --resume", "repeat the command to go on")
         raise Interrupted(message, error.signal_number) from None
 
 
-def _done_run(recipe: Recipe, folder: Path, name: str) -> _Done | None:
-    """A run of a plan if it is done, with this recipe."""
-    results = finished(folder, recipe)
-    return None if results is None else _Done(name, folder, results)
-
-
-def _copied(recipe: Recipe, folder: Path, name: str) -> _Done | None:
+def _copied(folder: Path, recipe: Recipe) -> _Results | None:
     """A run that is done, there or on another machine, where the images may lie elsewhere."""
     before = recipe_of(folder)
-    if before is None:
-        return None
-    data = recipe.data.model_copy(update={"source": before.data.source})
-    run = recipe.run.model_copy(update={"note": before.run.note})
-    return _done_run(recipe.model_copy(update={"data": data, "run": run}), folder, name)
+    return None if before is None else finished(folder, with_source_of(recipe, before))
 
 
-def _probed(
-    entry: Entry, wanted: Probe, recipe: Recipe, folder: Path, *, anew: bool
-) -> _Outcome | None:
+def _probed(entry: Entry, recipe: Recipe, folder: Path, *, anew: bool) -> Outcome | None:
     """Measure the features of a recipe's weights, unless that is done."""
-    file = folder / entry.name / "probe.json"
-    recorded = load_json(file) if file.is_file() else {}
-    shots = {int(count): row for count, row in recorded.get("shots", {}).items()}
-    same = recorded.get("model") == recipe.model.name and tuple(shots) == wanted.shots
+    wanted, model = entry.probe, recipe.model.name
+    assert wanted is not None
+    file = folder / "probe.json"
+    probe = load_json(file) if file.is_file() else {}
+    shots = {int(count): row for count, row in probe.get("shots", {}).items()}
+    same = probe.get("model") == model and tuple(shots) == wanted.shots
     if same and all(len(row["seeds"]) == wanted.draws for row in shots.values()):
-        return _Outcome(entry, [], probe={**recorded, "shots": shots})
-    if not anew:
+        probe["shots"] = shots
+    elif anew:
+        data, draws = recipe.data.source, wanted.draws
+        probe = probe_model(model, data=data, shots=wanted.shots, seeds=draws, out=folder)
+    else:
         return None
-    measured = probe_model(
-        recipe.model.name,
-        data=recipe.data.source,
-        shots=wanted.shots,
-        seeds=wanted.draws,
-        out=file.parent,
-    )
-    return _Outcome(entry, [], probe=measured)
+    return Outcome(entry, [folder], probe=probe)
 
 
-def _answer(plan: Plan, scale: str, folder: Path, outcomes: Sequence[_Outcome]) -> dict[str, Any]:
-    """Write the table and the page that compares the runs."""
+def _answer(title: str, scale: str, folder: Path, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Write the table, and the page that compares the runs."""
     from finetune.report.page import compare  # brings matplotlib
 
-    every = [done for outcome in outcomes for done in outcome.finals]
+    trained = [one for one in outcomes if not one.probe]
+    every = [done for one in trained for done in zip(one.paths, one.results, strict=True)]
     answer: dict[str, Any] = {
-        "title": plan.title,
+        "title": title,
         "scale": scale,
-        "runs": [_summary(outcome) for outcome in outcomes if outcome.finals],
-        "choices": {one.entry.name: one.choices for one in outcomes if one.choices},
+        "runs": [_summary(one) for one in trained],
+        "choices": {one.entry.name: one.choices for one in trained if one.choices},
         "claims": [
-            {**claim, "run": done.name}
-            for done in every
-            for claim in done.results.get("claims") or []
+            {**claim, "run": path.name}
+            for path, results in every
+            for claim in results.get("claims") or []
         ],
         "probes": {one.entry.name: one.probe for one in outcomes if one.probe},
     }
@@ -299,19 +249,68 @@ def _answer(plan: Plan, scale: str, folder: Path, outcomes: Sequence[_Outcome]) 
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "table.md", describe(answer))
         if page:
-            compare([done.path for done in every], page)
+            compare([path for path, _ in every], page)
     return {**answer, "table": str(folder / "table.md"), "comparison": page and str(page)}
 
 
-def _summary(outcome: _Outcome) -> dict[str, Any]:
+def _summary(outcome: Outcome) -> dict[str, Any]:
     """Mean and spread over the seeds of one entry."""
-    done = outcome.finals
-    tests = [one.results["test"] for one in done if one.results.get("test")]
-    row: dict[str, Any] = {"name": outcome.entry.name, "paths": [str(one.path) for one in done]}
-    row |= {"seeds": len(done), "reported": outcome.entry.reported}
+    tests = [results["test"] for results in outcome.results if results.get("test")]
+    paths = [str(path) for path in outcome.paths]
+    row: dict[str, Any] = {"name": outcome.entry.name, "paths": paths, "seeds": len(paths)}
+    row["reported"] = outcome.entry.reported
     if tests:
         row["examples"] = tests[0]["examples"]
-        for key in FIGURES:
+        for key in _FIGURES:
             mean, std, _ = mean_std(test[key] for test in tests)
             row[key] = {"mean": mean, "std": std}
     return row
+
+
+def describe(answer: Mapping[str, Any]) -> str:
+    """The result of a plan as Markdown: runs, choices and claims.
+
+    Args:
+        answer: of `reproduce`.
+    """
+    lines = [f"# {answer['title']}", ""]
+    smoke = answer["scale"] == "smoke"
+    if smoke:
+        lines += [f"**{SMOKE}**", ""]
+    reported = ["reported"] if any(row.get("reported") for row in answer["runs"]) else []
+    rows = [
+        [
+            row["name"],
+            str(row["seeds"]),
+            f"{row['examples']:,}" if "examples" in row else MISSING,
+            *(_cell(key, row[key]) if key in row else MISSING for key in _FIGURES),
+            *(row[key] or MISSING for key in reported),
+        ]
+        for row in answer["runs"]
+    ]
+    lines += markdown_table(["run", "seeds", "images", *_FIGURES.values(), *reported], rows)
+    for name, choices in answer["choices"].items():
+        by = next(key for key in choices[0] if key.startswith("val."))
+        rows = [
+            [", ".join(row["overrides"]), f"{row[by]:.4f}", "chosen" if row["chosen"] else ""]
+            for row in choices
+        ]
+        lines += ["", f"Chosen for {name}, without reading the test split:", ""]
+        lines += markdown_table(["settings", by, ""], rows)
+    for name, probe in answer["probes"].items():
+        lines += ["", f"Features of {name}:", "", "```", describe_probe(probe), "```"]
+    if claims := answer["claims"]:
+        met = sum(claim["verdict"] == VERDICTS[0] for claim in claims)
+        of_what = f"{met} of {len(claims)} met"
+        if smoke:
+            of_what = "of another experiment than this"
+            claims = [{**claim, "verdict": MISSING} for claim in claims]
+        lines += ["", f"## Claims: {of_what}", "", table(claims)]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _cell(key: str, figure: Mapping[str, Any]) -> str:
+    """A mean with its spread, accuracies in per cent."""
+    factor, digits = (100, 2) if key.startswith("top") else (1, 4)
+    mean, std = figure["mean"], figure["std"]
+    return mean_and_std(factor * mean, None if std is None else factor * std, digits)

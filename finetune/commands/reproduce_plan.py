@@ -18,11 +18,12 @@ from pydantic_core import PydanticCustomError
 from finetune.errors import RecipeError, nearest
 from finetune.recipe import yaml as recipe_yaml
 from finetune.recipe.load import Claim, Recipe, Section, load_recipe
-from finetune.recipe.types import Arguments, Metric, Range, Text, When, Whole
+from finetune.recipe.types import Arguments, Metric, Range, Real, Text, When, Whole
 from finetune.recipe.validate import validate
 
 __all__ = [
     "PLAN",
+    "Beside",
     "Direction",
     "Entry",
     "Plan",
@@ -32,6 +33,7 @@ __all__ = [
     "load_plan",
     "made_small",
     "recipe_for",
+    "with_source_of",
 ]
 
 PLAN = "plan.yaml"
@@ -59,6 +61,19 @@ class Probe(Section):
     source: Text | None = Field(None, description="where the expectation comes from")
 
 
+class Beside(Section):
+    """A measurement of another program, beside an entry's own."""
+
+    program: Text = Field(description="its name and version")
+    command: Text = Field(description="as it was called")
+    machine: Text = Field(description="hardware and versions")
+    seeds: tuple[Whole, ...] = Field(min_length=1, description="one figure for each")
+    top1: tuple[Real, ...] = Field(description="fractions")
+    seconds: tuple[Real, ...] = Field((), description="wall-clock of each command")
+    our_seconds: tuple[Real, ...] = Field((), description="wall-clock of ours, on that machine")
+    note: Text | None = Field(None, description="what differs")
+
+
 class Direction(Section):
     """A claim about which way a figure goes, asked of runs that are smaller than its source's."""
 
@@ -84,8 +99,8 @@ class Entry(Section):
     )
     overrides: tuple[Text, ...] = Field((), description="key=value, as on the command line")
     grid: Arguments = Field({}, description="keys and the values to choose among")
-    by: Literal["val.top1", "val.top5", "val.loss"] = Field(
-        "val.top1", description="what chooses among the grid"
+    by: Literal["val.top1", "val.top5", "val.balanced_accuracy", "val.macro_f1", "val.loss"] = (
+        Field("val.top1", description="what chooses among the grid")
     )
     final: tuple[Text, ...] = Field(
         (), description="overrides once the grid has chosen; data.val_fraction=0 trains on it all"
@@ -97,6 +112,7 @@ class Entry(Section):
     reported: Text | None = Field(
         None, description="a figure that stands beside the run's own without being a claim"
     )
+    beside: tuple[Beside, ...] = Field((), description="of other programs, for the page")
 
     def combinations(self) -> Iterator[tuple[str, ...]]:
         """The overrides of every combination of the grid's values; a single () without a grid."""
@@ -118,7 +134,7 @@ class Plan(Section):
 
     title: Text = Field(description="what the runs are about")
     runs: tuple[Entry, ...] = Field(min_length=1, description="in this order")
-    directions: tuple[Direction, ...] = Field((), description="for the page of `recipe_page`")
+    directions: tuple[Direction, ...] = Field((), description="for the page of all recipes")
     smoke: tuple[Text, ...] = Field(
         (), description="overrides that make each run one of minutes, for --scale smoke"
     )
@@ -132,10 +148,9 @@ def find_plan(name: str, root: str | Path = "recipes") -> Path:
         root: the folder of the recipes.
     Raises: RecipeError with the nearest name if there is no such plan, or more than one.
     """
-    if Path(name).is_file():
-        return Path(name)
-    if (Path(name) / PLAN).is_file():
-        return Path(name) / PLAN
+    for path in (Path(name), Path(name) / PLAN):
+        if path.is_file():
+            return path
     paths = sorted(Path(root).rglob(PLAN))
     matches = [path for path in paths if path.parent.name == name]
     if len(matches) > 1:
@@ -144,10 +159,12 @@ def find_plan(name: str, root: str | Path = "recipes") -> Path:
         )
     if not matches:
         known = [path.parent.name for path in paths]
-        there = f"there is: {', '.join(known)}" if known else f"there is none below {root}/"
-        advice = "" if known else ", so run it in a copy of the repository, or give a plan's file"
+        there = f"there is: {', '.join(known)}"
+        if not known:
+            there = f"there is none below {root}/, so run it in a copy of the repository, or give "
+            there += "a plan's file"
         raise RecipeError(
-            f"{name}: no such plan{nearest(name, known)}; {there}{advice}", code="recipe.not_found"
+            f"{name}: no such plan{nearest(name, known)}; {there}", code="recipe.not_found"
         )
     return matches[0]
 
@@ -160,25 +177,7 @@ def load_plan(path: str | Path) -> Plan:
             f"{path}: empty; a plan needs a title and runs", code="recipe.missing_key"
         )
     plan = validate(recipe_yaml.read_document(text, name=str(path)), Plan)
-    names = [entry.name for entry in plan.runs]
-    problems = [
-        f"{path}: two runs are called '{name}'; rename one"
-        for name in dict.fromkeys(names)
-        if names.count(name) > 1
-    ]
-    for entry in plan.runs:
-        problems += [f"{path}: {entry.name}.{problem}" for problem in _problems(entry)]
-    trained = [entry.name for entry in plan.runs if entry.probe is None]
-    for number, direction in enumerate(plan.directions, 1):
-        place = f"{path}: directions, {number}"
-        if (direction.trend is None) == (direction.below is None):
-            problems.append(f"{place}: give trend or below")
-        problems += [
-            f"{place}: no run '{name}' is trained here{nearest(name, trained)}"
-            for name in (direction.run, direction.below)
-            if name is not None and name not in trained
-        ]
-    if problems:
+    if problems := [f"{path}: {problem}" for problem in _problems(plan)]:
         raise RecipeError("\n".join(problems), code="recipe.wrong_value")
     return plan
 
@@ -192,8 +191,7 @@ def check_runs(
     """Check every recipe that a plan trains, with all its overrides, before the first one runs.
 
     Args:
-        added: overrides of every run.
-        sources: as for `recipe_for`; each must stand in one of the recipes.
+        added, sources: as for `recipe_for`; each source must stand in one of the recipes.
     Raises: RecipeError with one line for every problem.
     """
     problems, named = [], set()
@@ -201,7 +199,8 @@ def check_runs(
         for chosen in entry.combinations():
             for last in ((), entry.final):
                 try:
-                    named.add(recipe_for(entry, path, [*added, *chosen, *last]).data.source)
+                    recipe = recipe_for(entry, path, [*chosen, *last], added=added)
+                    named.add(recipe.data.source)
                 except RecipeError as error:
                     problems.append(str(error))
     for name in sources or ():
@@ -217,34 +216,59 @@ def check_runs(
 def recipe_for(
     entry: Entry,
     path: Path,
-    overrides: Sequence[str],
+    overrides: Sequence[str] = (),
+    *,
+    added: Sequence[str] = (),
     sources: Mapping[str, str] | None = None,
 ) -> Recipe:
     """The recipe of one run of an entry of the plan in `path`.
 
     Args:
+        overrides: of this run.
+        added: overrides of every run.
         sources: data sources and what is read in their place.
     """
-    settings = [*entry.overrides, *overrides]
+    settings = [*entry.overrides, *added, *overrides]
     recipe = load_recipe(path.parent / entry.recipe, settings)
-    if instead := (sources or {}).get(recipe.data.source):
-        recipe = load_recipe(path.parent / entry.recipe, [*settings, f"data.source={instead}"])
-    if entry.claims is not None:
-        recipe = recipe.model_copy(update={"claims": entry.claims})
-    return recipe
+    if copy := (sources or {}).get(recipe.data.source):
+        recipe = load_recipe(path.parent / entry.recipe, [*settings, f"data.source={copy}"])
+    return recipe if entry.claims is None else recipe.model_copy(update={"claims": entry.claims})
+
+
+def with_source_of(recipe: Recipe, run: Recipe) -> Recipe:
+    """The recipe with the data source and the note of one of its runs, which may read a copy."""
+    data = recipe.data.model_copy(update={"source": run.data.source})
+    note = recipe.run.model_copy(update={"note": run.run.note})
+    return recipe.model_copy(update={"data": data, "run": note})
 
 
 def made_small(plan: Plan) -> Plan:
     """The plan of a smoke test: of every grid and of the seeds the first two."""
-
-    def small(entry: Entry) -> Entry:
+    runs = []
+    for entry in plan.runs:
         grid = {key: values[:_SMALL] for key, values in entry.grid.items()}
-        return entry.model_copy(update={"grid": grid, "seeds": entry.seeds[:_SMALL]})
+        runs.append(entry.model_copy(update={"grid": grid, "seeds": entry.seeds[:_SMALL]}))
+    return plan.model_copy(update={"runs": tuple(runs)})
 
-    return plan.model_copy(update={"runs": tuple(small(entry) for entry in plan.runs)})
+
+def _problems(plan: Plan) -> Iterator[str]:
+    names = [entry.name for entry in plan.runs]
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1:
+            yield f"two runs are called '{name}'; rename one"
+    for entry in plan.runs:
+        yield from (f"{entry.name}.{problem}" for problem in _problems_of(entry))
+    trained = [entry.name for entry in plan.runs if entry.probe is None]
+    for number, direction in enumerate(plan.directions, 1):
+        if (direction.trend is None) == (direction.below is None):
+            yield f"directions, {number}: give trend or below"
+        for run in (direction.run, direction.below):
+            if run is not None and run not in trained:
+                hint = nearest(run, trained)
+                yield f"directions, {number}: no run '{run}' is trained here{hint}"
 
 
-def _problems(entry: Entry) -> Iterator[str]:
+def _problems_of(entry: Entry) -> Iterator[str]:
     if not entry.seeds:
         yield "seeds: is empty; give at least one"
     elif len(set(entry.seeds)) < len(entry.seeds):
@@ -254,6 +278,9 @@ def _problems(entry: Entry) -> Iterator[str]:
             yield "probe.expected: give a range for each of the shots"
         if entry.grid:
             yield "probe: chooses nothing; remove the grid"
+    for other in entry.beside:
+        if {len(other.top1), len(other.seconds or other.seeds)} != {len(other.seeds)}:
+            yield f"beside: {other.program}: give one figure for each of the seeds"
     for key, values in entry.grid.items():
         if not isinstance(values, list) or not values:
             yield f"grid.{key}: expected a list of values"

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.text import markdown_table, percent
+from finetune.text import MISSING, counted, markdown_table, percent
 
-__all__ = ["VERDICTS", "answer", "table", "wording"]
+__all__ = ["ACCURACIES", "VERDICTS", "answer", "table", "wording"]
 
+ACCURACIES = ("top1", "top5", "balanced_accuracy", "macro_f1")  # ends of metrics that are shares
 VERDICTS = ("met", "not met", "not measured")
 
 _ROUNDING = 1e-9  # 0.8 is within 0.1 of 0.7, whatever binary fractions say
@@ -132,10 +134,9 @@ class _Record:
         starts = [window.low, *(step for step, _ in inside)]
         weights = [step - start for (step, _), start in zip(inside, starts, strict=False)]
         total = math.fsum(w * value for w, (_, value) in zip(weights, inside, strict=True))
-        lines = f"{len(inside)} train line{'s' if len(inside) > 1 else ''}"
-        return _Figure(
-            total / sum(weights), f"mean of {lines}, steps {window.low + 1}–{window.high}"
-        )
+        lines = counted(len(inside), "train line")
+        how = f"mean of {lines}, steps {window.low + 1}–{window.high}"
+        return _Figure(total / sum(weights), how)
 
     def slope(self, metric: str, after: int) -> _Figure:
         """Least-squares slope per epoch over the evaluations after epoch `after`."""
@@ -150,14 +151,10 @@ class _Record:
                     points.append((window.high / self.steps_per_epoch, value))
         period = f"after epoch {after}" if after else "in the run"
         if len(points) < 2:
-            plural = "" if len(points) == 1 else "s"
-            return _Figure(None, f"{len(points)} evaluation{plural} {period}; a trend needs 2")
-        x_mean = math.fsum(x for x, _ in points) / len(points)
-        y_mean = math.fsum(y for _, y in points) / len(points)
-        products = math.fsum((x - x_mean) * (y - y_mean) for x, y in points)
-        spread = math.fsum((x - x_mean) ** 2 for x, _ in points)
+            return _Figure(None, f"{counted(len(points), 'evaluation')} {period}; a trend needs 2")
+        slope = statistics.linear_regression(*zip(*points, strict=True)).slope
         how = f"slope per epoch over {len(points)} evaluations {period}"
-        return _Figure(products / spread, how)
+        return _Figure(slope, how)
 
 
 def answer(
@@ -286,8 +283,8 @@ def _number(value: Any) -> float | None:
 def _format(metric: str, figure: Any) -> str:
     value = _number(figure)
     if value is None:
-        return "–"
-    if metric.endswith(("top1", "top5")):
+        return MISSING
+    if metric.endswith(ACCURACIES):
         return percent(value)
     return f"{value:.4g}" if metric == "run.epochs" else f"{value:.4f}"
 
@@ -301,7 +298,7 @@ def _reported(row: Mapping[str, Any]) -> str:
     if isinstance(between, (list, tuple)) and len(between) == 2:
         return f"{_format(metric, between[0])} to {_format(metric, between[1])}"
     if row.get("value") is None:
-        return "–"
+        return MISSING
     return f"{_format(metric, row['value'])} ± {_format(metric, row.get('tolerance') or 0.0)}"
 
 

@@ -64,7 +64,7 @@ def check_loop(peer: Peer, dtype: torch.dtype) -> None:
     ours = ours_of(peer).flatten(1)
     theirs = torch.cat(seen.batches).float().flatten(1)
     nearest = (theirs[:, None] - ours[None]).abs().amax(dim=2).amin(dim=1)
-    level = 1 / 255 / min(peer.setting.std)
+    level = 1 / 255 / min(peer.setting.setup.preprocessing.std)
     assert nearest.max() <= 2 * level
 
 

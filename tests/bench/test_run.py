@@ -133,7 +133,6 @@ def test_the_loops_take_turns(recipe: str, stands: list[Stand]) -> None:
     assert [s.arguments["precision"] for s in stands[1:]] == ["bf16", "fp32"] * 2
     assert {s.arguments["loop"] for s in stands[1:]} == {"transformers", "timm-loop"}
     assert all(s.closed for s in stands)
-    assert not Path(stands[0].arguments["folder"]).exists()
     timed = {"warmup": WARMUP_STEPS, "steps": 5}
     for stand in stands:
         assert all(given.items() >= timed.items() for m, given in stand.asked if m == "train")
@@ -255,8 +254,9 @@ def test_sets_of_other_sizes(recipe: str, stands: list[Stand]) -> None:
     assert small["train"] == large["train"] == spread([100.0, 200.0, 300.0])
     assert (small["images"], large["images"]) == (10, 1000)
     assert found["sizes"]["per_image"] == 16
+    assert bench(recipe, repeats=1, sizes=[10])["sizes"]["per_image"] is None
     grown = [stand for stand in stands if stand.make == "Grown"]
-    assert [stand.name for stand in grown] == ["10 images", "1,000 images"]
+    assert [stand.name for stand in grown] == ["10 images", "1,000 images", "10 images"]
     assert all(stand.closed for stand in grown)
 
 

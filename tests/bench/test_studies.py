@@ -18,7 +18,6 @@ from finetune.bench.studies import (
     Curve,
     Grown,
     compared,
-    per_image,
     study_losses,
     study_sizes,
 )
@@ -104,12 +103,6 @@ def test_images_of_several_sizes_cannot_be_one_file(
     monkeypatch.setattr(grown.loader.store, "images", [torch.zeros(3, 8, 8, dtype=torch.uint8)])
     with refused("recipe.unsupported", "--images", "several sizes"):
         grown.grow(images=10, warmup=1, steps=1)
-
-
-def test_bytes_of_an_image() -> None:
-    rows = [{"images": n, "own_bytes": 500 + 16 * n} for n in (1000, 10, 100)]
-    assert per_image(rows) == 16
-    assert per_image(rows[:1]) is None
 
 
 # In processes of their own; test_run.py has them with doubles.

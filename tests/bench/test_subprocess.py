@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +19,10 @@ from finetune.errors import DataError
 class Subject:
     """What runs in the other process."""
 
-    def __init__(self, line: Line, *, start: int) -> None:
+    def __init__(self, line: Line, *, start: int, folder: str) -> None:
         self.line = line
         self.value = start
+        self.folder = folder
 
     def add(self, *, number: int) -> int:
         self.value += number
@@ -36,6 +38,7 @@ class Subject:
         return {
             "prints_beside_answers": (out.st_dev, out.st_ino) == (error.st_dev, error.st_ino),
             "pid": os.getpid(),
+            "folder": self.folder,
             "interrupt": signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
             "workers": multiprocessing.get_start_method(),
             "devices": os.environ["CUDA_VISIBLE_DEVICES"],
@@ -58,6 +61,7 @@ class Subject:
 
 STEPS: list[int] = []
 NOTICES: list[str] = []
+FOLDERS: list[Path] = []
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +72,8 @@ def host() -> Iterator[Host]:
     patch.undo()
     with made:
         yield made
+        assert all(folder.is_dir() for folder in FOLDERS)
+    assert not any(folder.exists() for folder in FOLDERS)
 
 
 def test_it_keeps_what_it_made(host: Host) -> None:
@@ -90,6 +96,7 @@ def test_its_surroundings(host: Host) -> None:
     assert signal.getsignal(signal.SIGINT) == before
     assert found["workers"] == multiprocessing.get_start_method()
     assert found["devices"] == "3"
+    FOLDERS.append(Path(found["folder"]))
     assert found["prints_beside_answers"]  # standard output is for the answer of the verb
 
 

@@ -165,26 +165,12 @@ def test_data_that_does_not_fit_is_refused_before_anything_is_computed(
     both = make_folder(tmp_path / "one", {"test/cat": 1, "test/dog": 1, "test/elk": 1})
     with refused("data.too_few_images", "5 shots", "1 of 3 classes", "'dog' has 3", "--shots"):
         probe_model(model, data=both, shots=[1, 5])
-    with refused("data.too_few_images", 22, 21, "--knn"):
-        probe_model(model, data=both, shots=[1], knn=22)
 
 
-def test_wrong_arguments_are_refused(model: str, tmp_path: Path) -> None:
-    digits: dict[str, Any] = {"data": "embedded:digits"}
+def test_wrong_shots_are_refused(model: str) -> None:
     for shots in ([], [0], [5, 5]):
         with refused("recipe.wrong_value", "--shots"):
-            probe_model(model, **digits, shots=shots)
-    with refused("recipe.wrong_value", "--seeds", "got 0"):
-        probe_model(model, **digits, seeds=0)
-    with refused("recipe.wrong_value", "--knn", "got 0"):
-        probe_model(model, **digits, knn=0)
-    with refused("recipe.unknown_name", "--split", "'tset'", "'test'"):
-        probe_model(model, **digits, split="tset")
-    with refused("recipe.missing_option", "--data"):
-        probe_model(model)
-    (tmp_path / "file").write_text("")
-    with refused("setup.not_writable", "--out"):
-        probe_model(model, **digits, out=tmp_path / "file")
+            probe_model(model, data="embedded:digits", shots=shots)
     assert shots_of("1,5, 10") == (1, 5, 10)
     for text in ("", "1,,5", "a", "-1", "1.5"):
         with refused("recipe.wrong_value", "--shots"):

@@ -108,8 +108,10 @@ def test_a_small_plan_takes_two_of_everything(plan: str) -> None:
 def test_a_copy_is_read_where_a_recipe_names_its_source(plan: str) -> None:
     path, loaded = Path(plan), load_plan(plan)
     copies = {"embedded:digits": "parquet:copy", "hub:owner/name": "folder:other"}
-    assert recipe_for(loaded.runs[1], path, [], copies).data.source == "parquet:copy"
-    assert recipe_for(loaded.runs[1], path, ["data.source=a"], copies).data.source == "a"
+    plain = loaded.runs[1]
+    assert recipe_for(plain, path, sources=copies).data.source == "parquet:copy"
+    added = ["data.source=a"]
+    assert recipe_for(plain, path, added=added, sources=copies).data.source == "a"
     check_runs(loaded, path, (), {"embedded:digits": "parquet:copy"})
     with refused("recipe.wrong_value", "--data", "'hub:owner/name'", "digits"):
         check_runs(loaded, path, (), copies)

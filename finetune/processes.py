@@ -17,7 +17,9 @@ __all__ = [
     "is_first_rank",
     "keep_freed_memory",
     "local_processes",
+    "num_cores",
     "resume_garbage_collection",
+    "stop_signals",
     "total_bytes",
 ]
 
@@ -35,9 +37,31 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that ask a run to stop: of people, launchers, Slurm and terminals.
+
+    A SIGHUP that `nohup` has switched off stays so.
+    """
+    asked = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return asked if ignored else [*asked, signal.SIGHUP]
+
+
 def is_first_rank() -> bool:
     """True if this process is the one of a launch that prints and writes files."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def num_cores() -> int:
+    """Number of cores that this process may keep busy: its own, within its group's quota."""
+    cores = len(os.sched_getaffinity(0))
+    for name in ("cpu.max", "cpu/cpu.cfs_quota_us"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # no such quota, or "max"
+            words = (_CGROUP / name).read_text().split()
+            period = words[1] if len(words) > 1 else _number("cpu/cpu.cfs_period_us")
+            quota = int(words[0]) // int(period)
+            cores = min(cores, max(quota, 1)) if int(words[0]) > 0 else cores
+    return cores
 
 
 _CGROUP = Path("/sys/fs/cgroup")

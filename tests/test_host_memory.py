@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from finetune import processes as host_memory
-from finetune.processes import free_bytes, total_bytes
+from finetune.processes import free_bytes, num_cores, total_bytes
 
 
 def test_a_machine_has_more_than_is_free() -> None:
@@ -38,6 +38,28 @@ def test_a_containers_limit_counts(
     assert (total_bytes(), free_bytes()) == (5_000_000, 1_000_000)
     (tmp_path / used).write_text("6000000\n")
     assert free_bytes() == 0
+
+
+@pytest.mark.parametrize(
+    "files, cores",
+    [
+        ({}, 8),
+        ({"cpu.max": "max 100000"}, 8),
+        ({"cpu.max": "350000 100000"}, 3),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "600000", "cpu/cpu.cfs_period_us": "200000"}, 3),
+    ],
+)
+def test_a_containers_cores_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cores: int
+) -> None:
+    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(host_memory.os, "sched_getaffinity", lambda process: set(range(8)))
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(f"{text}\n")
+    assert num_cores() == cores
 
 
 STEPS = """

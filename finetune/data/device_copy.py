@@ -1,11 +1,10 @@
-"""Copy batches to a GPU: from pinned memory, parallel to the computation, one batch ahead."""
+"""Bring batches to a device: from pinned memory, each in one copy, two batches ahead."""
 
-# C channels, H W pixels
+# B batch, H W pixels
 
 from __future__ import annotations
 
-import contextlib
-import math
+from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 
 import numpy as np
@@ -13,54 +12,100 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["copy_ahead"]
+from finetune.transforms.ragged import SLACK_BYTES, Ragged
+
+__all__ = ["Pixels", "copy_ahead", "host_memory", "of_one_size", "pack"]
+
+# (B, H, W, 3) on the host and (B, 3, H, W) on the device, if all images of the split have one size
+Pixels = Tensor | Ragged
+_AHEAD = 2  # batches on a GPU beside the one that is in use
+
+
+def host_memory(num_bytes: int, device: torch.device) -> Tensor:
+    """Return memory (num_bytes,) uint8 of the host, pinned for copies to a GPU."""
+    # torch uses pinned memory again only after the copies from it are done
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def pack(images: Sequence[NDArray[np.uint8]], device: torch.device) -> Ragged:
+    """Copy images (H, W, 3) into one buffer of the host.
+
+    Args:
+        device: to which they will go.
+    """
+    sizes = np.array([image.shape[:2] for image in images], np.int64)
+    pixels = host_memory(3 * int(sizes.prod(axis=1).sum()) + SLACK_BYTES, device)
+    room, start = pixels.numpy(), 0
+    for image in images:
+        room[start : start + image.size].reshape(image.shape)[...] = image
+        start += image.size
+    room[start:] = 0
+    return Ragged.packed(pixels, sizes)
+
+
+def of_one_size(images: Ragged, size: tuple[int, int] | None) -> Pixels:
+    """Return packed images as (B, H, W, 3) if they have the size of all images of their split.
+
+    Args:
+        size: (H, W); None if the split has several, or might have.
+    """
+    if size is None or not np.array_equal(images.sizes_B2, [size] * len(images)):
+        return images
+    num_bytes = 3 * len(images) * size[0] * size[1]
+    return images.pixels[:num_bytes].view(len(images), *size, 3)
 
 
 def copy_ahead(
-    batches: Iterable[Sequence[NDArray[np.uint8]]], device: torch.device
-) -> Generator[list[Tensor], None, None]:
-    """Copy batches of images to a device; each copy starts before the batch in front is yielded.
+    batches: Iterable[Pixels], device: torch.device, *, ahead: int | None = None
+) -> Generator[Pixels, None, None]:
+    """Copy batches to a device; on a GPU, each copy starts two batches before it is needed.
 
     Args:
-        batches: images (H, W, 3) each, which may change when the next batch is read.
-        device: a GPU; on a CPU the images are copied.
-    Yields: for each batch (C, H, W) uint8 on the device.
+        batches: on the host; they may change when the next one is read.
+        ahead: batches that are read beforehand; None: two for a GPU, which are copied, else none.
+    Yields: the batches on the device.
     """
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    previous: Tensor | None = None
-    shapes: list[tuple[int, ...]] = []
-    for images in batches:
-        flat = _start_copy(images, device, stream)
-        if previous is not None:
-            yield _split(previous, shapes, stream)
-        previous, shapes = flat, [image.shape for image in images]
-    if previous is not None:
-        yield _split(previous, shapes, stream)
+    most = (0 if stream is None else _AHEAD) if ahead is None else ahead
+    waiting: deque[tuple[Pixels, torch.cuda.Event | None]] = deque()
+    for batch in batches:
+        waiting.append(_start_copy(batch, device, stream, is_kept=most > 0))
+        if len(waiting) > most:
+            yield _finished(*waiting.popleft())
+    while waiting:
+        yield _finished(*waiting.popleft())
 
 
 def _start_copy(
-    images: Sequence[NDArray[np.uint8]], device: torch.device, stream: torch.cuda.Stream | None
-) -> Tensor:
-    """Start to copy images, all in one transfer. Returns: their pixels, flat, on the device."""
-    # torch reuses pinned memory only after the copies from it are done
-    sizes = [image.size for image in images]
-    flat = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=stream is not None)
-    for part, image in zip(flat.split(sizes), images, strict=True):
-        part.numpy().reshape(image.shape)[...] = image
-    with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-        return flat.to(device, non_blocking=True)
-
-
-def _split(
-    flat: Tensor, shapes: list[tuple[int, ...]], stream: torch.cuda.Stream | None
-) -> list[Tensor]:
-    """Cut copied pixels into images; the device waits for the copy, not this process."""
+    batch: Pixels, device: torch.device, stream: torch.cuda.Stream | None, *, is_kept: bool
+) -> tuple[Pixels, torch.cuda.Event | None]:
+    """Start to copy a batch, all in one transfer."""
+    pixels = batch if isinstance(batch, Tensor) else batch.pixels
+    if is_kept and not (stream is not None and pixels.is_pinned()):
+        pixels = host_memory(pixels.numel(), device).copy_(pixels.reshape(-1)).view(pixels.shape)
+    event = None
     if stream is not None:
-        current = torch.cuda.current_stream(flat.device)
-        current.wait_stream(stream)
-        flat.record_stream(current)
-    parts = flat.split([math.prod(shape) for shape in shapes])
-    return [
-        part.view(shape).permute(2, 0, 1).contiguous()
-        for part, shape in zip(parts, shapes, strict=True)
-    ]
+        with torch.cuda.stream(stream):
+            pixels = pixels.to(device, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+    return _with(batch, pixels), event
+
+
+def _finished(batch: Pixels, event: torch.cuda.Event | None) -> Pixels:
+    """Let the device, not this process, wait for the copy."""
+    pixels = batch if isinstance(batch, Tensor) else batch.pixels
+    if event is not None:
+        current = torch.cuda.current_stream(pixels.device)
+        current.wait_event(event)  # not for the copies behind it
+        pixels.record_stream(current)
+    if isinstance(batch, Tensor):
+        pixels = pixels.permute(0, 3, 1, 2).contiguous()
+    return _with(batch, pixels)
+
+
+def _with(batch: Pixels, pixels: Tensor) -> Pixels:
+    """Return the batch with its pixels in another place."""
+    if isinstance(batch, Tensor):
+        return pixels
+    return Ragged(pixels, batch.sizes_B2, batch.starts_B, batch.strides_B)

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import os
+import math
 from collections.abc import Callable, Generator, Iterable
 from typing import Literal
 
@@ -21,22 +21,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from finetune.data.decode import planes
 from finetune.data.decode_all import SMALL_BYTES, TIMEOUT_SECONDS, decoded_bytes, readable
-from finetune.data.device_copy import copy_ahead
+from finetune.data.device_copy import Pixels, copy_ahead, host_memory, of_one_size, pack
 from finetune.data.image_cache import Decoded, How, cached_images, decode_images
 from finetune.data.pixel_file import Images
-from finetune.data.shared_memory import Put, Slots
+from finetune.data.shared_memory import Put, Slots, shared_memory
 from finetune.data.source import Split
 from finetune.data.streaming.prefetch import is_streamed, prefetch_of
 from finetune.data.worker_pool import WorkerStatus, spread
 from finetune.errors import DataError
 from finetune.files import cache_folder
-from finetune.processes import total_bytes
+from finetune.processes import num_cores, total_bytes
 from finetune.text import byte_size
+from finetune.transforms.ragged import Ragged
 from finetune.transforms.random import on_device
 
-__all__ = ["Store", "open_store"]
+__all__ = ["Store", "num_workers", "open_store"]
 
 _MEMORY_SHARE = 0.4  # of the host's memory, over all processes on it
 _DEVICE_SHARE = 0.25  # of what is free on the device
@@ -52,6 +52,8 @@ class Store:
         split: the labelled items, without those in quarantine.
         images: (N, H, W, C) uint8 on the device or in memory; or a file that is read; or None.
             Never to be written to.
+        device: where batches are brought.
+        size: (H, W) that all images are known to have, though they are not kept; else None.
     """
 
     def __init__(
@@ -63,53 +65,61 @@ class Store:
         timeout_seconds: float = TIMEOUT_SECONDS,
         image_bytes: int = 2**20,
         device: torch.device | None = None,
+        size: tuple[int, int] | None = None,
     ) -> None:
         self.split = split
         self.images = images
+        self.device = device or (images.device if images is not None else torch.device("cpu"))
         self.workers = workers
         self.timeout_seconds = timeout_seconds
         self.image_bytes = image_bytes  # about as many as a decoded image takes
-        self.device = device or torch.device("cpu")  # where workers' batches are brought
+        self.size = size
         self.prefetch = prefetch_of(split, workers=workers, timeout_seconds=timeout_seconds)
 
-    def read_all(
-        self, batches: Iterable[NDArray[np.int64]]
-    ) -> Generator[Tensor | list[Tensor], None, None]:
-        """Yield the pixels of each batch of sample indices, in order.
+    def read_all(self, batches: Iterable[NDArray[np.int64]]) -> Generator[Pixels, None, None]:
+        """Yield the pixels of each batch of sample indices on the device, in order.
 
-        They may be gone when the next batch is asked for.
+        They may be gone when the next batch is asked for. They are (B, 3, H, W) if all images of
+        the split have one size, which is known of a split that was read before.
 
         Raises: DataError if an image that lives in a file cannot be read any more, or crashes the
             decoder; SetupError if a worker was killed or hangs.
         """
+        images = self.images
+        if isinstance(images, Tensor) and images.device.type == self.device.type:
+            for indices in batches:
+                chosen = images[on_device(indices, images.device)]
+                yield chosen.permute(0, 3, 1, 2).contiguous()
+            return
+        with contextlib.closing(self._on_host(batches)) as read:
+            yield from copy_ahead(read, self.device)
+
+    def _on_host(self, batches: Iterable[NDArray[np.int64]]) -> Generator[Pixels, None, None]:
+        """Yield the pixels of each batch; they may be gone when the next one is asked for."""
         if isinstance(self.images, Tensor):
             for indices in batches:
-                chosen = self.images[on_device(indices, self.images.device)]
-                yield chosen.permute(0, 3, 1, 2).contiguous()
+                shape = len(indices), *self.images.shape[1:]
+                chosen = host_memory(math.prod(shape), self.device).view(shape)
+                index = torch.from_numpy(indices)
+                yield torch.index_select(self.images, 0, index, out=chosen)
         elif self.images is not None:
             for indices in batches:
-                batch = self.images.batch(indices)
-                if isinstance(batch, Tensor):
-                    batch = batch.permute(0, 3, 1, 2).contiguous()
-                yield batch
+                yield self.images.batch(indices, self.device)
         elif self.prefetch is not None:
             with contextlib.closing(self.prefetch.read_all(batches)) as read_ahead:
-                yield from read_ahead
+                for images in read_ahead:
+                    yield pack([image.permute(1, 2, 0).numpy() for image in images], self.device)
         elif self.workers:
             with contextlib.closing(self._from_workers(batches)) as read:
-                if self.device.type == "cuda":
-                    yield from copy_ahead(read, self.device)
-                else:
-                    for images in read:
-                        yield [planes(image) for image in images]
+                for packed in read:
+                    yield of_one_size(packed, self.size)
         else:
             for indices in batches:
-                yield [planes(self.split.read(index)) for index in indices.tolist()]
+                packed = pack([self.split.read(index) for index in indices.tolist()], self.device)
+                yield of_one_size(packed, self.size)
 
-    def _from_workers(
-        self, batches: Iterable[NDArray[np.int64]]
-    ) -> Generator[list[NDArray[np.uint8]], None, None]:
-        """Batches that worker processes decode, some for each of them ahead, (H, W, C) each.
+    def _from_workers(self, batches: Iterable[NDArray[np.int64]]) -> Generator[Ragged, None, None]:
+        """Batches that worker processes decode, some for each of them ahead.
 
         They are there until the next batch is asked for.
         """
@@ -151,12 +161,23 @@ class Store:
                 yield slots.take(slot, put)
 
 
+def num_workers(wanted: int | Literal["auto"], local_processes: int) -> int:
+    """Return the number of decoding processes: `auto` shares out the host's cores.
+
+    Args:
+        local_processes: of training, on this host.
+    """
+    if wanted != "auto":
+        return wanted
+    return min(max(num_cores() // local_processes, 1), _MOST)
+
+
 def open_store(
     split: Split,
     *,
     keep: str,
     device: torch.device,
-    workers: int,
+    workers: int | Literal["auto"],
     unreadable: Literal["stop", "quarantine"],
     local_processes: int,
     progress: bool,
@@ -170,8 +191,8 @@ def open_store(
         keep: "device" or "memory" (both kept on disk, too, and read from there, unless the set is
             small or the disk has no room), "none", or "auto" for the first that has room.
         device: where training runs.
-        workers: processes that decode; a set that is kept is decoded by at least as many as there
-            are cores. 0 for none.
+        workers: processes that decode, or "auto", see `num_workers`; a set that is kept is decoded
+            by at least as many as there are cores. 0 for none.
         unreadable: "stop" or "quarantine".
         local_processes: processes that share this host's memory.
         progress: show a progress bar.
@@ -181,14 +202,15 @@ def open_store(
     Raises: DataError listing every image that cannot be read, or if there is no memory for what is
         to be kept; SetupError if a process that decodes was killed or hangs.
     """
+    workers = num_workers(workers, local_processes)
     if is_streamed(split):  # what cannot be read shows when it is read
-        return Store(split, None, workers=workers, timeout_seconds=timeout_seconds)
+        return Store(split, None, workers=workers, timeout_seconds=timeout_seconds, device=device)
     needed, memory = decoded_bytes(split), total_bytes()
     size = f"{split.name}: about {byte_size(needed)} decoded"
     how = How(workers, unreadable, progress, timeout_seconds)
     decoded: Decoded | str = ""
     if keep != "none" and needed >= SMALL_BYTES:
-        everybody = min(max(workers * local_processes, _cores()), _MOST) if workers else 0
+        everybody = min(max(workers * local_processes, num_cores()), _MOST) if workers else 0
         by_all = dataclasses.replace(how, workers=everybody)
         decoded = cached_images(split, by_all, num_bytes=needed, tell=notice)
     if isinstance(decoded, str):
@@ -209,24 +231,27 @@ def open_store(
         notice(f"{size} do not fit in memory; they are read from {place} as needed")
     images, indices = decoded
     split = split.subset(indices) if len(indices) < len(split) else split
-    return Store(split, _placed(images, keep, device))
+    return Store(split, _placed(images, keep, device), device=device)
 
 
 def _undecoded(split: Split, how: How, *, num_bytes: int, device: torch.device) -> Store:
     """A store that keeps nothing, of the images that can be read."""
+    sizes_N2 = shared_memory(len(split) * 8).view(np.int32).reshape(-1, 2)
+
+    def keep(index: int, image: NDArray[np.uint8]) -> None:
+        sizes_N2[index] = image.shape[:2]
+
+    kept = readable(split, keep, **dataclasses.asdict(how))
+    sizes = set(map(tuple, np.unique(sizes_N2[kept], axis=0).tolist()))
     return Store(
-        split.subset(readable(split, **dataclasses.asdict(how))),
+        split.subset(kept),
         None,
         workers=how.workers,
         timeout_seconds=how.timeout_seconds,
         image_bytes=-(-num_bytes // max(len(split), 1)),
         device=device,
+        size=sizes.pop() if len(sizes) == 1 else None,
     )
-
-
-def _cores() -> int:
-    """One process decodes for all of a host: it may use every core."""
-    return len(os.sched_getaffinity(0))
 
 
 def _placed(images: Images, keep: str, device: torch.device) -> Tensor | Images:

@@ -21,7 +21,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from finetune.data.device_copy import Pixels
 from finetune.data.image_store import Store
+from finetune.data.sampling import ClassSampling
 from finetune.data.streaming.shuffle import Lanes
 from finetune.errors import RecipeError
 from finetune.transforms.pipeline import Pipeline
@@ -44,6 +46,7 @@ class Sampler:
         seed: of the run.
         unit: 2 when images are mixed in pairs, so that a pair stays on one rank, else 1.
         lanes: how images that come in row groups are mixed; None: any image at any place.
+        sampling: draws rare classes more often, from the same seed; None: each image once an epoch.
     """
 
     def __init__(
@@ -54,20 +57,28 @@ class Sampler:
         seed: int,
         unit: int = 1,
         lanes: Lanes | None = None,
+        sampling: ClassSampling | None = None,
     ) -> None:
         self.num_samples = num_samples
         self.batch_size = batch_size
         self.seed = seed
         self.unit = unit
         self.lanes = lanes
+        self.sampling = sampling
         self._orders: dict[int, NDArray[np.int64]] = {}
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """Return the permutation of an epoch, (num_samples,)."""
+        """Return the images of an epoch, (num_samples,): each once, or what `sampling` draws."""
+        return self._draws(epoch) % self.num_samples
+
+    def _draws(self, epoch: int) -> NDArray[np.int64]:
+        """As `order`; where an image comes again, num_samples more, which gives it a key anew."""
         if epoch not in self._orders:
             # A batch touches two epochs, or more when it is larger than the data set.
             self._orders = {e: o for e, o in self._orders.items() if e >= epoch - 1}
-            if self.lanes is None:
+            if self.sampling is not None:
+                order = self.sampling.draws(epoch)
+            elif self.lanes is None:
                 generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
                 order = generator.permutation(self.num_samples)
             else:
@@ -114,8 +125,9 @@ class Sampler:
         indices, keys = np.empty_like(places), np.empty(len(places), dtype=np.uint64)
         for epoch in np.unique(epochs).tolist():
             chosen = epochs == epoch
-            indices[chosen] = self.order(epoch)[places[chosen]]
-            keys[chosen] = sample_keys(self.seed, epoch, indices[chosen])
+            draws = self._draws(epoch)[places[chosen]]
+            indices[chosen] = draws % self.num_samples
+            keys[chosen] = sample_keys(self.seed, epoch, draws)
         return keys, indices
 
 
@@ -196,7 +208,7 @@ class Loader:
     def _make(
         self,
         make: Callable[..., Batch],
-        pixels: Iterator[Tensor | list[Tensor]],
+        pixels: Iterator[Pixels],
         *arguments: NDArray[Any],
     ) -> Batch:
         """Make a batch; on a GPU in a side stream, parallel to the network's computation.
@@ -216,7 +228,7 @@ class Loader:
 
     def _train_batch(
         self,
-        pixels: Tensor | list[Tensor],
+        pixels: Pixels,
         keys: NDArray[np.uint64],
         indices: NDArray[np.int64],
     ) -> Batch:
@@ -246,7 +258,7 @@ class Loader:
             for batch in batches:
                 yield self._make(self._eval_batch, pixels, batch)
 
-    def _eval_batch(self, pixels: Tensor | list[Tensor], indices: NDArray[np.int64]) -> Batch:
+    def _eval_batch(self, pixels: Pixels, indices: NDArray[np.int64]) -> Batch:
         images = self.pipeline(pixels, keys=None, dtype=torch.float32, device=self.device)
         labels = self.labels[on_device(indices, self.device)]
         return Batch(images, labels, indices=indices)

@@ -13,7 +13,10 @@ import mmap
 from collections.abc import Callable, Iterable
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+
+from finetune.transforms.ragged import SLACK_BYTES, Ragged
 
 __all__ = ["Put", "Slots", "shared_memory"]
 
@@ -43,7 +46,9 @@ class Slots:
 
     def __init__(self, number: int, num_bytes: int) -> None:
         self.number = number
-        self._slots = shared_memory(number * num_bytes).reshape(number, num_bytes)
+        whole = num_bytes + SLACK_BYTES
+        self._num_bytes = num_bytes
+        self._slots = shared_memory(number * whole).reshape(number, whole)
 
     def put(self, slot: int, reads: Iterable[Callable[[NDArray[np.uint8]], Image]]) -> Put:
         """Put images into a slot, one after the other.
@@ -53,7 +58,7 @@ class Slots:
                 start.
         Returns: the argument of `take`: each image's shape, or the image if it did not fit.
         """
-        place, start = self._slots[slot], 0
+        place, start = self._slots[slot, : self._num_bytes], 0
         put: Put = []
         for read in reads:
             image = read(place[start:])
@@ -67,19 +72,24 @@ class Slots:
             start = end
         return put
 
-    def take(self, slot: int, put: Put) -> list[NDArray[np.uint8]]:
-        """Return views of the images of a slot, valid until it is used again.
+    def take(self, slot: int, put: Put) -> Ragged:
+        """Return the images of a slot, valid until it is used again.
 
         Args:
             put: what `put` returned in the worker.
-        Returns: (H, W, 3) each.
         """
-        place, start, images = self._slots[slot], 0, []
-        for item in put:
+        place, start = self._slots[slot], 0
+        shapes = [item.shape if isinstance(item, np.ndarray) else item for item in put]
+        bodies = []
+        for item, shape in zip(put, shapes, strict=True):
             if isinstance(item, np.ndarray):
-                images.append(item)
-                continue
-            end = start + math.prod(item)
-            images.append(place[start:end].reshape(item))
-            start = end
-        return images
+                bodies.append(item.reshape(-1))
+            else:
+                bodies.append(place[start : start + math.prod(shape)])
+                start += math.prod(shape)
+        if start == sum(map(math.prod, shapes)):  # one after the other, as they are wanted
+            pixels = place[: start + SLACK_BYTES]
+        else:
+            pixels = np.concatenate([*bodies, np.zeros(SLACK_BYTES, np.uint8)])
+        sizes = np.array([shape[:2] for shape in shapes], np.int64)
+        return Ragged.packed(torch.from_numpy(pixels), sizes)

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from finetune.errors import DataError, FinetuneError, SetupError
-from finetune.processes import end_with_parent
+from finetune.processes import end_with_parent, stop_signals
 
 __all__ = ["POLL_SECONDS", "WorkerStatus", "spread"]
 
@@ -48,8 +48,8 @@ class WorkerStatus:
     def start_worker(self, worker: int) -> None:
         """Prepare a worker's process; called in it before anything else."""
         # A signal to the process group is for the trainer, which ends its workers itself.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in stop_signals():
+            signal.signal(number, signal.SIG_IGN)
         if self._from_main:
             end_with_parent()
         self._own_row = self._rows[worker].numpy()

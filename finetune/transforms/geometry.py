@@ -20,10 +20,13 @@ from torch import Tensor
 from finetune.transforms.random import on_device
 
 __all__ = [
+    "RADIUS",
     "Axis",
     "central_start",
-    "crop_axis",
+    "filter_weights",
+    "inside",
     "multiply",
+    "nearest_pixels",
     "resize_matrix",
     "rotation",
     "select",
@@ -32,12 +35,12 @@ __all__ = [
 
 _LONG = 256  # pixels; products over shorter sides are computed whole
 _BAND = 32  # pixels of the result per product
-_RADIUS = {"nearest": 0.5, "bilinear": 1.0, "bicubic": 2.0, "lanczos": 3.0}
+RADIUS = {"nearest": 0.5, "bilinear": 1.0, "bicubic": 2.0, "lanczos": 3.0}
 
 Integers = npt.NDArray[np.int64]
 
 
-def _filter(x: Tensor, interpolation: str) -> Tensor:
+def filter_weights(x: Tensor, interpolation: str) -> Tensor:
     """Return the kernel's weight at distance x, in pixels of the coarser grid.
 
     Source: Pillow, src/libImaging/Resample.c (bicubic with a = -0.5, Lanczos of radius 3).
@@ -73,33 +76,34 @@ def resize_matrix(
     matrix = torch.zeros(len(starts), target, source, device=device)
     start = on_device(starts, device)[:, None, None]
     if interpolation == "nearest":
-        nearest = on_device(_nearest_pixels(lengths, target), device)[:, :, None]
+        nearest = on_device(nearest_pixels(lengths, target), device)[:, :, None]
         return matrix.scatter_(2, start + nearest, 1.0)
     length = on_device(lengths, device)[:, None, None]
     steps = torch.arange(target, device=device)[None, :, None]
     scale = length.float() / target
     stretch = scale.clamp(min=1.0)
-    support = _RADIUS[interpolation] * stretch
+    support = RADIUS[interpolation] * stretch
     # as many as the whole axis needs, not these windows: a sum is rounded according to its length,
     # and a sample's weights must not depend on what else is in the batch
-    widest = _RADIUS[interpolation] * max(1.0, source / target)
+    widest = RADIUS[interpolation] * max(1.0, source / target)
     centre = (steps + 0.5) * scale
     first = torch.floor(centre - support + 0.5)
     taps = first + torch.arange(math.ceil(2 * widest) + 1, device=device)
-    weights = _filter((taps + 0.5 - centre) / stretch, interpolation)
+    weights = filter_weights((taps + 0.5 - centre) / stretch, interpolation)
     weights = weights * ((taps >= 0) & (taps < length))
     weights = weights / weights.sum(2, keepdim=True)
     places = (start + taps.long()).clamp_(0, source - 1)  # those outside carry no weight
     return matrix.scatter_add_(2, places, weights)
 
 
-def _nearest_pixels(lengths: Integers, target: int) -> Integers:
+def nearest_pixels(lengths: Integers, target: int | Integers) -> Integers:
     """Return (b, target): the pixel under the centre of each target pixel.
 
+    Where the targets (b,) differ, the largest counts; what is behind a smaller one means nothing.
     Adds the scale up in float64 as Pillow does, so that ties fall on the same side as there.
     Source: Pillow, src/libImaging/Geometry.c, ImagingScaleAffine.
     """
-    steps = np.repeat(lengths[:, None] / target, target, axis=1)
+    steps = np.repeat((lengths / target)[:, None], np.max(target), axis=1)
     steps[:, 0] *= 0.5
     return np.minimum(np.cumsum(steps, axis=1).astype(np.int64), lengths[:, None] - 1)
 
@@ -157,6 +161,13 @@ class Axis:
         else:
             self.index = index
         self.length = index.shape[1]
+
+    def crop(self, starts: Integers, length: int) -> None:
+        """Crop to windows (b,) that may reach beyond the ends."""
+        if len(starts) == 1 and starts[0] == 0 and length == self.length:
+            return
+        pixels = starts[:, None] + np.arange(length)[None, :]
+        self.select(np.where((pixels >= 0) & (pixels < self.length), pixels, -1))
 
     def flip(self, flipped: npt.NDArray[np.bool_]) -> None:
         """Reverse the axis of the samples where flipped (B,) is true."""
@@ -278,42 +289,75 @@ def rotation(degrees: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return maps
 
 
-def warp(images_BCHW: Tensor, maps: npt.NDArray[np.float64], interpolation: str) -> Tensor:
+def inside(sizes: Integers, like: Tensor) -> Tensor:
+    """Return (B, 1, H, W), true for the pixels of images of these sizes (B, 2) on one canvas."""
+    heights, widths = on_device(np.ascontiguousarray(sizes.T), like.device)[:, :, None, None, None]
+    y = torch.arange(like.shape[2], device=like.device)[:, None]
+    x = torch.arange(like.shape[3], device=like.device)
+    return (y < heights) & (x < widths)
+
+
+def warp(
+    images_BCHW: Tensor,
+    maps: npt.NDArray[np.float64],
+    interpolation: str,
+    sizes: Integers | None = None,
+) -> Tensor:
     """Sample images through affine maps; what lies outside becomes 0.
 
     Args:
         images_BCHW: float32.
         maps: (B, 2, 3) from target to source, in pixels about the image's centre.
         interpolation: nearest or bilinear.
+        sizes: (B, 2) of the images, if they are smaller than their canvas.
     Returns: (B, C, H, W).
     """
     height, width = images_BCHW.shape[2:]
     device = images_BCHW.device
-    half = np.array([[width / 2], [height / 2]])  # grid_sample counts from -1 to 1
+    own = np.array([[height, width]]) if sizes is None else sizes
+    half = own[:, ::-1, None] / 2  # grid_sample counts from -1 to 1
     scaled = on_device((maps / half).astype(np.float32), device)
-    x = torch.arange(width, device=device) - (width - 1) / 2
-    y = (torch.arange(height, device=device) - (height - 1) / 2)[:, None]
+    middle = on_device(((own - 1) / 2).astype(np.float32), device)[:, None, :, None]
+    x = torch.arange(width, device=device) - middle[:, :, 1]
+    y = torch.arange(height, device=device) - middle[:, :, 0]
     # (B, 1, 1, 2) coefficients: no product over a batch, whose last bits would depend on its size
     by_x, by_y, offset = scaled[:, None, None].unbind(-1)
-    grid = torch.addcmul(by_y * y[None, :, :, None] + offset, by_x, x[None, None, :, None])
-    return torch.nn.functional.grid_sample(
-        images_BCHW, grid, mode=interpolation, padding_mode="zeros", align_corners=False
-    )
+    y, x = y.view(len(own), -1, 1, 1), x.view(len(own), 1, -1, 1)
+    grid = torch.addcmul(by_y * y + offset, by_x, x)
+    if sizes is None:
+        return torch.nn.functional.grid_sample(
+            images_BCHW, grid, mode=interpolation, padding_mode="zeros", align_corners=False
+        )
+    scale = on_device(half[:, None, None, :, 0].astype(np.float32), device)
+    return _sample(images_BCHW, (grid + 1) * scale - 0.5, interpolation, sizes)
 
 
-def central_start(length: int, target: int) -> int:
-    """Return where a central window starts; negative where it is larger than the image.
+def _sample(images_BCHW: Tensor, places: Tensor, interpolation: str, sizes: Integers) -> Tensor:
+    """Read images of several sizes on one canvas at places (B, H, W, 2), x and y in pixels."""
+    batch, channels, height, width = images_BCHW.shape
+    last_y, last_x = on_device(np.ascontiguousarray(sizes.T - 1), images_BCHW.device)[
+        ..., None, None
+    ]
+    x, y = places.unbind(3)
+    left, top = (x.round(), y.round()) if interpolation == "nearest" else (x.floor(), y.floor())
+    flat, result = images_BCHW.flatten(2), torch.zeros_like(images_BCHW)
+    corners = [(0, 0)] if interpolation == "nearest" else [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for down, right in corners:
+        row, column = top + down, left + right
+        weight = ((row >= 0) & (row <= last_y) & (column >= 0) & (column <= last_x)).float()
+        if len(corners) > 1:
+            weight = weight * (1 - (y - row).abs()) * (1 - (x - column).abs())
+        pixel = row.long().clamp(min=0).minimum(last_y) * width
+        pixel = pixel + column.long().clamp(min=0).minimum(last_x)
+        values = flat.gather(2, pixel.view(batch, 1, -1).expand(-1, channels, -1))
+        result += values.view(batch, channels, height, width) * weight[:, None]
+    return result
+
+
+def central_start(length: int | Integers, target: int | Integers) -> Integers:
+    """Return (b,) where a central window starts; negative where it is larger than the image.
 
     Source: torchvision, transforms.v2.functional.center_crop.
     """
-    if target > length:
-        return -((target - length) // 2)
-    return round((length - target) / 2)
-
-
-def crop_axis(axis: Axis, starts: npt.NDArray[np.int64], length: int) -> None:
-    """Crop an axis to windows (b,) that may reach beyond its ends."""
-    if len(starts) == 1 and starts[0] == 0 and length == axis.length:
-        return
-    pixels = starts[:, None] + np.arange(length)[None, :]
-    axis.select(np.where((pixels >= 0) & (pixels < axis.length), pixels, -1))
+    spare = np.atleast_1d(np.subtract(length, target))
+    return np.where(spare < 0, -(-spare // 2), np.rint(spare / 2)).astype(np.int64)

@@ -13,9 +13,13 @@ follows, a rotation turns about the source's centre and before a change of aspec
 nearest pixels are the source's. Normalisation, random_erasing, mixup and cutmix follow.
 
 Pixel values stay float32 from 0 to 255 between operations and are never rounded.
+
+Images of one size are resampled by products of matrices, those of a set of several sizes by sums of
+their own pixels alone (finetune.transforms.ragged): the number of kernels is the same for any sizes
+whose operations run in one order.
 """
 
-# B batch, b samples of one source size, C channels, H W source pixels, h w target pixels, K classes
+# B batch, b samples of one chunk, C channels, H W source pixels, h w target pixels, K classes
 
 from __future__ import annotations
 
@@ -32,13 +36,13 @@ from finetune.transforms.color import color_jitter, rand_augment
 from finetune.transforms.geometry import (
     Axis,
     central_start,
-    crop_axis,
     multiply,
     rotation,
     select,
     warp,
 )
 from finetune.transforms.grammar import Call, parse
+from finetune.transforms.ragged import Ragged, Span, resample
 from finetune.transforms.random import (
     Draws,
     Keys,
@@ -54,6 +58,10 @@ from finetune.transforms.schedule import Plan, Size, Step, check_end, make_plan,
 __all__ = ["Pipeline", "sample_keys"]
 
 _CHUNK_VALUES = 2**26  # 256 MiB as float32
+_MOST_PLANS = 4096  # sizes that are kept in mind
+
+Integers = npt.NDArray[np.int64]
+_Side = Axis | Span
 
 
 class Pipeline:
@@ -106,30 +114,32 @@ class Pipeline:
         """Augment, resize and normalise a batch, alike under autocast and without it.
 
         Args:
-            images: uint8 (B, 3, H, W), or B of (3, H_i, W_i).
+            images: uint8: (B, 3, H, W) of a set whose images have one size; else `Ragged`, or
+                (3, H_i, W_i) each. A sample's result is the same in every batch of its kind, and
+                within float32's rounding in the other kind.
             keys: (B,) from sample_keys; only a pipeline without random operations goes without.
-            dtype: of the resampling and of the result.
+            dtype: of the resampling of images of one size, and of the result.
             device: where to work; None: where the images are.
         Returns: (B, 3, h, w) of dtype, normalised.
         Raises: RecipeError if the images cannot end at the model's size.
         """
         numbers = self._numbers(keys, len(images))
-        target = torch.device(device) if device is not None else images[0].device
+        if not isinstance(images, Tensor | Ragged):
+            images = Ragged.of(images)
+        here = images.device if isinstance(images, Tensor) else images.pixels.device
+        target = here if device is None else torch.device(device)
         if isinstance(images, Tensor):
-            places = {(images.shape[-2], images.shape[-1]): list(range(len(images)))}
+            parts = _chunks(len(images), (images.shape[-2], images.shape[-1]))
         else:
-            places = {}
-            for place, image in enumerate(images):
-                places.setdefault((image.shape[-2], image.shape[-1]), []).append(place)
-        parts = [part for size, rows in places.items() for part in _chunks(rows, size)]
+            images, parts = images.to(target), self._ragged_chunks(images.sizes_B2)
         with torch.autocast(target.type, enabled=False):  # its products would be of bf16
             if len(parts) == 1:
-                return self._group(_gather(images, parts[0], target), numbers, dtype)
+                return self._part(images, parts[0], numbers, dtype, target)
             result = torch.empty(len(images), 3, *self.image_size, dtype=dtype, device=target)
-            for part in parts:
-                part_keys = None if numbers is None else numbers[part]
-                rows = on_device(np.array(part), target)
-                result[rows] = self._group(_gather(images, part, target), part_keys, dtype)
+            for rows in parts:
+                chosen = None if numbers is None else numbers[rows]
+                made = self._part(images, rows, chosen, dtype, target)
+                result[on_device(rows, target)] = made
         return result
 
     def _numbers(self, keys: Keys | Tensor | None, count: int) -> Keys | None:
@@ -146,8 +156,28 @@ class Pipeline:
         assert array.shape == (count,), f"{array.shape} keys for {count} images"
         return array.astype(np.uint64, copy=False)
 
+    def _part(
+        self,
+        images: Tensor | Ragged,
+        rows: Integers,
+        keys: Keys | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """Process some of the images: (b, 3, h, w)."""
+        if isinstance(images, Ragged):
+            made = self._normalise(self._several(images.part(rows), keys))
+        else:
+            some = images[rows[0] : rows[-1] + 1].to(device, non_blocking=True)
+            made = self._group(some, keys, dtype)
+        made = made.to(dtype)
+        for position, role in enumerate(self._roles):
+            if role == "erase":
+                made = self._erase(made, position, keys)
+        return made
+
     def _group(self, images: Tensor, keys: Keys | None, dtype: torch.dtype) -> Tensor:
-        """Process images of one size: (b, 3, H, W) uint8 to (b, 3, h, w)."""
+        """Process images of one size: (b, 3, H, W) uint8 to (b, 3, h, w), normalised."""
         assert images.dtype == torch.uint8, images.dtype
         assert images.shape[1] == 3, images.shape
         steps = self._plan((images.shape[-2], images.shape[-1])).steps
@@ -155,7 +185,7 @@ class Pipeline:
         for step in steps:
             last = step is steps[-1]
             if not step.geometric:
-                images = self._pixels(images.float(), step.positions[0], keys)
+                images = self._pixels(images.float(), step.positions[0], keys, None)
                 continue
             rows, columns = self._axes(step, keys, len(images), images.device)
             images = select(images, rows, columns)
@@ -164,13 +194,63 @@ class Pipeline:
             images = multiply(images.to(dtype if last else torch.float32), rows, columns)
             if rows.overshoots or columns.overshoots:
                 images = self._clamp(images, normalised)
-        if not normalised:
-            images = self._normalise(images)
-        images = images.to(dtype)
-        for position, role in enumerate(self._roles):
-            if role == "erase":
-                images = self._erase(images, position, keys)
-        return images
+        return images if normalised else self._normalise(images)
+
+    def _several(self, images: Ragged, keys: Keys | None) -> Tensor:
+        """Process images of several sizes whose plans have one order: levels (b, 3, h, w)."""
+        sizes = images.sizes_B2
+        canvas: Tensor | None = None
+        for steps in zip(*(self._plan(size).steps for size in _tuples(sizes)), strict=True):
+            if steps[0].geometric:
+                if canvas is not None:
+                    images = Ragged.of_canvas(canvas, sizes)
+                canvas = self._windows(images, steps, keys)
+                sizes = np.array([step.after for step in steps])
+                continue
+            if canvas is None:
+                canvas = resample(images, *map(Span, sizes.T))
+            canvas = self._pixels(canvas, steps[0].positions[0], keys, sizes)
+        return resample(images, *map(Span, sizes.T)) if canvas is None else canvas
+
+    def _windows(self, images: Ragged, steps: Sequence[Step], keys: Keys | None) -> Tensor:
+        """Resample images of several sizes by a run: float32 (b, 3, h, w)."""
+        rows, columns = map(Span, images.sizes_B2.T)
+        sizes = np.array([step.sizes for step in steps])  # after each operation
+        for number, position in enumerate(steps[0].positions):
+            call = self._calls[position]
+            if rows.resized and call.name in ("resize", "random_resized_crop"):
+                between = np.stack([rows.length, columns.length], axis=1)
+                images = Ragged.of_canvas(resample(images, rows, columns), between)
+                rows, columns = map(Span, between.T)
+            draws = Draws(keys if keys is not None else np.zeros(len(images), np.uint64), position)
+            self._geometry(call, rows, columns, draws, (sizes[:, number, 0], sizes[:, number, 1]))
+        canvas = resample(images, rows, columns)
+        return canvas.clamp_(0, 255) if rows.overshoots or columns.overshoots else canvas
+
+    def _ragged_chunks(self, sizes_B2: Integers) -> list[Integers]:
+        """Split images of several sizes: one order of operations each, within memory.
+
+        One image that is much larger than the others comes by itself, where all would otherwise
+        need a canvas, or weights, of its size.
+        """
+        groups: dict[tuple[int, ...], list[int]] = {}
+        rooms = np.zeros_like(sizes_B2)  # of the canvases between the first step and the last
+        for row, size in enumerate(_tuples(sizes_B2)):
+            plan = self._plan(size)
+            groups.setdefault(plan.order, []).append(row)
+            between = [step.before for step in plan.steps if not step.geometric]
+            between += [side for step in plan.steps if step.geometric for side in step.sizes[:-1]]
+            rooms[row] = np.max([(0, 0), *between], axis=0)
+        parts = []
+        for group in groups.values():
+            part: list[int] = []
+            for row in sorted(group, key=lambda row: sizes_B2[row].max()):
+                if part and _values(sizes_B2[[*part, row]], rooms[[*part, row]]) > _CHUNK_VALUES:
+                    parts.append(np.array(part))
+                    part = []
+                part.append(row)
+            parts.append(np.array(sorted(part)))
+        return parts
 
     def _axes(
         self, step: Step, keys: Keys | None, count: int, device: torch.device
@@ -179,14 +259,22 @@ class Pipeline:
         rows, columns = Axis(step.before[0], device), Axis(step.before[1], device)
         for position in step.positions:
             draws = Draws(keys if keys is not None else np.zeros(count, np.uint64), position)
-            self._geometry(self._calls[position], rows, columns, draws)
+            call = self._calls[position]
+            size = size_after(call, (rows.length, columns.length), self.image_size)
+            self._geometry(call, rows, columns, draws, size)
         return rows, columns
 
-    def _geometry(self, call: Call, rows: Axis, columns: Axis, draws: Draws) -> None:
-        """Add one geometric operation to both axes."""
+    def _geometry(
+        self, call: Call, rows: _Side, columns: _Side, draws: Draws, after: tuple[Any, Any]
+    ) -> None:
+        """Add one geometric operation to both axes, or to both sides of images of several sizes.
+
+        Args:
+            after: (height, width) that it leads to.
+        """
         arguments = call.arguments
         size = (rows.length, columns.length)
-        height, width = size_after(call, size, self.image_size)
+        height, width = after
         kernel = arguments.get("interpolation") or self.interpolation
         if call.name == "resize":
             rows.resize(height, kernel)
@@ -196,14 +284,14 @@ class Pipeline:
         elif call.name == "vertical_flip":
             rows.flip(draws.chance(arguments["p"]))
         elif call.name == "center_crop":
-            for axis, target in ((rows, height), (columns, width)):
-                crop_axis(axis, np.array([central_start(axis.length, target)]), target)
+            rows.crop(central_start(size[0], height), height)
+            columns.crop(central_start(size[1], width), width)
         elif call.name == "random_crop":
             pad = arguments["padding"]
             spare = (size[0] + 2 * pad - height, size[1] + 2 * pad - width)
             top, left = crop_offsets(draws, spare)
-            crop_axis(rows, top - pad, height)
-            crop_axis(columns, left - pad, width)
+            rows.crop(top - pad, height)
+            columns.crop(left - pad, width)
         else:
             top, left, heights, widths = crop_windows(
                 draws, size, arguments["scale"], arguments["ratio"]
@@ -211,18 +299,24 @@ class Pipeline:
             rows.resize(height, kernel, starts=top, lengths=heights)
             columns.resize(width, kernel, starts=left, lengths=widths)
 
-    def _pixels(self, images: Tensor, position: int, keys: Keys | None) -> Tensor:
-        """Apply one colour operation or rotation to float32 images, which may be overwritten."""
+    def _pixels(
+        self, images: Tensor, position: int, keys: Keys | None, sizes: Integers | None
+    ) -> Tensor:
+        """Apply one colour operation or rotation to float32 images, which may be overwritten.
+
+        Args:
+            sizes: (b, 2) of images of several sizes; see finetune.transforms.color.
+        """
         assert keys is not None  # all of these operations are random
         call, draws = self._calls[position], Draws(keys, position)
         if call.name == "color_jitter":
-            return color_jitter(images, draws, **call.arguments)
+            return color_jitter(images, draws, sizes=sizes, **call.arguments)
         if call.name == "rand_augment":
-            return rand_augment(images, draws, **call.arguments)
+            return rand_augment(images, draws, sizes=sizes, **call.arguments)
         degrees = call.arguments["degrees"]
         low, high = degrees if isinstance(degrees, tuple) else (-degrees, degrees)
         angles = draws.uniform(1, low, high)[:, 0]
-        return warp(images, rotation(angles), call.arguments["interpolation"])
+        return warp(images, rotation(angles), call.arguments["interpolation"], sizes)
 
     def _erase(self, images: Tensor, position: int, keys: Keys | None) -> Tensor:
         """Overwrite a random rectangle of some samples."""
@@ -289,6 +383,8 @@ class Pipeline:
 
     def _plan(self, size: Size) -> Plan:
         if size not in self._plans:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
             self._plans[size] = make_plan(self._calls, size, self.image_size, self.sentence)
         return self._plans[size]
 
@@ -310,22 +406,23 @@ class Pipeline:
         return images
 
 
-def _chunks(rows: list[int], size: Size) -> list[list[int]]:
+def _chunks(count: int, size: Size) -> list[Integers]:
     """Split images of one size so that their pixels as float32 stay within memory.
 
     A sample's result does not depend on the split, since none depends on the rest of its batch.
     """
-    count = max(1, _CHUNK_VALUES // (3 * size[0] * size[1]))
-    return [rows[start : start + count] for start in range(0, len(rows), count)]
+    most = max(1, _CHUNK_VALUES // (3 * size[0] * size[1]))
+    return [np.arange(start, min(start + most, count)) for start in range(0, count, most)]
 
 
-def _gather(images: Sequence[Tensor] | Tensor, rows: list[int], device: torch.device) -> Tensor:
-    """Return some of the images as one (b, 3, H, W) on the device."""
-    if not isinstance(images, Tensor):
-        images = torch.stack([images[row] for row in rows])
-    elif len(rows) < len(images):
-        images = images[rows[0] : rows[-1] + 1]
-    return images.to(device, non_blocking=True)
+def _values(sizes_b2: Integers, rooms_b2: Integers) -> int:
+    """Return about how many values are in memory at once: pixels, a canvas, weights."""
+    canvas, weights = 3 * rooms_b2.max(axis=0).prod(), 16 * sizes_b2.max()
+    return max(3 * int(sizes_b2.prod(axis=1).sum()), len(sizes_b2) * int(max(canvas, weights)))
+
+
+def _tuples(sizes_B2: Integers) -> list[Size]:
+    return [(height, width) for height, width in sizes_B2.tolist()]
 
 
 def _inside(corners: Sequence[npt.NDArray[Any]], size: Size, device: torch.device) -> Tensor:

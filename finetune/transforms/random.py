@@ -31,6 +31,7 @@ __all__ = [
 Keys = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
+Sides = tuple[int | Integers, int | Integers]  # height and width, of all images or (B,) of each
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: neighbouring counters end far apart
 _DRAWS_PER_OPERATION = 1 << 20
@@ -122,39 +123,39 @@ class Draws:
         return result
 
 
-def crop_offsets(draws: Draws, spare: tuple[int, int]) -> tuple[Integers, Integers]:
+def crop_offsets(draws: Draws, spare: Sides) -> tuple[Integers, Integers]:
     """Draw the corner of a window of fixed size.
 
     Args:
-        spare: (height, width) by which the image exceeds the window, in pixels.
+        spare: (height, width) by which each image exceeds the window, in pixels.
     Returns: top (B,) and left (B,).
     """
     return draws.integers(spare[0] + 1), draws.integers(spare[1] + 1)
 
 
 def crop_windows(
-    draws: Draws, size: tuple[int, int], scale: tuple[float, float], ratio: tuple[float, float]
+    draws: Draws, size: Sides, scale: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[Integers, Integers, Integers, Integers]:
     """Draw windows of random area and aspect ratio: ten attempts, then the largest central window.
 
     Args:
-        size: (height, width) of the image in pixels.
+        size: (height, width) in pixels, of all images or (B,) of each.
         scale: range of the window's area as a share of the image's.
         ratio: range of width / height, uniform in its logarithm.
     Returns: top, left, height, width, each (B,).
     Source: torchvision, transforms.v2.RandomResizedCrop.make_params.
     """
-    image_height, image_width = size
-    area = image_height * image_width * draws.uniform(_ATTEMPTS, *scale)
+    image_height, image_width = np.atleast_1d(size[0]), np.atleast_1d(size[1])
+    area = (image_height * image_width)[:, None] * draws.uniform(_ATTEMPTS, *scale)
     aspect = np.exp(draws.uniform(_ATTEMPTS, np.log(ratio[0]), np.log(ratio[1])))
     heights, widths = _integer_sides(area, aspect)
-    fits = (heights > 0) & (heights <= image_height) & (widths > 0) & (widths <= image_width)
+    fits = (heights > 0) & (heights <= image_height[:, None])
+    fits &= (widths > 0) & (widths <= image_width[:, None])
 
-    width, height = image_width, image_height
-    if image_width / image_height < min(ratio):
-        height = round(image_width / min(ratio))
-    elif image_width / image_height > max(ratio):
-        width = round(image_height * max(ratio))
+    shape = image_width / image_height
+    is_narrow, is_wide = shape < min(ratio), shape > max(ratio)
+    height = np.where(is_narrow, np.rint(image_width / min(ratio)), image_height).astype(np.int64)
+    width = np.where(is_wide, np.rint(image_height * max(ratio)), image_width).astype(np.int64)
     fitted, height_B, width_B = _first_fit(fits, heights, widths, height, width)
     tops = draws.integers(image_height - height_B + 1)
     lefts = draws.integers(image_width - width_B + 1)
@@ -216,7 +217,11 @@ def _integer_sides(area: Floats, aspect: Floats) -> tuple[Integers, Integers]:
 
 
 def _first_fit(
-    fits: npt.NDArray[np.bool_], heights: Integers, widths: Integers, height: int, width: int
+    fits: npt.NDArray[np.bool_],
+    heights: Integers,
+    widths: Integers,
+    height: int | Integers,
+    width: int | Integers,
 ) -> tuple[npt.NDArray[np.bool_], Integers, Integers]:
     """Return each row's first attempt that fits, or (height, width), and if there is one."""
     rows, first = np.arange(len(fits)), fits.argmax(1)

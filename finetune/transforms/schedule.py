@@ -25,6 +25,7 @@ class Step:
     geometric: bool
     before: Size
     after: Size
+    sizes: list[Size] = field(default_factory=list)  # after each operation of a run
 
     @property
     def enlarges(self) -> bool:
@@ -37,6 +38,11 @@ class Plan:
 
     steps: list[Step] = field(default_factory=list)
     moved: list[int] = field(default_factory=list)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The operations' places in the sentence, in the order in which they run."""
+        return tuple(position for step in self.steps for position in step.positions)
 
     def describe(self, calls: list[Call]) -> str:
         """Return one line per step, in the order in which they run."""
@@ -72,6 +78,7 @@ def make_plan(calls: list[Call], size: Size, image_size: Size, sentence: str) ->
                 run = Step([], geometric=True, before=current, after=after)
                 plan.steps.append(run)
             run.positions.append(position)
+            run.sizes.append(after)
             current = run.after = after
         elif role == "pixels" and run is not None and run.enlarges:
             early = Step([position], geometric=False, before=run.before, after=run.before)

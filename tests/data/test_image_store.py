@@ -10,7 +10,7 @@ import pytest
 from samples import store_of
 
 from finetune.data import image_store as store_module
-from finetune.data.image_store import Store
+from finetune.data.image_store import Store, num_workers
 from finetune.data.source import open_source
 from finetune.errors import DataError
 
@@ -62,6 +62,15 @@ def test_workers_hand_over_many_batches_in_the_same_memory(image_folder, image_b
         time.sleep(0.005)  # the workers are ahead
         for index, image in zip(indices.tolist(), images, strict=True):
             np.testing.assert_array_equal(image.permute(1, 2, 0).numpy(), split.read(index))
+
+
+def test_workers_follow_the_cores_and_the_processes_that_share_them(monkeypatch) -> None:
+    monkeypatch.setattr(store_module, "num_cores", lambda: 24)
+    found = [num_workers("auto", processes) for processes in (1, 4, 5, 48)]
+    assert found == [24, 6, 4, 1]
+    assert num_workers(3, 8) == 3
+    monkeypatch.setattr(store_module, "num_cores", lambda: 192)
+    assert num_workers("auto", 1) == 32
 
 
 def test_a_mapped_file_is_said_where_memory_is_too_small(

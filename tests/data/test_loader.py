@@ -157,6 +157,20 @@ def test_workers_bring_the_same_pixels_as_memory(digits) -> None:
             assert torch.equal(mine.labels_B, theirs.labels_B)
 
 
+def test_images_of_any_sizes_are_the_same_wherever_they_come_from(image_folder) -> None:
+    split = open_source(f"folder:{image_folder}").splits["train"]
+    sentence = "random_resized_crop | flip | color_jitter(0.4, 0.4, 0.4) | random_erasing"
+    pipeline = Pipeline(sentence, image_size=(16, 16), **DIGITS)
+    stream, found = Sampler(len(split), batch_size=8, seed=0), []
+    for keep, workers, parts in (("memory", 1, 8), ("none", 0, 3), ("none", 2, 1)):
+        store = store_of(split, keep, workers=workers)
+        loader = Loader(store, pipeline, num_classes=10, device=torch.device("cpu"))
+        steps = [list(step) for _, step in loader.train(stream, range(3), micro_batch=parts)]
+        found.append(torch.cat([batch.images_BCHW for batch in chain(*steps)]))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
 def test_mixed_batches_carry_soft_targets(digits) -> None:
     pipeline = Pipeline("resize | mixup(0.8)", image_size=(8, 8), **DIGITS)
     loader = Loader(store_of(digits), pipeline, num_classes=10, device=torch.device("cpu"))

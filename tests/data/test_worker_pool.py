@@ -13,11 +13,15 @@ import torch
 from refusals import refused
 from torch.utils.data import DataLoader, Dataset
 
-from finetune.data.worker_pool import POLL_SECONDS, WorkerStatus
+from finetune.data import worker_pool
+from finetune.data.worker_pool import WorkerStatus
+
+POLL_SECONDS = 0.25
 
 
 @pytest.fixture(autouse=True)
-def no_worker_survives() -> Iterator[None]:
+def no_worker_survives(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(worker_pool, "POLL_SECONDS", POLL_SECONDS)
     yield
     for child in multiprocessing.active_children():
         child.kill()

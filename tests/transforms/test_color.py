@@ -109,7 +109,7 @@ def test_jitter_draws_are_torchvisions() -> None:
     samples = 3000
     seen: dict[str, np.ndarray] = {}
 
-    def record(images: Tensor, factors: np.ndarray, order: np.ndarray) -> Tensor:
+    def record(images: Tensor, factors: np.ndarray, order: np.ndarray, _: None) -> Tensor:
         seen.update(factors=factors, order=order)
         return images
 
@@ -181,7 +181,9 @@ def test_rand_augment_operations_are_torchvisions(
 def test_rand_augment_draws_each_operation_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, float]] = []
 
-    def record(images: Tensor, name: str, strength: float, signs: np.ndarray, _: str) -> Tensor:
+    def record(
+        images: Tensor, name: str, strength: float, signs: np.ndarray, *_: str | None
+    ) -> Tensor:
         assert math.isclose(strength, 9 / 30)
         seen.extend((name, sign) for sign in signs)
         return images

@@ -10,7 +10,15 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional as tv
 
 from finetune.transforms import geometry as resample
-from finetune.transforms.geometry import Axis, multiply, resize_matrix, rotation, select, warp
+from finetune.transforms.geometry import (
+    Axis,
+    filter_weights,
+    multiply,
+    resize_matrix,
+    rotation,
+    select,
+    warp,
+)
 
 # H W source pixels, h w target pixels
 CPU = torch.device("cpu")
@@ -176,7 +184,7 @@ def test_filters_reach_as_far_as_pillows() -> None:
     reach = {"bilinear": 1, "bicubic": 2, "lanczos": 3}
     for interpolation, radius in reach.items():
         x = torch.tensor([0.0, radius - 0.3, radius + 1e-6])
-        weights = resample._filter(x, interpolation)
+        weights = filter_weights(x, interpolation)
         assert math.isclose(weights[0], 1.0, abs_tol=1e-6)
         assert weights[1] != 0
         assert weights[2] == 0

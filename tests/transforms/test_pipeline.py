@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from refusals import refused
 from test_geometry import photo
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.transforms.v2 import functional as tv
 
 from finetune.errors import RecipeError
 from finetune.transforms import pipeline as augment
 from finetune.transforms.color import color_jitter
 from finetune.transforms.grammar import parse
+from finetune.transforms.operations import INTERPOLATIONS
 from finetune.transforms.pipeline import Pipeline, sample_keys
+from finetune.transforms.ragged import Ragged
 from finetune.transforms.random import Draws, Keys, crop_offsets, crop_windows, erase_rectangles
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -189,24 +194,110 @@ def test_large_images_are_the_same_in_every_batch_and_on_every_number_of_threads
         torch.set_num_threads(threads)
 
 
-def test_mixed_sizes_are_grouped_and_put_back_in_place() -> None:
-    sizes = [(32, 32), (40, 30), (32, 32), (64, 48), (40, 30)]
-    images = [photo(*size, seed) for seed, size in enumerate(sizes)]
-    names = keys(5)
-    run = pipeline("random_resized_crop | rotate(10) | color_jitter(0.3)", (48, 48))
-    whole = run(images, keys=names)
+SIZES = [(32, 32), (40, 30), (32, 32), (64, 48), (20, 24), (5, 90), (90, 5), (100, 150), (33, 50)]
+# each way of an operation: windows, pads and flips before and after a resize, two resizes in a row,
+# operations on pixels before and after, and moved before it for some of the sizes
+SENTENCES = [
+    EVERYTHING,
+    *(f"random_resized_crop(interpolation='{kernel}') | flip" for kernel in INTERPOLATIONS),
+    "center_crop(80) | random_crop(60, padding=50) | flip | resize",
+    "resize(40) | random_crop | vertical_flip",
+    "resize(40) | random_resized_crop | flip",
+    "resize(50) | resize((40, 44)) | random_crop",
+    "resize(40) | rotate(20, interpolation='bilinear') | center_crop",
+    "resize(40) | rotate(20) | color_jitter(0.4, 0.4, 0.4, 0.1) | random_crop",
+    "rand_augment(4) | resize | random_erasing(p=1.0)",
+]
+
+
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_images_of_any_sizes_are_those_of_one_size(sentence: str) -> None:
+    images = [photo(*size, seed) for seed, size in enumerate(SIZES * 3)]
+    names, run = keys(len(images)), plain(sentence, (32, 32))
+    ragged = run(images, keys=names)
+    alike = [run(one[None], keys=names[[place]])[0] for place, one in enumerate(images)]
+    # sums of other lengths in float32, a nearest pixel of a rotation that lies on a tie
+    difference = (ragged - torch.stack(alike)).abs()
+    assert difference.mean() < 1e-4
+    assert (difference > 1e-3).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_a_sample_is_the_same_among_any_sizes(
+    sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = [photo(*size, seed) for seed, size in enumerate(SIZES)]
+    names, run = keys(len(images)), pipeline(sentence)
+    whole = run(images, keys=names, dtype=torch.bfloat16)
     for place, image in enumerate(images):
-        assert torch.equal(whole[place], run([image], keys=names[place : place + 1])[0])
+        alone = run([image], keys=names[[place]], dtype=torch.bfloat16)
+        assert torch.equal(alone[0], whole[place])
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0)).tolist()
+    monkeypatch.setattr(augment, "_CHUNK_VALUES", 3 * 100 * 50)
+    shuffled = run([images[place] for place in order], keys=names[order], dtype=torch.bfloat16)
+    assert torch.equal(shuffled, whole[order])
+
+
+class Operations(TorchDispatchMode):
+    """Counts what would be kernels and copies on a GPU, and the largest result in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.largest = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.count += not func.is_view
+        if isinstance(result, Tensor) and not func.is_view:
+            self.largest = max(self.largest, result.nbytes)
+        return result
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "random_resized_crop | flip",
+        "random_resized_crop | flip | color_jitter(0.4, 0.4, 0.4) | random_erasing",
+        "resize(40) | center_crop",
+        "resize(40) | rotate(10) | random_crop",
+    ],
+)
+def test_operations_do_not_grow_with_the_number_of_sizes(sentence: str) -> None:
+    run, counts = pipeline(sentence), {}
+    for number in (1, 8, 64):  # all are larger than the result: one order of operations
+        images = [photo(100 + i % number, 170 - i % number, i) for i in range(64)]
+        assert len({image.shape for image in images}) == number
+        batch = Ragged.of(images)
+        run(batch, keys=keys(64))
+        with Operations() as operations:
+            run(batch, keys=keys(64))
+        counts[number] = operations.count
+
+    assert counts[1] == counts[8] == counts[64] < 400
+
+
+def test_a_panorama_makes_no_canvas_of_its_size_for_all() -> None:
+    images = [photo(40, 50, seed) for seed in range(30)]
+    panorama = photo(40, 20_000)
+    for sentence in ("random_resized_crop", "color_jitter(contrast=0.5) | resize"):
+        run, largest = pipeline(sentence), []
+        for batch in ([panorama], [*images, panorama]):
+            with Operations() as operations:
+                run(batch, keys=keys(len(batch)))
+            largest.append(operations.largest)
+        assert largest[1] < 2 * largest[0]
 
 
 def test_memory_limit_splits_without_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     images, names = photos(10), keys(10)
     run = pipeline(EVERYTHING, (48, 48))
-    whole = run(images, keys=names)
+    whole, ragged = run(images, keys=names), run(list(images), keys=names)
     monkeypatch.setattr(augment, "_CHUNK_VALUES", 3 * 32 * 32 * 4)
-    assert [len(part) for part in augment._chunks(list(range(10)), (32, 32))] == [4, 4, 2]
+    assert [len(part) for part in augment._chunks(10, (32, 32))] == [4, 4, 2]
     assert torch.equal(run(images, keys=names), whole)
-    assert torch.equal(run(list(images), keys=names), whole)
+    assert torch.equal(run(list(images), keys=names), ragged)
 
 
 def test_the_images_given_are_not_changed() -> None:

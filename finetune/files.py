@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from finetune.errors import SetupError, visible
 
 __all__ = [
+    "NO_SPACE",
     "CacheFolder",
     "NewFile",
     "UntrustedCacheError",
@@ -35,7 +36,7 @@ __all__ = [
     "write_atomically",
 ]
 
-_NO_SPACE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
+NO_SPACE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
 def sha256_of(path: Path) -> str:
@@ -133,7 +134,7 @@ def disk_errors(path: Path, *, needed: int, option: str = "--out") -> Iterator[N
         number = _number_of(error)
         if not number:  # a library's own words, about something else
             raise
-        if number in _NO_SPACE:
+        if number in NO_SPACE:
             raise SetupError(
                 f"{path}: the disk is full ({needed:,} bytes are needed); what was saved before is "
                 "kept: free space, then run it again (training with --resume)",
@@ -299,24 +300,37 @@ class CacheFolder:
             return file.read(size)
 
     @contextlib.contextmanager
-    def write(self, key: str) -> Iterator[NewFile]:
+    def write(self, key: str, *, goes_on: bool = False) -> Iterator[NewFile]:
         """Write a file that others see whole or not at all.
 
         Args:
             key: hexadecimal sha256 of what the content depends on.
+            goes_on: go on with what a stopped process has left of it, and leave it when this one is
+                stopped; whoever calls holds the lock.
         Raises: OSError where it cannot be written.
         """
         temporary = f".{key}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
-        new = NewFile(self._open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL))
+        both = {"src_dir_fd": self._folder, "dst_dir_fd": self._folder}
+        flags, is_left = os.O_RDWR, False
+        if goes_on and (unfinished := self.names(key, ".tmp")):
+            os.replace(unfinished.pop(), temporary, **both)
+            for name in unfinished:
+                self.remove(name)
+        else:
+            flags |= os.O_CREAT | os.O_EXCL
+        new = NewFile(self._open(temporary, flags))
         try:
             yield new
             if new.name:
                 os.fsync(new.descriptor)  # else a power cut could leave the name without the bytes
-                both = {"src_dir_fd": self._folder, "dst_dir_fd": self._folder}
                 os.replace(temporary, new.name, **both)
+        except BaseException as error:
+            is_left = goes_on and not isinstance(error, Exception)  # a signal
+            raise
         finally:
             os.close(new.descriptor)
-            self.remove(temporary)
+            if not is_left:
+                self.remove(temporary)
 
     def remove(self, name: str) -> None:
         """Remove a file, unless it is gone or cannot be removed."""

@@ -9,18 +9,33 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from hub_server import HubServer
 from PIL import Image
 
 from finetune.data.items import Items
 from finetune.data.source import Split
+from finetune.data.streaming import remote_file
 from finetune.data.streaming.parquet_shards import open_shards
 from finetune.data.streaming.remote_file import LocalFile
 from finetune.data.streaming.row_groups import ShardItems
+from finetune.hub import client
 
 NAME = "someone/colours"
 GROUP = 6  # rows of a row group
 CLASSES = ["red", "green", "blue"]
+
+
+def without_waits(patch: pytest.MonkeyPatch) -> None:
+    """Let failed reads of the hub be tried again at once, and not for a minute."""
+    for owner, name, value in (
+        (client, "FIRST_WAIT_SECONDS", 0.01),
+        (client, "_said", set()),
+        (remote_file, "PATIENCE_SECONDS", 0.0),
+        (remote_file, "_PAUSE_SECONDS", 0.01),
+        (remote_file, "_places", remote_file._Places()),
+    ):
+        patch.setattr(owner, name, value)
 
 
 def picture(number: int, label: int) -> bytes:

@@ -173,7 +173,7 @@ def _number_unnamed(arrays: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray
             "with the same type",
             code="data.split_mismatch",
         )
-    every = sorted({label for array in arrays.values() for label in np.unique(array).tolist()})
+    every = sorted(set().union(*(array.tolist() for array in arrays.values())))
     for split, array in arrays.items():
         wrong = np.flatnonzero(array < 0) if array.dtype.kind == "i" else np.arange(0)
         if len(wrong):

@@ -14,6 +14,7 @@ import numpy as np
 
 from finetune.console import terminal_bar
 from finetune.data.notices import notice, relay_notices
+from finetune.data.sampling import imbalance
 from finetune.data.source import Source, Split
 from finetune.data.worker_pool import WorkerStatus, spread
 from finetune.errors import DataError
@@ -66,8 +67,9 @@ def info(source: Source) -> dict[str, Any]:
     """Counts and classes, and the image sizes of a sample.
 
     Returns: {"name", "description", "class_names", "splits": {split: {"images", "per_class": (K,),
-        "sampled", "unreadable_in_sample", "min_size", "max_size": [H, W] or None}}}. Smallest and
-        largest are taken for height and width each. Ready for JSON.
+        "sampled", "unreadable_in_sample", "min_size", "max_size": [H, W] or None}}}, and
+        "imbalance", a line, if a class is rare in training. Smallest and largest are taken for
+        height and width each. Ready for JSON.
     """
     splits = {}
     for name, split in source.splits.items():
@@ -81,11 +83,14 @@ def info(source: Source) -> dict[str, Any]:
             "min_size": np.min(sizes, axis=0).tolist() if sizes else None,
             "max_size": np.max(sizes, axis=0).tolist() if sizes else None,
         }
+    train = np.array(splits.get("train", {}).get("per_class", [0]))
+    rare = imbalance(train, source.class_names)
     return {
         "name": source.name,
         "description": source.description,
         "class_names": source.class_names,
         "splits": splits,
+        **({"imbalance": rare} if rare else {}),
     }
 
 
@@ -188,15 +193,17 @@ def scan(source: Source, workers: int = 2, *, progress: bool = True) -> list[dic
 
 def readable(
     split: Split,
+    keep: Callable[[int, np.ndarray], None] | None = None,
     *,
     workers: int = 2,
     unreadable: Literal["stop", "quarantine"] = "stop",
     progress: bool = True,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> np.ndarray:
-    """Decode a whole split once and keep nothing.
+    """Decode a whole split once, and keep nothing but what `keep` does.
 
     Args:
+        keep: as for `visit`.
         workers: processes; a small split needs none.
         unreadable: what to do about images that cannot be read: stop, naming them all, or leave
             them out, saying so.
@@ -206,7 +213,7 @@ def readable(
     Raises: DataError: unreadable images, a class with no image left, or an image that crashes the
         decoder; SetupError if a process was killed or hangs.
     """
-    failed = visit(split, workers=workers, progress=progress, timeout_seconds=timeout_seconds)
+    failed = visit(split, keep, workers=workers, progress=progress, timeout_seconds=timeout_seconds)
     return without_unreadable(split, failed, unreadable)
 
 

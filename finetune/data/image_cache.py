@@ -3,7 +3,8 @@
 A file of `pixels/` in the cache (see `cache_folder`) holds one split, laid out by `pixel_file`. It
 is named after what the pixels depend on: the contents of the split's images, the decoder, its size,
 and what is done about unreadable images. One process decodes, and those that want the same images
-wait for it; all read one file, of which the system keeps one copy in memory for all.
+wait for it; all read one file, of which the system keeps one copy in memory for all. Where it is
+stopped or killed, the next one goes on with the images that are left.
 
 Nothing is used unproved: the folder and the file are this user's, the table fits its sha256 and the
 file's length, and each image its checksum when it is first read. An image that does not is decoded
@@ -103,11 +104,10 @@ def cached_images(
                     return images
                 if not is_mine:
                     return f"{path}: another process that makes this file has come to a halt"
-                for unfinished in folder.names(key, ".tmp"):  # nobody writes: we hold the lock
-                    folder.remove(unfinished)
-                if not folder.has_room(num_bytes, share=_DISK_SHARE):
+                is_begun = folder.names(key, ".tmp")  # it has its room
+                if not is_begun and not folder.has_room(num_bytes, share=_DISK_SHARE):
                     return f"{path}: too little room for {byte_size(num_bytes)}; {_REMEDY}"
-                with folder.write(key) as new:
+                with folder.write(key, goes_on=True) as new:
                     table = _decode(split, new.descriptor, how, num_bytes=num_bytes)
                     write_table(new.descriptor, table, key)
                     images = _images(new.descriptor, table, split, path / name)
@@ -154,13 +154,20 @@ def _reserved(num_bytes: int) -> NDArray[np.uint8]:
 def _decode(split: Split, place: Place, how: How, *, num_bytes: int) -> Table:
     """Decode a split into its place. Raises: OSError where there is no room; others as above."""
     canvas = Canvas(place, len(split), size=expected_size(split), num_bytes=num_bytes)
-    failed = visit(
-        split,
-        canvas.keep,
+    left = np.flatnonzero(~canvas.kept())
+    if len(left) < len(split):
+        notice(
+            f"split '{split.name}': {len(split) - len(left):,} of {len(split):,} images were "
+            "decoded by a run that was stopped; the others follow"
+        )
+    unreadable = visit(
+        split.subset(left),
+        lambda place, image: canvas.keep(int(left[place]), image),
         workers=how.workers,
         progress=how.progress,
         timeout_seconds=how.timeout_seconds,
     )
+    failed = [(int(left[place]), text) for place, text in unreadable]
     kept = without_unreadable(split, failed, how.unreadable)
     # the causes alone: the same images may have other names next time
     causes = [(index, text.removeprefix(f"{split.name_of(index)}: ")) for index, text in failed]

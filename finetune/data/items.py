@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,16 +25,18 @@ from finetune.errors import DataError
 from finetune.text import printable
 
 __all__ = [
+    "IMAGE_SUFFIXES",
     "ArrayItems",
     "Chunk",
     "FileItems",
     "Items",
     "Links",
     "RowItems",
+    "binaries",
     "walk_images",
 ]
 
-_SUFFIXES = (
+IMAGE_SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".dib", ".tif", ".tiff"),
     *(".ppm", ".pgm", ".pbm", ".pnm", ".avif", ".jp2"),
 )
@@ -206,7 +208,7 @@ class FileItems:
     def __init__(self, root: Path, paths: list[str]) -> None:
         self._root = root
         self.origin = os.fspath(root)
-        self._paths = _binaries([os.fsencode(path) for path in paths])
+        self._paths = binaries([os.fsencode(path) for path in paths])
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -235,12 +237,12 @@ class FileItems:
         """Return (rows, 5) as `states_of`."""
         root = os.fsencode(self._root)
         buffers = [None, pa.py_buffer(np.ascontiguousarray(rows, dtype=np.int64))]
-        places = pa.Array.from_buffers(pa.int64(), len(rows), buffers)  # as `_binaries`
+        places = pa.Array.from_buffers(pa.int64(), len(rows), buffers)  # as `binaries`
         paths = self._paths.take(places).to_pylist()
         return states_of(os.path.join(root, path) for path in paths)
 
 
-def _binaries(values: list[bytes]) -> pa.LargeBinaryArray:
+def binaries(values: Sequence[bytes | memoryview]) -> pa.LargeBinaryArray:
     """Return an Arrow array; `pa.array` would import pandas."""
     ends = np.cumsum([0, *map(len, values)], dtype=np.int64)
     buffers = [None, pa.py_buffer(ends), pa.py_buffer(b"".join(values))]
@@ -313,7 +315,7 @@ def walk_images(folder: Path, ignored: Counter[str], links: Links | None = None)
             is_folder = _is_folder(entry)
             if hidden and is_folder:
                 continue
-            if not is_folder and (hidden or _suffix(entry.name) not in _SUFFIXES):
+            if not is_folder and (hidden or _suffix(entry.name) not in IMAGE_SUFFIXES):
                 ignored[printable(entry.name)] += 1
                 continue
             if links and entry.is_symlink():

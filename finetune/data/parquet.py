@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import glob
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,7 +25,7 @@ from finetune.data.columns import (
 )
 from finetune.data.decode import open_data
 from finetune.data.hub import load_hub
-from finetune.data.items import Chunk, RowItems
+from finetune.data.items import Chunk, Items, RowItems
 from finetune.data.notices import notice
 from finetune.data.streaming.hub_index import find_shards
 from finetune.data.streaming.parquet_shards import chunk_of, label_column, open_shards
@@ -32,12 +34,14 @@ from finetune.data.streaming.row_groups import ShardItems
 from finetune.errors import DataError
 from finetune.text import counted
 
-__all__ = ["Columns", "Tables", "read_hub", "read_parquet"]
+__all__ = ["Columns", "Tables", "group_by_split", "read_hub", "read_parquet"]
 
-# Above this the files are not held in memory: `datasets` turns them into memory-mapped Arrow once.
-_MEMORY_BYTES = 2 * 2**30
+# Larger sets are not held in memory: `datasets` writes their rows to its cache once, as Arrow files
+# that are memory-mapped. Below, importing it would take longer than reading the rows.
+_MEMORY_BYTES = 2**28
 _BATCH_ROWS = 4096  # keeps a chunk of nested binary far below Arrow's 2 GiB
 _Data = TypeVar("_Data")
+_File = TypeVar("_File")
 Columns = tuple[str | None, str | None]  # of images and of labels, as the user names them
 
 
@@ -45,7 +49,7 @@ Columns = tuple[str | None, str | None]  # of images and of labels, as the user 
 class Tables:
     """Images and labels of tables, by split."""
 
-    items: dict[str, RowItems | ShardItems]
+    items: Mapping[str, Items]
     labels: dict[str, np.ndarray]
     class_names: list[str]
     description: str
@@ -60,24 +64,20 @@ def read_parquet(path: str, columns: Columns, *, streaming: bool = False) -> Tab
         streaming: leave the images in their files, whatever their size.
     Raises: DataError for anything missing or damaged.
     """
-    files = _split_files(_find_files(path), path)
+    files = group_by_split(_find_files(path), Path, f"parquet:{path}")
     for file in (file for group in files.values() for file in group):
         _refuse_other(file)
     if streaming:
         local = {split: [LocalFile.at(file) for file in group] for split, group in files.items()}
         return _streamed(local, columns)
-    if sum(file.stat().st_size for group in files.values() for file in group) > _MEMORY_BYTES:
-        # paths in a table start from its folder, which `datasets` does not keep
-        parents = {file.parent for group in files.values() for file in group}
-        folders = tuple(parents) if len(parents) == 1 else ()
-        loaded = _memory_mapped(files)
-        return _from_datasets(loaded, f"parquet:{path}", columns, folders)
+    num_bytes = sum(file.stat().st_size for group in files.values() for file in group)
+    load = _load_files if num_bytes <= _MEMORY_BYTES else _load_mapped
     tables = _tables(
         {split: _schema(group[0]) for split, group in files.items()},
         columns,
         lambda split, label, _: _label_column(files[split], label),
         lambda split, image: RowItems(
-            functools.partial(_load_files, tuple(files[split]), image), files[split], image
+            functools.partial(load, tuple(files[split]), image), files[split], image
         ),
     )
     number = sum(len(group) for group in files.values())
@@ -89,7 +89,7 @@ def _tables(
     schemas: Mapping[str, pa.Schema],
     columns: Columns,
     read_labels: Callable[[str, str, str], pa.ChunkedArray],
-    make_items: Callable[[str, str], RowItems | ShardItems],
+    make_items: Callable[[str, str], Items],
 ) -> Tables:
     """Find the columns, read and number the labels, and make the items of each split.
 
@@ -132,12 +132,26 @@ def _find_files(path: str) -> list[Path]:
     return files
 
 
-def _split_files(files: Sequence[Path], path: str) -> dict[str, list[Path]]:
-    """Group files by the split that begins their name, or is the name of their folder."""
-    groups: dict[str, list[Path]] = {}
+def group_by_split(
+    files: Sequence[_File],
+    path_of: Callable[[_File], PurePath],
+    where: str,
+    *,
+    whole_name: bool = False,
+) -> dict[str, list[_File]]:
+    """Group files by the split that begins their name, or is the name of their folder.
+
+    Args:
+        path_of: from a file to its path.
+        where: the source, for notices.
+        whole_name: take a split from any word of a name, not the first alone.
+    """
+    groups: dict[str, list[_File]] = {}
     rest = []
     for file in files:
-        words = [re.split(r"[-_.]", file.name)[0].lower(), file.parent.name.lower()]
+        path = path_of(file)
+        words = re.split(r"[-_.]", path.name.lower())[: None if whole_name else 1]
+        words.append(path.parent.name.lower())
         split = next((SPLITS[word] for word in words if word in SPLITS), None)
         if split:
             groups.setdefault(split, []).append(file)
@@ -146,8 +160,8 @@ def _split_files(files: Sequence[Path], path: str) -> dict[str, list[Path]]:
     if not groups:
         return {"train": rest}
     if rest:
-        names = ", ".join(file.name for file in rest[:3])
-        notice(f"parquet:{path}: {counted(len(rest), 'file')} of no known split left out: {names}")
+        names = ", ".join(path_of(file).name for file in rest[:3])
+        notice(f"{where}: {counted(len(rest), 'file')} of no known split left out: {names}")
     return in_order(groups)
 
 
@@ -250,11 +264,36 @@ def _caches() -> tuple[Path, ...]:
     return tuple(Path(cache).absolute() for cache in caches)
 
 
-def _memory_mapped(files: dict[str, list[Path]]) -> Any:
+def _load_mapped(files: Sequence[Path], column: str) -> list[Chunk]:
+    """Return the same chunks as `_load_files`, memory-mapped from the cache of `datasets`."""
     import datasets
 
-    paths = {split: [str(file) for file in group] for split, group in files.items()}
-    return datasets.load_dataset("parquet", data_files=paths)
+    try:
+        loaded = datasets.load_dataset(
+            "parquet", data_files=[str(file) for file in files], columns=[column], split="train"
+        )
+        pa.default_memory_pool().release_unused()  # of writing the files
+        lengths = [pq.read_metadata(file).num_rows for file in files]
+    except (datasets.exceptions.DatasetGenerationError, OSError) as error:
+        cause = error.__cause__ or error
+        place = datasets.config.HF_DATASETS_CACHE
+        raise DataError(
+            f"{files[0].parent}: the rows cannot be laid out in {place} ({cause}); download "
+            "damaged files again, set HF_HOME to a disk with room, or set data.streaming=true",
+            code="data.unreadable",
+        ) from None
+    chunks, ends = [], [*itertools.accumulate(lengths)]
+    first = 0
+    for array in loaded.data.column(column).chunks:
+        last = first + len(array)
+        edges = [first, *(end for end in ends if first < end < last), last]
+        for start, end in itertools.pairwise(edges):  # a chunk may hold rows of two files
+            number = bisect.bisect_right(ends, start)
+            row = start - ends[number] + lengths[number]
+            part = array.slice(start - first, end - start)
+            chunks.append(chunk_of(files[number].name, (files[number].parent,), row, part))
+        first = last
+    return chunks
 
 
 def _from_datasets(loaded: Any, title: str, columns: Columns, folders: tuple[Path, ...]) -> Tables:

@@ -28,7 +28,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from finetune.data.decode import LIMIT_PIXELS
+from finetune.data.device_copy import host_memory, of_one_size
 from finetune.data.shared_memory import shared_memory
+from finetune.transforms.ragged import SLACK_BYTES, Ragged
 
 __all__ = ["Canvas", "Images", "Table", "read_table", "write_table"]
 
@@ -67,8 +69,9 @@ class Canvas:
         num_bytes: that they are expected to take. A disk gives them at once, so that one that is
             full shows before the work.
     Raises: OSError where there is no room.
-    Attributes:
-        rows: (N,) of ROW.
+
+    The rows of a file stand in it, behind the room for images of one size, until it is closed up:
+    what a process that was killed has kept is there for the next one.
     """
 
     def __init__(
@@ -77,13 +80,39 @@ class Canvas:
         self._place = place
         self._size = size
         self._cell = size[0] * size[1] * 3 if size else 0
-        self.rows = shared_memory(number * ROW.itemsize).view(ROW)
         self._end = shared_memory(8).view("<i8")
-        self._end[0] = self._cell * number
+        self._end[0] = uniform = self._cell * number
         self._lock = multiprocessing.get_context("fork").Lock()
-        expected = max(num_bytes, self._cell * number)
-        if isinstance(place, int) and expected:
-            os.posix_fallocate(place, 0, expected)
+        self._row_bytes = number * ROW.itemsize
+        self._row_place: Place = place
+        self._rows_start = uniform
+        if not isinstance(place, int):
+            self._row_place, self._rows_start = shared_memory(self._row_bytes), 0
+        elif number:
+            self._end[0] += self._row_bytes
+            os.posix_fallocate(place, 0, max(num_bytes, uniform) + self._row_bytes)
+
+    @property
+    def rows(self) -> Rows:
+        """(N,) of ROW, as they are now."""
+        body = _read(self._row_place, self._row_bytes, self._rows_start)
+        return np.frombuffer(body, ROW)
+
+    def kept(self) -> NDArray[np.bool_]:
+        """Find the images that are there already; what comes is kept behind them.
+
+        Returns: (N,). Each is compared with its checksum when it is read, as every image is.
+        """
+        rows, place = self.rows, self._place
+        pixels = rows["height"].astype(np.int64) * rows["width"]
+        ends = rows["offset"] + pixels * 3
+        size = os.fstat(place).st_size if isinstance(place, int) else len(place)
+        is_uniform = rows["offset"] == np.arange(len(rows)) * self._cell
+        is_uniform &= pixels * 3 == self._cell
+        is_kept = (rows["height"] > 0) & (rows["width"] > 0) & (pixels <= LIMIT_PIXELS)
+        is_kept &= is_uniform | ((rows["offset"] >= self._end[0]) & (ends <= size))
+        self._end[0] = max(self._end[0], ends.max(initial=0, where=is_kept))
+        return is_kept
 
     def keep(self, index: int, image: NDArray[np.uint8]) -> None:
         """Keep one image, never twice for one index. Raises: OSError where there is no room."""
@@ -96,7 +125,9 @@ class Canvas:
                 offset = int(self._end[0])
                 self._end[0] += len(body)
         _write(self._place, body, offset)
-        self.rows[index] = (offset, height, width, zlib.crc32(body))
+        row = np.array((offset, height, width, zlib.crc32(body)), dtype=ROW)
+        start = self._rows_start + index * ROW.itemsize
+        _write(self._row_place, memoryview(row.tobytes()), start)
 
     def close_up(self, kept_M: NDArray[np.int64]) -> Rows:
         """Leave some of the images; those of one size then stand without a gap.
@@ -304,19 +335,28 @@ class Images(Sequence[Tensor]):
         """Bytes of memory that the pixels take: none where they are read from the cache."""
         return self.num_bytes if self.is_in_memory else 0
 
-    def batch(self, indices: NDArray[np.int64]) -> Tensor | list[Tensor]:
-        """Some images. Returns: (B, H, W, C) if all of the split have one size, else (C, H, W)s."""
-        if self.size is None:
-            return [self[index] for index in indices.tolist()]
-        images = np.empty((len(indices), *self.size, 3), dtype=np.uint8)
+    def batch(self, indices: NDArray[np.int64], device: torch.device = device) -> Tensor | Ragged:
+        """Some images, in memory for copies to a device.
+
+        Returns: (B, H, W, C) if all of the split have one size.
+        """
+        sizes = np.stack([self._rows["height"][indices], self._rows["width"][indices]], axis=1)
+        ends = (3 * sizes.astype(np.int64).prod(axis=1)).cumsum().tolist()
+        pixels = host_memory(ends[-1] + SLACK_BYTES, device)
+        room = pixels.numpy()
+        room[ends[-1] :] = 0
+        images = [
+            room[end - 3 * height * width : end].reshape(height, width, 3)
+            for end, (height, width) in zip(ends, sizes.tolist(), strict=True)
+        ]
         pairs = list(zip(indices.tolist(), images, strict=True))
-        if images.nbytes < _THREADS_BYTES or torch.get_num_threads() == 1:
+        if ends[-1] < _THREADS_BYTES or torch.get_num_threads() == 1:
             for index, image in pairs:
                 self._fill(index, image)
         else:
             with ThreadPoolExecutor(torch.get_num_threads()) as threads:
                 list(threads.map(lambda pair: self._fill(*pair), pairs))
-        return torch.from_numpy(images)
+        return of_one_size(Ragged.packed(pixels, sizes.astype(np.int64)), self.size)
 
     def to(self, device: torch.device) -> Tensor:
         """All images, which have one size. Returns: (M, H, W, C) on the device."""

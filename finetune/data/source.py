@@ -3,7 +3,12 @@
     hub:owner/name[@revision][:config]    a data set of the hub
     parquet:PATH                          a file, a glob, or a folder in the hub's layout
     folder:PATH                           train/, val/ and test/ with a folder per class in each,
-                                          or one folder of class folders (then all is train)
+                                          or one folder of class folders (then all is train),
+                                          or images with a metadata.csv or labels.csv beside them
+    csv:PATH                              a file with a path, a label and, if there is such a
+                                          column, a split for each image
+    tar:PATTERN                           shards of WebDataset's layout: KEY.jpg with KEY.cls or
+                                          KEY.json, in a folder, by {000..099} or *, or at addresses
     embedded:digits                       scikit-learn's 1,797 handwritten digits
 
 `valid` and `validation` are read as val. A source without a test split stays without one: a run on
@@ -23,11 +28,13 @@ from pathlib import Path
 import numpy as np
 
 from finetune.data.columns import SPLITS, in_order, refuse_alike
+from finetune.data.csv_file import labels_file, read_csv
 from finetune.data.fingerprint import are_known, fingerprint_by_names, fingerprint_of
 from finetune.data.items import ArrayItems, FileItems, Items, Links, walk_images
 from finetune.data.notices import notice
 from finetune.data.parquet import Columns, read_hub, read_parquet
 from finetune.data.streaming.row_groups import ShardItems
+from finetune.data.tar import read_tar
 from finetune.errors import DataError
 from finetune.recipe.local import check_source
 from finetune.text import counted, printable
@@ -161,8 +168,9 @@ def open_source(
 
     Args:
         source: see the head of this file.
-        image_column, label_column: columns of hub: and parquet: sources; None to find them.
-        streaming: leave the images of hub: and parquet: sources where they are.
+        image_column, label_column: columns of hub:, parquet: and csv: sources, suffixes of tar:
+            members; None to find them.
+        streaming: leave the images of hub:, parquet: and tar: sources where they are.
         decode_size: of the splits.
     Returns: the splits that the source has; see split_train for a missing validation split.
     Raises: DataError: no such source, or one that cannot be trained on.
@@ -191,9 +199,12 @@ def open_source(
 def _open(source: str, kind: str, rest: str, columns: Columns, *, streaming: bool) -> Source:
     if kind == "folder":
         return _open_folder(source, rest)
+    if kind == "csv":
+        file = Path(rest).expanduser().absolute()
+        return _of_files(source, file.parent, read_csv(file, columns), f"images of {file.name}")
     if kind == "embedded":
         return _open_embedded(source, rest)
-    read = read_hub if kind == "hub" else read_parquet
+    read = {"hub": read_hub, "tar": read_tar}.get(kind, read_parquet)
     tables = read(rest, columns, streaming=streaming)
     splits = {name: Split(name, tables.labels[name], tables.items[name]) for name in tables.labels}
     return Source(source, splits, tables.class_names, tables.description)
@@ -235,24 +246,72 @@ def _open_folder(source: str, path: str) -> Source:
         raise DataError(message, code="data.wrong_format")
     ignored: Counter[str] = Counter()
     folders = _split_folders(root, source)
+    class_folders = {one.name for folder in folders.values() for one in _subfolders(folder)}
+    tables = {split: labels_file(folder) for split, folder in folders.items()}
+    if any(tables.values()) and len(class_folders) < 2:
+        return _open_tables(source, root, folders, tables)
     links = Links((one for folder in folders.values() for one in _subfolders(folder)), source)
     classes_of = {split: _classes(folders[split], source, ignored, links) for split in folders}
     if ignored:
         examples = ", ".join(sorted(ignored)[:5])
         notice(f"{source}: ignored {counted(ignored.total(), 'file')} of other kinds: {examples}")
-    class_names = sorted({name for classes in classes_of.values() for name in classes})
+    start = f"{root}{os.sep}"
+    listed = {
+        split: [
+            (file.removeprefix(start), name) for name, files in classes.items() for file in files
+        ]
+        for split, classes in classes_of.items()
+    }
+    return _of_files(source, root, listed, f"image files in {counted(len(listed), 'split')}")
+
+
+def _open_tables(
+    source: str, root: Path, folders: dict[str, Path], tables: dict[str, Path | None]
+) -> Source:
+    """Open a folder whose images have their labels in a CSV file, or in one for each split.
+
+    Args:
+        folders: of the splits, or the root alone.
+        tables: in these folders, by split.
+    """
+    listed: dict[str, list[tuple[str, str]]] = {}
+    for split, table in tables.items():
+        if table is None:
+            raise DataError(
+                f"{source}: no metadata.csv or labels.csv in {printable(folders[split])}, but in "
+                "another split; add one",
+                code="data.no_labels",
+            )
+        if folders[split] == root:
+            listed = read_csv(table)
+        else:
+            start = f"{folders[split].name}{os.sep}"
+            rows = read_csv(table, split=split)[split]
+            listed[split] = [(start + path, label) for path, label in rows]
+    names = {table.name for table in tables.values() if table}
+    return _of_files(source, root, listed, f"images of {' and '.join(sorted(names))}")
+
+
+def _of_files(
+    source: str, root: Path, listed: dict[str, list[tuple[str, str]]], description: str
+) -> Source:
+    """Make a source of image files.
+
+    Args:
+        listed: (path below the root, class) of each image, by split.
+    """
+    class_names = sorted({name for files in listed.values() for _, name in files})
     if not class_names:
-        message = f"{source}: no images in class folders; expected {path}/CLASS/IMAGE.jpg"
+        message = f"{source}: no images in class folders; expected {root}/CLASS/IMAGE.jpg"
         raise DataError(message, code="data.empty")
     refuse_alike(class_names, source)
     number = {name: label for label, name in enumerate(class_names)}
     splits = {}
-    for split, classes in classes_of.items():
-        files = sorted((file, number[name]) for name, listed in classes.items() for file in listed)
-        labels = np.array([label for _, label in files], dtype=np.int64)
-        items = FileItems(root, [file.removeprefix(f"{root}{os.sep}") for file, _ in files])
-        splits[split] = Split(split, labels, items)
-    return Source(source, splits, class_names, f"image files in {counted(len(splits), 'split')}")
+    for split, files in listed.items():
+        files = sorted(files)
+        labels = np.array([number[name] for _, name in files], dtype=np.int64)
+        splits[split] = Split(split, labels, FileItems(root, [path for path, _ in files]))
+    return Source(source, splits, class_names, description)
 
 
 def _subfolders(folder: Path) -> list[Path]:
@@ -303,7 +362,8 @@ def _classes(
     empty = [name for name, files in classes.items() if not files]
     if not classes:
         raise DataError(
-            f"{source}: no class folders in {printable(folder)}; make one for each class",
+            f"{source}: no class folders in {printable(folder)}; make one for each class, or add a "
+            "metadata.csv with the columns file_name and label",
             code="data.empty",
         )
     if empty:

@@ -27,7 +27,7 @@ __all__ = ["example_files", "facts", "is_hub_name", "model_folder", "title_of"]
 _EXAMPLES = 6
 _EXAMPLE_PIXELS = 1024
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
-_LOCAL = ("folder:", "parquet:", "embedded:")  # opening a hub data set would download it
+_REMOTE = re.compile(r"hub:|tar:.*://")  # opening such data would download it
 
 
 def is_hub_name(model: str) -> bool:
@@ -133,7 +133,7 @@ def _from_data(model: str, into: Path) -> list[Path]:
         if recipe is None:
             return []
         section = recipe.data
-        if not section.source.startswith(_LOCAL):
+        if _REMOTE.match(section.source):
             return []
         source = whole_data_of(section, recipe.run.seed)
         if "test" not in source.splits:

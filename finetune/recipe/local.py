@@ -20,7 +20,8 @@ __all__ = [
     "source_of",
 ]
 
-_KINDS = ("hub", "parquet", "folder", "embedded")
+_KINDS = ("hub", "parquet", "tar", "csv", "folder", "embedded")
+_KIND_OF_SUFFIX = {".csv": "csv", ".tar": "tar", ".parquet": "parquet"}
 WEIGHTS_SUFFIXES = (".safetensors", ".npz", ".bin", ".pth", ".pt", ".tar")
 
 
@@ -79,22 +80,25 @@ def check_source(source: str) -> None:
     if kind not in _KINDS or not path:
         hint = nearest(kind, _KINDS)
         if not colon and Path(source).expanduser().exists():
-            hint = f"; did you mean 'folder:{source}' or 'parquet:{source}'?"
+            guesses = [own] if (own := _own_kind(source)) else ["folder", "parquet"]
+            meant = " or ".join(f"'{guess}:{source}'" for guess in guesses)
+            hint = f"; did you mean {meant}?"
         elif kind in _KINDS:
             hint = f": the PATH behind '{kind}:' is missing"
         raise DataError(
             f"data.source: cannot read {source!r}{hint}; expected hub:owner/name, parquet:PATH, "
-            "folder:PATH or embedded:digits",
+            "tar:PATTERN, csv:PATH, folder:PATH or embedded:digits",
             code="data.wrong_source",
         )
     if kind == "embedded" and path != "digits":
         message = f"{source}: no such embedded data set{nearest(path, ['digits'])}"
         raise DataError(message, code="data.wrong_source")
-    if kind in ("hub", "embedded") or "\0" in path:
+    is_pattern = kind == "tar" and ("{" in path or "://" in path)
+    if kind in ("hub", "embedded") or "\0" in path or is_pattern:
         return
     root = Path(path).expanduser().absolute()
     try:
-        if root.exists() or (kind == "parquet" and glob.has_magic(path)):
+        if root.exists() or (kind in ("parquet", "tar") and glob.has_magic(path)):
             return
         siblings = [entry.name for entry in root.parent.iterdir()] if root.parent.is_dir() else []
     except OSError:  # opening it says more
@@ -113,6 +117,8 @@ def names_images(text: str) -> bool:
         return True
     if not text or text.endswith((".yaml", ".yml")):
         return False
+    if _own_kind(text):
+        return True
     try:
         path = Path(text).expanduser()
         return path.is_dir() and not (path / "recipe.yaml").is_file()
@@ -121,8 +127,12 @@ def names_images(text: str) -> bool:
 
 
 def source_of(text: str) -> str:
-    """The source string of a folder or a source string. Raises: DataError as `check_source`."""
+    """The source string of a folder, a file or a source string. Raises: as `check_source`."""
     kind, colon, _ = text.partition(":")
-    source = text if colon and kind in _KINDS else f"folder:{text}"
+    source = text if colon and kind in _KINDS else f"{_own_kind(text) or 'folder'}:{text}"
     check_source(source)
     return source
+
+
+def _own_kind(file: str) -> str | None:
+    return _KIND_OF_SUFFIX.get(Path(file).suffix.lower())

@@ -64,34 +64,6 @@ def test_dictionary_labels(tmp_path: Path) -> None:
     assert (source.class_names, source.splits["train"].labels.tolist()) == (["y", "z"], [1, 0, 1])
 
 
-@pytest.mark.parametrize(
-    "labels,names,code,named",
-    [
-        ([0, 1, -1], ["a", "b"], "wrong_labels", ("1 of 3", "0 to 1", "-1 in row 2")),
-        ([0, 2, 2], ["a", "b"], "wrong_labels", ("2 of 3", "0 to 1", "2 in row 1")),
-        ([-1, -1, -1], ["a", "b"], "wrong_labels", ("3 of 3",)),
-        ([0, None, 1], ["a", "b"], "no_labels", ("1 of 3", "row 1")),
-        ([0, 1, -1], None, "wrong_labels", ("'train'", "1 of 3", "-1 in row 2")),
-        ([0.5, 1.0], None, "wrong_labels", ("double", "data.label_column")),
-        ([[0], [1]], None, "wrong_labels", ("list", "data.label_column")),
-        (["a", None], None, "no_labels", ("1 of 2",)),
-        (["cat", "Cat"], None, "duplicate_class", ("'cat'", "'Cat'")),
-        ([4, 4], None, "one_class", ("['4']", "data.label_column")),
-        ([0, 0], ["a"], "one_class", ("['a']",)),
-    ],
-)
-def test_labels_that_cannot_be_used(
-    tmp_path: Path,
-    labels: list[Any],
-    names: list[str] | None,
-    code: str,
-    named: tuple[str, ...],
-) -> None:
-    make_parquet(tmp_path / "a.parquet", labels, names=names)
-    with refused(f"data.{code}", *named):
-        open_source(f"parquet:{tmp_path}")
-
-
 def test_a_declared_class_without_an_image_is_noticed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

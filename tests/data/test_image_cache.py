@@ -227,7 +227,7 @@ def test_the_next_takes_over_from_one_that_was_killed(tmp_path: Path, cache: Pat
     second.join(60)
     assert second.exitcode == 0
     names = [path.name for path in cache.iterdir()]
-    assert len(names) == 1, names  # what the first had begun is gone
+    assert len(names) == 1, names  # what the first had begun
 
 
 def test_one_that_hangs_is_given_up_on(tmp_path: Path, cache: Path) -> None:
@@ -245,7 +245,7 @@ def test_one_that_hangs_is_given_up_on(tmp_path: Path, cache: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_neither_a_file_nor_a_process(
+def test_a_signal_leaves_what_is_done_and_no_process(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     split, marks = split_of(tmp_path), tmp_path / "marks"
@@ -270,10 +270,92 @@ def test_a_signal_leaves_neither_a_file_nor_a_process(
             taken(split)
     finally:
         signal.signal(number, before)
-    assert not list(cache.iterdir())
+    (left,) = cache.iterdir()
+    assert left.name.endswith(".tmp")
     processes = [int(path.name) for path in marks.iterdir()]
     assert processes
     until(lambda: not multiprocessing.active_children())
+
+
+def stopped(split: Split, number: int) -> None:
+    """Decode in another process that is killed when it has kept some images."""
+
+    def work() -> None:
+        keep, kept = file_module.Canvas.keep, list[int]()
+
+        def killed(self: Any, index: int, image: Any) -> None:
+            keep(self, index, image)
+            kept.append(index)
+            if len(kept) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        file_module.Canvas.keep = killed  # type: ignore[method-assign]
+        taken(split, workers=0, unreadable="quarantine")
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+
+
+@pytest.fixture
+def visited(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many images each visit decodes."""
+    numbers: list[int] = []
+    visit = scan_module.visit
+
+    def noted(split: Split, *args: Any, **kwargs: Any) -> Any:
+        numbers.append(len(split))
+        return visit(split, *args, **kwargs)
+
+    monkeypatch.setattr(pixels_module, "visit", noted)
+    return numbers
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_killed_run_is_gone_on_with(
+    tmp_path: Path,
+    ragged: bool,
+    cache: Path,
+    visited: list[int],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    split = split_of(tmp_path, ragged=ragged, bad=(3, 140))
+    for number in (60, 40):
+        stopped(split, number)
+        assert len(list(cache.glob(".*.tmp"))) == 1
+    found = taken(split, unreadable="quarantine", workers=2)
+    check(found, split)
+    assert len(found.indices) == NUMBER - 2
+    assert visited == [NUMBER - 100]  # the unreadable ones among them
+    assert "were decoded by a run that was stopped" in caplog.text
+    assert [path.suffix for path in cache.iterdir()] == [".pixels"]
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_what_a_killed_run_left_is_proved(
+    tmp_path: Path, ragged: bool, cache: Path, visited: list[int]
+) -> None:
+    split = split_of(tmp_path, ragged=ragged)
+    for damage in ("pixels", "rows", "cut"):
+        stopped(split, 60)
+        (left,) = cache.glob(".*.tmp")
+        body = left.read_bytes()
+        if damage == "pixels":
+            start = 0 if not ragged else NUMBER * file_module.ROW.itemsize
+            body = (
+                body[:start]
+                + bytes(byte ^ 1 for byte in body[start : start + 999])
+                + body[start + 999 :]
+            )
+        else:
+            body = b"\xff" * len(body) if damage == "rows" else body[:50]
+        left.write_bytes(body)
+        check(taken(split, [], unreadable="quarantine"), split)
+        trusted = {"pixels": 60, "rows": 0, "cut": 2 * ragged}[damage]  # until they are read
+        assert visited.pop() == NUMBER - trusted
+        for path in cache.iterdir():
+            path.unlink()
 
 
 def test_room_is_made_for_new_images(

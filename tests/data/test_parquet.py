@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from PIL import Image
 from refusals import refused
@@ -128,15 +129,58 @@ def test_one_file_and_more_are_counted(tmp_path: Path) -> None:
 def test_larger_than_memory_is_mapped_to_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_parquet(tmp_path / "train-0.parquet", [0, 1, 1, 0], names=["a", "b"])
-    make_parquet(tmp_path / "test-0.parquet", [1], names=["a", "b"])
+    """Images, names and so fingerprints, also of rows that name files, and of several files."""
+    write(tmp_path / "x.png", png(9))
+    rows = [{"bytes": None, "path": "x.png"}, *({"bytes": png(n), "path": None} for n in range(9))]
+    for name, images in (("train-0", rows[:4]), ("train-1", rows[4:]), ("test-0", rows[:2])):
+        labels = [number % 2 for number in range(len(images))]
+        make_parquet(tmp_path / f"{name}.parquet", labels, names=["a", "b"], images=images)
     source = open_source(f"parquet:{tmp_path}")
     monkeypatch.setattr(tables, "_MEMORY_BYTES", 10)
     mapped = open_source(f"parquet:{tmp_path}")
     assert mapped.class_names == source.class_names
     for name, split in source.splits.items():
-        assert mapped.splits[name].fingerprint == split.fingerprint
-        assert np.array_equal(mapped.splits[name].read(0), split.read(0))
+        other = mapped.splits[name]
+        assert np.array_equal(other.labels, split.labels)
+        assert other.fingerprint == split.fingerprint
+        for index in range(len(split)):
+            assert other.name_of(index) == split.name_of(index)
+            assert np.array_equal(other.read(index), split.read(index))
+    assert mapped.splits["train"].name_of(4) == "train-1.parquet row 0"
+    again = pickle.loads(pickle.dumps(mapped.splits["train"]))
+    assert np.array_equal(again.read(7), source.splits["train"].read(7))
+
+
+@pytest.mark.parametrize("limit", [10, 2**28])
+def test_mapped_rows_take_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    rows, size = 600, 3000
+    images = [{"bytes": bytes([row % 256]) * size, "path": None} for row in range(rows)]
+    make_parquet(tmp_path / "train.parquet", [row % 2 for row in range(rows)], images=images)
+    monkeypatch.setattr(tables, "_MEMORY_BYTES", limit)
+    before = pa.total_allocated_bytes()
+    train = open_source(f"parquet:{tmp_path}").splits["train"]
+    held = (pa.total_allocated_bytes() - before) / rows
+    assert train.items.content(599) == images[599]["bytes"]
+    assert held < 100 if limit == 10 else held > size  # the control
+
+
+def test_rows_that_cannot_be_laid_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_parquet(tmp_path / "train.parquet", [0, 1] * 50)
+    body = bytearray(path.read_bytes())
+    body[4:40] = b"\xff" * 36
+    path.write_bytes(body)
+    monkeypatch.setattr(tables, "_MEMORY_BYTES", 10)
+    with refused("data.unreadable", tmp_path, "data.streaming=true"):
+        open_source(f"parquet:{tmp_path}")
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError("Not enough disk space. Needed: 5.00 GB")
+
+    monkeypatch.setattr("datasets.load_dataset", full)
+    with refused("data.unreadable", "Not enough disk space", "HF_HOME"):
+        open_source(f"parquet:{tmp_path}")
 
 
 def hub_double(

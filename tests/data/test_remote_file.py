@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hub_server import HubServer, point_at
 from refusals import refused
+from streamed import without_waits
 
 from finetune.data.streaming import remote_file as ranges
 from finetune.data.streaming.remote_file import HubFile, LocalFile
@@ -22,14 +23,7 @@ LARGE, SMALL = "data/train.parquet", "small.txt"
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    for owner, name, value in (
-        (hub_reads, "FIRST_WAIT_SECONDS", 0.01),
-        (hub_reads, "_said", set()),
-        (ranges, "PATIENCE_SECONDS", 0.0),
-        (ranges, "_PAUSE_SECONDS", 0.01),
-        (ranges, "_places", ranges._Places()),
-    ):
-        monkeypatch.setattr(owner, name, value)
+    without_waits(monkeypatch)
     with HubServer() as hub:
         hub.add_repo(NAME, {LARGE: CONTENT, SMALL: CONTENT}, kind="dataset")
         hub.add_user("someone", token=ALICE)

@@ -19,29 +19,6 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records]
 
 
-@pytest.mark.parametrize(
-    "text,named",
-    [
-        ("foldr:x", "'folder'"),
-        ("parquet", "hub:owner/name"),
-        ("folder:", "'folder:'"),
-        ("hub:", "'hub:'"),
-        ("cifar10", "'cifar10'"),
-        ("embedded:digit", "'digits'"),
-        ("hub:cifar10", "hub:owner/name"),
-        ("hub:a/b@", "hub:owner/name"),
-    ],
-)
-def test_unknown_sources(text: str, named: str) -> None:
-    with refused("data.wrong_source", named):
-        open_source(text)
-
-
-def test_a_path_without_a_kind_is_recognised(tmp_path: Path) -> None:
-    with refused("data.wrong_source", f"'folder:{tmp_path}'"):
-        open_source(str(tmp_path))
-
-
 def test_columns_are_for_tables_only() -> None:
     with refused("data.no_column", "data.image_column", "embedded:"):
         open_source("embedded:digits", image_column="img")
@@ -101,42 +78,6 @@ def test_relative_folder_survives_a_change_of_directory(
     monkeypatch.chdir("/")
     assert source.splits["train"].read(1).shape == (5, 4, 3)
     assert source.splits["train"].name_of(1) == "b/0.png"
-
-
-@pytest.mark.parametrize(
-    "folders,code,named",
-    [
-        ({"train/a": 1, "train/b": 1, "test/a": 1, "test/c": 1}, "split_mismatch", "'train': c"),
-        ({"train/a": 1, "train/b": 0}, "empty", "train: b"),
-        ({"train/a": 1, "train/b": 1, "test/a": 0}, "empty", "test: a"),
-        ({"cat": 1, "Cat": 1}, "duplicate_class", "'Cat' and 'cat'"),
-        ({"train/cat": 1, "train/dog": 1, "test/Cat": 1}, "duplicate_class", "'Cat' and 'cat'"),
-        ({"caf\u00e9": 1, "cafe\u0301": 1}, "duplicate_class", "'caf\u00e9'"),
-        ({"train/a": 2}, "one_class", "['a']"),
-        ({"train": 3, "test": 1}, "empty", "/train"),
-        ({"": 3}, "empty", "folder:"),
-        ({"a": 1, "b": 1, "test/a": 1}, "ambiguous", "a, b"),
-        ({"train/a": 1, "train/b": 1, "val/a": 1, "valid/a": 1}, "ambiguous", "'val' and 'valid'"),
-    ],
-)
-def test_folders_that_cannot_be_trained_on(
-    tmp_path: Path, folders: dict[str, int], code: str, named: str
-) -> None:
-    with refused(f"data.{code}", named):
-        open_source(make_folder(tmp_path, folders))
-
-
-def test_folder_that_is_none(tmp_path: Path) -> None:
-    (tmp_path / "flowers").mkdir()
-    with refused("data.not_found", "'flowers'"):
-        open_source(f"folder:{tmp_path}/flower")
-    with refused("data.not_found", "/nonexistent"):
-        open_source("folder:/nonexistent")
-    write(tmp_path / "file.png", png(0))
-    with refused("data.wrong_format", "file.png"):
-        open_source(f"folder:{tmp_path}/file.png")
-    with refused("data.empty", "flowers"):
-        open_source(f"folder:{tmp_path}/flowers")
 
 
 def test_only_a_test_split_opens(tmp_path: Path) -> None:

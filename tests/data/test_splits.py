@@ -11,7 +11,7 @@ from refusals import refused
 from samples import counts, make_folder, make_parquet
 
 from finetune.data.source import open_source
-from finetune.data.splits import keep_classes, merge_val, split_train, take
+from finetune.data.splits import keep_classes, long_tail, merge_val, split_train, take
 from finetune.errors import DataError
 
 
@@ -178,3 +178,29 @@ def test_the_sources_own_validation_joins_train(tmp_path: Path) -> None:
     assert len(merged.fingerprint) == 64
     with refused("data.no_split", "data.merge_val"):
         merge_val(open_source("embedded:digits"))
+
+
+def test_a_long_tail_is_that_of_cifar_10_lt() -> None:
+    labels = np.random.Generator(np.random.PCG64(0)).permutation(np.repeat(np.arange(10), 5000))
+    source = open_source("embedded:digits")
+    train = source.splits["train"]
+    whole = dataclasses.replace(train.subset(np.zeros(50_000, dtype=np.int64)), labels=labels)
+    source = dataclasses.replace(source, splits={**source.splits, "train": whole})
+    tail = long_tail(source, 100, 0)
+    counts_K = np.bincount(tail.splits["train"].labels)
+    assert counts_K.tolist() == [5000, 2997, 1796, 1077, 645, 387, 232, 139, 83, 50]
+    assert tail.splits["test"] is source.splits["test"]
+    assert long_tail(source, None, 0) is source
+    assert len(long_tail(source, 1, 0).splits["train"]) == 50_000
+
+
+def test_a_long_tail_is_keyed_by_the_seed_and_spares_every_class() -> None:
+    source = open_source("embedded:digits")
+
+    def names(seed: int) -> list[str]:
+        train = long_tail(source, 1000, seed).splits["train"]
+        assert np.bincount(train.labels).min() == 1
+        return [train.name_of(place) for place in range(len(train))]
+
+    assert names(0) == names(0) != names(1)
+    assert set(names(0)) <= {source.splits["train"].name_of(place) for place in range(1442)}

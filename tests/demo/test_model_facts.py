@@ -13,6 +13,7 @@ import pytest
 from demo_server import small_model
 from PIL import Image
 from samples import make_folder
+from tars import shards
 
 from finetune.demo import model_facts as about
 from finetune.demo.model_facts import example_files, facts, model_folder, title_of
@@ -146,6 +147,22 @@ def test_the_folder_s_own_examples_come_first(run_folder: Path, tmp_path: Path) 
     files = example_files(str(run_folder), into)
     assert [file.parent for file in files] == [into] * 6
     assert files[3].read_bytes() == (own / "3.png").read_bytes()
+
+
+def test_pictures_come_from_tar_shards_on_this_machine_alone(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards(tmp_path / "shards")
+    (run_folder / "recipe.yaml").write_text(recipe(f"tar:{tmp_path}/shards"))
+    into = tmp_path / "into"
+    into.mkdir()
+    assert [file.name for file in example_files(str(run_folder), into)] == ["0-0.png", "1-1.png"]
+    opened: list[Any] = []
+    monkeypatch.setattr(about, "whole_data_of", lambda *section: opened.append(section))
+    for source in ("tar:https://example.org/t.tar", "tar:hf://datasets/a/b/t.tar", "hub:a/b"):
+        (run_folder / "recipe.yaml").write_text(recipe(source))
+        assert example_files(str(run_folder), into) == []
+    assert opened == []
 
 
 def test_data_that_is_gone_costs_only_the_examples(

@@ -84,6 +84,13 @@ def link(target: str) -> Callable[[Path], None]:
     return lambda path: path.symlink_to(target)
 
 
+def lines(code: str, named: str, *rows: str) -> Bad:
+    """A CSV file of these lines beside two images."""
+    files = {"1.png": png(1), "2.png": png(2), "t.csv": "".join(f"{row}\n" for row in rows)}
+    return Bad("data info csv:t.csv", code, named, files)
+
+
+HEAD = "path,label"
 FEW = {"d/a/1.png": png(1), "d/a/2.png": png(2), "d/b/2.png": png(3)}
 ONE, TWO = "train/a/1.png", "train/b/1.png"
 SOURCES = {
@@ -105,6 +112,11 @@ SOURCES = {
     "a name too long, parquet": Bad(
         ["data", "info", f"parquet:{'x' * 5000}"], "data.unreadable", "parquet:xxx"
     ),
+    "parquet without a place": Bad("data info parquet", "data.wrong_source", "hub:owner/name"),
+    "hub without a name": Bad("data info hub:", "data.wrong_source", "'hub:'"),
+    "a hub name with half a revision": Bad(
+        "data info hub:a/b@", "data.wrong_source", "hub:owner/name"
+    ),
     "no embedded set": Bad("data info embedded:digit", "data.wrong_source", "'digits'"),
     "a hub name of one part": Bad("data info hub:cifar10", "data.wrong_source", "hub:cifar10"),
     "a hub name with a space": Bad(["data", "info", "hub:a b/c"], "data.wrong_source", "hub:a b/c"),
@@ -121,8 +133,17 @@ FOLDERS = {
     "files without classes": folder("data.empty", "folder:d", "1.png", "2.png"),
     "one class": folder("data.one_class", "'a'", "a/1.png", "a/2.png"),
     "an empty class": folder("data.empty", ": b", "a/1.png", **{"b": Path.mkdir}),
+    "an empty class of train": folder("data.empty", "train: b", ONE, **{"train/b": Path.mkdir}),
+    "an empty class of test": folder("data.empty", "test: a", ONE, TWO, **{"test/a": Path.mkdir}),
+    "splits without classes": folder("data.empty", "/train", "train/1.png", "test/1.png"),
     "a class of texts": folder("data.empty", ": b", "a/1.png", **{"b/x.txt": b"x"}),
     "classes that differ in case": folder("data.duplicate_class", "'A'", "a/1.png", "A/1.png"),
+    "classes of two splits that differ in case": folder(
+        "data.duplicate_class", "'cat'", "train/cat/1.png", TWO, "test/Cat/1.png"
+    ),
+    "classes that differ in Unicode form": folder(
+        "data.duplicate_class", "'caf\u00e9'", "caf\u00e9/1.png", "cafe\u0301/1.png"
+    ),
     "classes that differ in a space": folder("data.duplicate_class", "'a'", "a/1.png", "a /1.png"),
     "a class that is only in test": folder("data.split_mismatch", ": c", ONE, TWO, "test/c/1.png"),
     "val twice": folder("data.ambiguous", "'valid'", ONE, TWO, "val/a/1.png", "valid/b/1.png"),
@@ -182,6 +203,64 @@ FOLDERS = {
         },
     ),
 }
+CSV_FILES = {
+    "no such file": Bad("train label.csv", "data.not_found", "'labels.csv'", {"labels.csv": ""}),
+    "a name without its prefix": Bad(
+        "data info t.csv", "data.wrong_source", "'csv:t.csv'", {"t.csv": ""}
+    ),
+    "a folder called so": Bad(
+        "data info csv:t.csv", "data.not_a_file", "t.csv", {"t.csv": Path.mkdir}
+    ),
+    "a pipe": Bad("data info csv:t.csv", "data.not_a_file", "t.csv", {"t.csv": os.mkfifo}),
+    "zero bytes": lines("data.empty", "path,label"),
+    "an address": lines(
+        "data.no_image", "'https://a.org/1.png'", "path,label", "https://a.org/1.png,a", "2.png,b"
+    ),
+    "a path of Windows": lines(
+        "data.not_found", "write / for", "path,label", "img\\1.png,a", "2.png,b"
+    ),
+    "a header alone": lines("data.empty", "t.csv", "path,label"),
+    "no header": lines("data.no_column", "line 1", "1.png,a", "2.png,b"),
+    "no column of labels": lines("data.no_column", "data.label_column", "path,x", "1.png,a"),
+    "two columns of labels": lines("data.ambiguous", "'label'", "path,label,label", "1.png,a,b"),
+    "a label that is missing": lines("data.no_labels", "line 3", HEAD, "1.png,a", "2.png, "),
+    "a path that is missing": lines("data.no_image", "line 2", HEAD, ",a"),
+    "a file that is missing": lines("data.not_found", "line 3", HEAD, "1.png,a", "3.png,b"),
+    "a path out of the folder": lines("data.unsafe", "line 2", HEAD, "../1.png,a"),
+    "a path of the system": lines("data.unsafe", "line 2", HEAD, "/etc/passwd,a"),
+    "an image with two labels": lines(
+        "data.wrong_labels", "in line 2", HEAD, "1.png,a", "./1.png,b"
+    ),
+    "an image in two splits": lines(
+        "data.ambiguous", "in line 2", HEAD + ",split", "1.png,a,train", "1.png,a,test"
+    ),
+    "an unknown split": lines("data.no_split", "'dev'", HEAD + ",split", "1.png,a,dev"),
+    "a field too few": lines("data.wrong_format", "line 3", HEAD, "1.png,a", "2.png"),
+    "a field too many": lines("data.wrong_format", "line 2", HEAD, "1.png,a,b"),
+    "a quote that stays open": lines("data.wrong_format", "quote", HEAD, '1.png,"a', "2.png,b"),
+    "a field without an end": lines("data.wrong_format", "line 2", HEAD, "1.png," + "a" * 200_000),
+    "a NUL": lines("data.wrong_format", "line 3", HEAD, "1.png,a", "2.png,\0"),
+    "another encoding": Bad(
+        "data info csv:t.csv", "data.wrong_format", "line 2", {"t.csv": b"path,label\n\xe4.png,a"}
+    ),
+    "UTF-16": Bad(
+        "data info csv:t.csv", "data.wrong_format", "line 1", {"t.csv": HEAD.encode("utf-16")}
+    ),
+    "one class": lines("data.one_class", "'a'", HEAD, "1.png,a", "2.png,a"),
+    "classes that differ in case": lines("data.duplicate_class", "'A'", HEAD, "1.png,a", "2.png,A"),
+    "a metadata.csv without labels": Bad(
+        "data info folder:d",
+        "data.no_column",
+        "data.label_column",
+        {"d/1.png": png(1), "d/metadata.csv": "file_name,text\n1.png,a cat\n"},
+    ),
+    "an image that cannot be read": Bad(
+        "data scan csv:t.csv",
+        "data.unreadable",
+        "1 of 2",
+        {"1.png": png(1), "2.png": b"no", "t.csv": f"{HEAD}\n1.png,a\n2.png,b\n"},
+    ),
+}
 TABLES = {
     "no such file": Bad(
         "data info parquet:tt.parquet", "data.not_found", "'t.parquet'", {"t.parquet": b""}
@@ -217,6 +296,14 @@ TABLES = {
     ),
     "labels that are fractions": table("data.wrong_labels", "double", labels=[0.5, 1.5]),
     "labels that are missing": table("data.no_labels", "row 1", labels=[0, None, 1]),
+    "names that are missing": table("data.no_labels", "1 of 2", labels=["a", None]),
+    "one declared class": table("data.one_class", "['a']", labels=[0, 0], names=["a"]),
+    "labels below their names": table(
+        "data.wrong_labels", "-1 in row 2", labels=[0, 1, -1], names=["a", "b"]
+    ),
+    "labels that are withheld": table(
+        "data.wrong_labels", "3 of 3", labels=[-1, -1, -1], names=["a", "b"]
+    ),
     "labels that are lists": table("data.wrong_labels", "list", labels=[[0], [1]]),
     "labels below 0": table("data.wrong_labels", "-1 in row 1", labels=[0, -1, 1]),
     "labels beyond their names": table(
@@ -318,6 +405,12 @@ def test_sources(bad: Bad, fault: Callable[..., None]) -> None:
 def test_folders(bad: Bad, fault: Callable[..., None]) -> None:
     refuse(bad)
     fault("bad input: folders of images", PROMISE)
+
+
+@parametrised(CSV_FILES)
+def test_csv_files(bad: Bad, fault: Callable[..., None]) -> None:
+    refuse(bad)
+    fault("bad input: CSV files", PROMISE)
 
 
 @parametrised(TABLES)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 from huggingface_hub import HfApi, is_offline_mode
+from huggingface_hub.errors import HTTPError
 from huggingface_hub.hf_api import RepoFile
 
 from finetune.data.hub import cached_commit, offline, resolve_commit, snapshot_of, user_error
@@ -18,7 +19,7 @@ from finetune.data.streaming.remote_file import HubFile, LocalFile
 from finetune.errors import DataError, HubError
 from finetune.hub.client import Fault, retried, say_once, understood, was_cut, watching
 
-__all__ = ["Shards", "find_shards"]
+__all__ = ["Shards", "find_hub_files", "find_shards"]
 
 _PATHS_AT_ONCE = 500
 
@@ -81,6 +82,33 @@ def _try_shards(where: str, name: str, config: str | None, revision: str | None)
         for split, group in paths.items()
     }
     return Shards(files, commit, _declared(builder))
+
+
+def find_hub_files(where: str, name: str, revision: str | None, paths: list[str]) -> list[HubFile]:
+    """Describe files of a data set at one commit, without reading them.
+
+    Args: as for `find_shards`; paths in the repository.
+    Raises: DataError if there is no such data set, revision or file; HubError for the hub's faults.
+    """
+
+    def ask() -> tuple[str, dict[str, tuple[int, str]]]:
+        with watching(everywhere=True) as watch:
+            commit = resolve_commit(where, name, revision)
+            try:
+                return commit, _paths_info(name, commit, paths)
+            except HTTPError as error:
+                raise user_error(where, revision, watch.refusal() or error) from None
+
+    try:
+        commit, infos = retried(where, ask)
+    except Fault as fault:
+        message = f"{where}: {fault}; try again later"
+        raise HubError(message, code="hub.unreachable") from None
+    missing = next((path for path in paths if path not in infos), None)
+    if missing is not None:
+        message = f"{where}: no {missing} in {name} at revision {commit}; check its name"
+        raise DataError(message, code="data.not_found")
+    return [HubFile(where, name, commit, path, *infos[path]) for path in paths]
 
 
 def _paths_info(name: str, commit: str, paths: list[str]) -> dict[str, tuple[int, str]]:

@@ -69,8 +69,9 @@ class Prefetch:
         self._size = split.decode_size
         rows_N = np.arange(len(items)) if split.rows is None else np.asarray(split.rows)
         self._groups_N = items.group_of(rows_N)
-        self._own_rows_N = rows_N - items.starts[self._groups_N]
-        self._by_group_N = np.argsort(self._groups_N, kind="stable")
+        # of a million images, too, each of these takes some megabytes only
+        self._own_rows_N = (rows_N - items.starts[self._groups_N]).astype(np.int32)
+        self._by_group_N = np.argsort(self._groups_N, kind="stable").astype(np.int32)
         self._edges = np.searchsorted(
             self._groups_N[self._by_group_N], np.arange(len(items.starts))
         )
@@ -119,7 +120,7 @@ class Prefetch:
             for pool in (fetchers, decoders):
                 pool.join()
 
-    def _rows_of(self, group: int) -> NDArray[np.int64]:
+    def _rows_of(self, group: int) -> NDArray[np.int32]:
         """Return the rows of a row group that belong to the split, ascending."""
         first, last = self._edges[group], self._edges[group + 1]
         return np.sort(self._own_rows_N[self._by_group_N[first:last]])

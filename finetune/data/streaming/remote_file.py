@@ -1,4 +1,4 @@
-"""Parts of a file, read in place: on this machine, or by ranges at one commit of the hub."""
+"""Parts of a file, read in place: on this machine, or by ranges from the hub or any server."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import os
 import re
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-from urllib.parse import urljoin, urlsplit
+from typing import Any, TypeVar
+from urllib.parse import unquote, urljoin, urlsplit
 
 from huggingface_hub import constants, get_session, hf_hub_url, hf_raise_for_status
 from huggingface_hub.errors import HfHubHTTPError
@@ -18,13 +19,15 @@ from huggingface_hub.utils import build_hf_headers
 from finetune.errors import DataError, HubError
 from finetune.hub.client import Fault, Watch, refusal, retried, was_cut
 
-__all__ = ["HubFile", "LocalFile"]
+__all__ = ["HubFile", "LocalFile", "ShardFile", "WebFile"]
 
 PATIENCE_SECONDS = 60.0  # beyond the tries of one call: a run of days outlives a short outage
 _PAUSE_SECONDS = 5.0
 _ANSWER_SECONDS = 30.0  # between two pieces of an answer; the client itself would wait for ever
 _MOST_HOPS = 3  # a renamed repository redirects to its new name
 _REDIRECTS = (301, 302, 303, 307, 308)
+_SPAN = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -117,18 +120,7 @@ class HubFile:
         Raises: HubError if the hub keeps failing, or refuses; DataError if the file is gone or has
             changed.
         """
-        began = time.monotonic()
-        while True:
-            try:
-                return retried(self.title, lambda: self._once(first, length))
-            except Fault as fault:
-                if time.monotonic() - began >= PATIENCE_SECONDS:
-                    raise HubError(
-                        f"{self.title}: {fault}, again and again; try again later: a run goes on "
-                        "with --resume",
-                        code="hub.unreachable",
-                    ) from None
-            time.sleep(_PAUSE_SECONDS)
+        return _patiently(self.title, lambda: self._once(first, length))
 
     def _once(self, first: int, length: int) -> bytes:
         place = _places.get(self)
@@ -186,7 +178,7 @@ class HubFile:
     def _refuse_no_range(self, answer: Any, first: int, length: int) -> None:
         """Refuse an answer that is not the requested part of the file."""
         status = answer.status_code
-        span = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", answer.headers.get("content-range", ""))
+        span = _SPAN.fullmatch(answer.headers.get("content-range", ""))
         if status == 206 and span:
             if span[3] not in ("*", str(self.size)):
                 raise self._changed()
@@ -220,6 +212,126 @@ class HubFile:
             f"{self.commit}; restore it, or train anew",
             code="data.changed",
         )
+
+
+@dataclass(frozen=True)
+class WebFile:
+    """A file at a server that sends parts of files.
+
+    Attributes:
+        url: of the file; it may hold a password, and is not shown.
+        size: in bytes, when the source was opened.
+        content_name: the server's tag of the content then; empty if it has none.
+    """
+
+    url: str = field(repr=False)
+    size: int
+    content_name: str
+
+    @classmethod
+    def at(cls, url: str) -> WebFile:
+        """Ask for a file's size and tag. Raises: as `read`."""
+        return _patiently(_shown(url), lambda: cls(url, -1, "")._answer(0, 1)[0])
+
+    @property
+    def title(self) -> str:
+        """The file's address, without password and query."""
+        return _shown(self.url)
+
+    @property
+    def path(self) -> str:
+        """The path on the server."""
+        return unquote(urlsplit(self.url).path)
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """None: it must not name files of this machine."""
+        return ()
+
+    def read(self, first: int, length: int) -> bytes:
+        """Read `length` bytes from byte `first` on, again while the server fails.
+
+        Raises: HubError if the server keeps failing, or refuses; DataError if the file is gone or
+            has changed.
+        """
+        found, body = _patiently(self.title, lambda: self._answer(first, length))
+        if (found.size, found.content_name) != (self.size, self.content_name):
+            raise DataError(
+                f"{self.title}: is another file than when it was opened; restore it, or train anew",
+                code="data.changed",
+            )
+        return body
+
+    def _answer(self, first: int, length: int) -> tuple[WebFile, bytes]:
+        """Send one request. Returns: the file as it is now, and the bytes."""
+        session = get_session()
+        headers = {"Range": f"bytes={first}-{first + length - 1}", "Accept-Encoding": "identity"}
+        request = session.build_request("GET", self.url, headers=headers, timeout=_ANSWER_SECONDS)
+
+        def send(request: Any, **options: Any) -> Any:
+            answer = session.send(request, **options)
+            self._refuse(answer.status_code)
+            return answer
+
+        watch = Watch(stores=(urlsplit(self.url).hostname or "",))
+        answer = watch.send(send, request, stream=True, follow_redirects=True)
+        try:
+            span = _SPAN.fullmatch(answer.headers.get("content-range", ""))
+            if answer.status_code != 206 or not span or span[3] == "*":
+                raise HubError(
+                    f"{self.title}: the server does not send parts of files (answer "
+                    f"{answer.status_code}); download it, and give its path",
+                    code="hub.wrong_answer",
+                )
+            tag = answer.headers.get("etag") or answer.headers.get("last-modified", "")
+            body: bytes = answer.read()
+        except Exception as error:
+            if not was_cut(error):
+                raise
+            raise Fault("the connection was cut") from None
+        finally:
+            answer.close()
+        if (int(span[1]), int(span[2]), len(body)) != (first, first + length - 1, length):
+            raise Fault("the server sent another part of the file")
+        return WebFile(self.url, int(span[3]), tag.removeprefix("W/").strip('"')), body
+
+    def _refuse(self, status: int) -> None:
+        """Refuse for good what another request would not change."""
+        if status in (401, 403):
+            raise HubError(
+                f"{self.title}: the server refuses it ({status}); check address and rights",
+                code="hub.forbidden",
+            )
+        if status in (404, 410):
+            message = f"{self.title}: no such file ({status}); check its address"
+            raise DataError(message, code="data.not_found")
+        if status == 416:
+            message = f"{self.title}: ends before what is read of it; restore it"
+            raise DataError(message, code="data.changed")
+
+
+ShardFile = LocalFile | HubFile | WebFile
+
+
+def _patiently(title: str, call: Callable[[], _Result]) -> _Result:
+    """Call again and again while a server fails. Raises: HubError when it goes on too long."""
+    began = time.monotonic()
+    while True:
+        try:
+            return retried(title, call)
+        except Fault as fault:
+            if time.monotonic() - began >= PATIENCE_SECONDS:
+                raise HubError(
+                    f"{title}: {fault}, again and again; try again later: a run goes on with "
+                    "--resume",
+                    code="hub.unreachable",
+                ) from None
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _shown(url: str) -> str:
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def _host(url: str) -> str:

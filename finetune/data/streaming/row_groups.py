@@ -1,6 +1,7 @@
-"""Images of parquet shards, read in place, a row group at a time.
+"""Images of shards, read in place, a row group at a time.
 
-When a source is opened, only the footer of each shard and the label column are read. The
+A row group of a tar shard is what lies together in it. When a source is opened, only the footer of
+each parquet shard and the label column are read, or the index of a tar shard. The
 fingerprint is over the shards' names, sizes and names of contents, and the labels.
 """
 
@@ -16,7 +17,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -24,13 +25,30 @@ from numpy.typing import NDArray
 
 from finetune.data.fingerprint import states_of
 from finetune.data.items import Chunk, RowItems
-from finetune.data.streaming.parquet_shards import Shard, chunk_of
-from finetune.data.streaming.remote_file import LocalFile
+from finetune.data.streaming.parquet_shards import chunk_of
+from finetune.data.streaming.remote_file import LocalFile, ShardFile
 from finetune.errors import DataError
 
-__all__ = ["Group", "ShardItems"]
+__all__ = ["Group", "ReadableShard", "ShardItems"]
 
 _RECENT_GROUPS = 2  # kept in memory for images that are read one by one
+
+
+class ReadableShard(Protocol):
+    """A file of images in row groups.
+
+    Attributes:
+        file: where to read.
+        footer: what tells it from other files of its name and size.
+    """
+
+    @property
+    def file(self) -> ShardFile: ...
+    @property
+    def footer(self) -> bytes: ...
+    def lengths(self) -> list[int]: ...
+    def num_bytes(self, group: int, column: str) -> int: ...
+    def read(self, group: int, column: str) -> pa.ChunkedArray: ...
 
 
 class Group:
@@ -41,7 +59,7 @@ class Group:
         rows: (n,) the rows in the row group that the chunk holds, ascending; None for all.
     """
 
-    def __init__(self, chunk: Chunk, rows: NDArray[np.int64] | None = None) -> None:
+    def __init__(self, chunk: Chunk, rows: NDArray[Any] | None = None) -> None:
         self._rows = rows
         if rows is not None:
             places = pa.array(rows)
@@ -78,7 +96,7 @@ class ShardItems:
     origin = ""
     has_file_each = False
 
-    def __init__(self, shards: Sequence[Shard], column: str) -> None:
+    def __init__(self, shards: Sequence[ReadableShard], column: str) -> None:
         self._shards, self._column = list(shards), column
         lengths = [shard.lengths() for shard in self._shards]
         # the shard of each row group, and its number in it
@@ -110,22 +128,22 @@ class ShardItems:
             raise DataError(message, code="data.split_mismatch")
         return ShardItems([*self._shards, *other._shards], self._column)
 
-    def group_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def group_of(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
         """Return the number of the row group of each row."""
-        return np.searchsorted(self.starts, rows, side="right").astype(np.int64) - 1
+        return np.searchsorted(self.starts, rows, side="right").astype(np.int32) - 1
 
     def num_bytes(self) -> NDArray[np.int64]:
         """Return (G,) bytes of each row group's images, about."""
         sizes = [self._shards[s].num_bytes(g, self._column) for s, g in self._groups]
         return np.array(sizes, dtype=np.int64)
 
-    def load(self, group: int, rows: NDArray[np.int64] | None = None) -> Group:
+    def load(self, group: int, rows: NDArray[Any] | None = None) -> Group:
         """Read a row group.
 
         Args:
             group: its number.
             rows: (n,) which of its rows to keep, counted in it, ascending; None for all.
-        Raises: DataError or HubError as `Shard.read`.
+        Raises: DataError or HubError as the shard's `read`.
         """
         number, own = self._groups[group]
         shard = self._shards[number]

@@ -37,7 +37,7 @@ class Lanes:
         window: row groups that are open in a lane at a time.
     """
 
-    groups_N: NDArray[np.int64]
+    groups_N: NDArray[np.int32]
     lanes: int
     window: int
 

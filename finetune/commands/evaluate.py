@@ -66,7 +66,8 @@ def evaluate_model(
         data: a source string; None for the one that the run was trained on. Its classes may be
             some of the model's.
         split: "train", "val" or "test"; None for val with `fit_temperature`, and otherwise for
-            test, or for val where the data has no test split.
+            test, or for val where the data has no test split; of other data than the run's with
+            one split alone, for all of it.
         fit_temperature: fit a temperature on the split and write it into the model's config.json.
         out: a folder that `write_results` will be given; checked before the work begins.
     Returns: as `examine`, with "model", "data", "split" and "class_names".
@@ -88,7 +89,8 @@ def evaluate_model(
         )
     settings = {} if recipe is None else recipe.run.model_dump(include={"precision", "threads"})
     accelerator = launch(RunSection(**settings))
-    source, split = _open(section, split, seed=seed, shown=accelerator.is_main_process)
+    own = recipe is not None and section.source == recipe.data.source
+    source, split = _open(section, split, seed=seed, own=own, shown=accelerator.is_main_process)
     labelled, names = _by_the_models_classes(model, built.class_names, num_classes, source, split)
     frozen = recipe is not None and recipe.model.freeze == "backbone"
     network = built.model.to(accelerator.device, torch.float32)
@@ -145,9 +147,10 @@ def write_results(result: Mapping[str, Any], folder: str | Path) -> list[str]:
 
 def describe(result: Mapping[str, Any]) -> str:
     """The figures and the per-class report as text for people."""
+    keys = ("top1", "top5", "balanced_accuracy", "macro_f1", "loss", "ece")
     lines = [
         f"{result['split']}: "
-        + "  ".join(f"{key} {result[key]:.4f}" for key in ("top1", "top5", "loss", "ece"))
+        + "  ".join(f"{key} {result[key]:.4f}" for key in keys)
         + f"  ({result['examples']} images)"
     ]
     if ends := interval(result["top1"], result["examples"]):
@@ -210,21 +213,27 @@ def _per_class_csv(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> s
     return text.getvalue()
 
 
-def _open(section: DataSection, split: str | None, *, seed: int, shown: bool) -> tuple[Source, str]:
+def _open(
+    section: DataSection, split: str | None, *, seed: int, own: bool, shown: bool
+) -> tuple[Source, str]:
     """Open the data, and choose the split where none is named: test, or val without a test split.
 
     Args:
+        own: the run was trained on it; other data that is one split is measured whole.
         shown: print that there is no test split.
     Raises: DataError if it does not have the split.
     """
     source = whole_data_of(section, seed) if split in (None, "test") else data_of(section, seed)
     if split is None and "test" not in source.splits:
-        source = data_of(section, seed)
-        if "val" in source.splits:
-            split = "val"
-            images = counted(len(source.splits["val"]), "image")
+        if own or len(source.splits) > 1:
+            source, name = data_of(section, seed), "val"
+            part = "validation"
+        else:
+            (name,), part = source.splits, "all of it"
+        if name in source.splits:
+            split, images = name, counted(len(source.splits[name]), "image")
             if shown:
-                say(f"{section.source}: has no test split; measuring validation, {images}")
+                say(f"{section.source}: has no test split; measuring {part}, {images}")
     split = split or "test"
     if split not in source.splits:
         have = ", ".join(source.splits)

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +32,7 @@ from finetune.console import terminal_bar
 from finetune.data.decode import decode, planes
 from finetune.errors import DataError, FinetuneError, RecipeError, SetupError, WeightsError
 from finetune.models.build import build
+from finetune.models.fast_blocks import compute_class_token, multiply_by_onednn
 from finetune.models.saved import Built
 from finetune.run.environment import pick_precision
 from finetune.run.pipeline import pipeline_of
@@ -39,14 +42,23 @@ from finetune.transforms.pipeline import Pipeline
 
 __all__ = ["Classifier", "evaluation", "predict"]
 
-_DECODERS = min(8, os.cpu_count() or 1)
+_MOST_LANES = 32
+# images through the network at once, by device; on a CPU, of larger batches less stays in its cache
+_BATCH_SIZES = {"cpu": 8}
+_BATCH_SIZE = 64
+# bytes of pixels that go through the pipeline at once: a CPU takes images one by one, and on a GPU
+# 64 decoded photos of 48 megapixels would be 9 GB
+_PIXELS = {"cpu": 1}
+_MOST_PIXELS = 2**26
+_Look = Callable[[int, np.ndarray], None]
 
 
 class Classifier:
     """A network with its preprocessing and the names of its classes.
 
     Args:
-        network: images (B, 3, h, w) to logits (B, K); put on the device and into evaluation mode.
+        network: images (B, 3, h, w) to logits (B, K); put on the device and into evaluation mode,
+            on a CPU with the products of `multiply_by_onednn`.
         pipeline: without random operations.
         class_names: one for each of the K logits.
         device: where to compute; None takes a GPU if there is one.
@@ -70,6 +82,10 @@ class Classifier:
         # a GPU computes in the numbers it is made for, a CPU always in float32
         gpu = self.device.type == "cuda"
         self.precision = pick_precision("auto", self.device) if gpu else "fp32"
+        # batches take turns on a device, whose memory may hold one only
+        self._turn = contextlib.nullcontext() if self.device.type == "cpu" else threading.Lock()
+        if self.device.type == "cpu":
+            multiply_by_onednn(self.network)
 
     @classmethod
     def load(
@@ -122,7 +138,7 @@ class Classifier:
         paths: str | Path | Iterable[str | Path],
         *,
         top_k: int = 3,
-        batch_size: int = 64,
+        batch_size: int | None = None,
         progress: bool = False,
     ) -> list[Row]:
         """Classify images.
@@ -130,7 +146,7 @@ class Classifier:
         Args:
             paths: files, folders (with those below them) and glob patterns.
             top_k: predictions per image, the most probable first; at most K.
-            batch_size: images through the network at once.
+            batch_size: images through the network at once; None for 8 on a CPU, else 64.
             progress: show a bar on standard error.
         Returns: in the order of the files, {"path", "predictions": [{"label", "index",
             "confidence"}]}, or {"path", "error"} for one that cannot be read.
@@ -145,11 +161,13 @@ class Classifier:
         files: Sequence[Found],
         *,
         top_k: int = 3,
-        batch_size: int = 64,
+        batch_size: int | None = None,
         progress: bool = False,
-        look: Callable[[int, np.ndarray], None] | None = None,
+        look: _Look | None = None,
     ) -> Iterator[Row]:
         """Classify images one batch after another, for lists that do not fit into memory.
+
+        Several batches are under way at once, each on a thread and its share of the cores.
 
         Args:
             files: from `find_files`.
@@ -159,12 +177,13 @@ class Classifier:
         Returns: the rows of `predict`, in order, as they are ready.
         Raises: as `predict`, before anything is read.
         """
-        for name, number in (("top_k", top_k), ("batch_size", batch_size)):
+        size = _BATCH_SIZES.get(self.device.type, _BATCH_SIZE) if batch_size is None else batch_size
+        for name, number in (("top_k", top_k), ("batch_size", size)):
             if number < 1:
                 raise RecipeError(
                     f"{name}: got {number}; expected 1 or more", code="recipe.wrong_value"
                 )
-        return self._rows(files, top_k, batch_size, progress, look)
+        return self._rows(files, top_k, size, progress, look)
 
     def _rows(
         self,
@@ -172,58 +191,75 @@ class Classifier:
         top_k: int,
         batch_size: int,
         progress: bool,
-        look: Callable[[int, np.ndarray], None] | None,
+        look: _Look | None,
     ) -> Iterator[Row]:
-        held: list[Row] = []  # rows that wait for a batch to be full
-        waiting: list[tuple[Row, Tensor]] = []
-        with terminal_bar(len(files), shown=progress) as shown:
-            for path, image in self._read(files, look):
-                row: Row = {"path": path}
-                held.append(row)
-                if isinstance(image, str):
-                    row["error"] = image
-                else:
-                    waiting.append((row, image))
-                if len(waiting) == batch_size or not waiting:
-                    self._classify(waiting, top_k)
-                    yield from held
-                    waiting.clear()
-                    held.clear()
-                shown.update()
-            self._classify(waiting, top_k)
-            yield from held
-
-    def _read(
-        self, files: Sequence[Found], look: Callable[[int, np.ndarray], None] | None
-    ) -> Iterator[tuple[str, Tensor | str]]:
-        """Prepare files in order: (3, h, w) on the device, or what is wrong with the file."""
-        # a few at a time: 64 decoded photos of 48 megapixels would be 9 GB
-        ahead: deque[tuple[str, Future[Tensor | str]]] = deque()
-        size = self.pipeline.decode_size
-        with ThreadPoolExecutor(_DECODERS) as pool:
-            for place, (path, error) in enumerate(files):
-                ahead.append((path, pool.submit(_decoded, path, error, place, size, look)))
-                if len(ahead) == _DECODERS:
-                    yield self._prepared(*ahead.popleft())
-            while ahead:
-                yield self._prepared(*ahead.popleft())
-
-    def _prepared(self, path: str, decoded: Future[Tensor | str]) -> tuple[str, Tensor | str]:
-        """(3, h, w), or why this file is not decoded or does not go through the pipeline."""
-        pixels_CHW = decoded.result()
-        if isinstance(pixels_CHW, str):
-            return path, pixels_CHW
+        cores = torch.get_num_threads()
+        lanes = max(1, min(cores, _MOST_LANES, -(-len(files) // batch_size)))
+        stop, ahead = threading.Event(), deque[Future[list[Row]]]()
+        # torch's own threads wait for one another in every layer; whole batches need not
+        pool = ThreadPoolExecutor(lanes, initializer=_begin_lane, initargs=(cores // lanes, stop))
+        hooks = [module.register_forward_pre_hook(_go_on) for module in self.network.modules()]
         try:
-            return path, self.pipeline(pixels_CHW[None], device=self.device)[0]
+            with terminal_bar(len(files), shown=progress) as shown:
+                for start in range(0, len(files), batch_size):
+                    batch = files[start : start + batch_size]
+                    ahead.append(pool.submit(self._classified, start, batch, top_k, look))
+                    if len(ahead) > lanes:
+                        yield from _shown(ahead.popleft().result(), shown)
+                while ahead:
+                    yield from _shown(ahead.popleft().result(), shown)
+        finally:
+            stop.set()  # an interrupt waits for one layer, not for a batch
+            pool.shutdown(cancel_futures=True)
+            torch.set_num_threads(cores)  # the lanes' number is the default of new threads
+            for hook in hooks:
+                hook.remove()
+
+    def _classified(
+        self, start: int, files: Sequence[Found], top_k: int, look: _Look | None
+    ) -> list[Row]:
+        """Make the rows of a batch of files, of which the first has the place `start`."""
+        rows: list[Row] = [{"path": path} for path, _ in files]
+        decoded: list[tuple[Row, Tensor]] = []
+        prepared: list[tuple[Row, Tensor]] = []
+        most, held = _PIXELS.get(self.device.type, _MOST_PIXELS), 0
+        for place, (row, (path, error)) in enumerate(zip(rows, files, strict=True), start):
+            _go_on()
+            pixels_CHW = _decoded(path, error, place, self.pipeline.decode_size, look)
+            if isinstance(pixels_CHW, str):
+                row["error"] = pixels_CHW
+                continue
+            decoded.append((row, pixels_CHW))
+            held += pixels_CHW.nbytes
+            if held >= most:
+                prepared += self._prepared(decoded)
+                decoded, held = [], 0
+        prepared += self._prepared(decoded)
+        if prepared:
+            self._classify(prepared, top_k)
+        return rows
+
+    def _prepared(self, decoded: Sequence[tuple[Row, Tensor]]) -> list[tuple[Row, Tensor]]:
+        """Send images through the pipeline: (3, h, w) on the device for each that goes through."""
+        if not decoded:
+            return []
+        images = [image for _, image in decoded]
+        alone = images[0][None] if len(images) == 1 else images  # as the demo does, to the bit
+        try:
+            with self._turn:
+                images_BCHW = self.pipeline(alone, device=self.device)
         except FinetuneError as error:
-            return path, str(error)
+            if len(decoded) > 1:
+                return [pair for one in decoded for pair in self._prepared([one])]
+            decoded[0][0]["error"] = str(error)
+            return []
+        return [(row, image) for (row, _), image in zip(decoded, images_BCHW, strict=True)]
 
     def _classify(self, waiting: Sequence[tuple[Row, Tensor]], top_k: int) -> None:
         """Write the predictions of a batch into its rows."""
-        if not waiting:
-            return
         try:
-            logits_BK = self.logits(torch.stack([image for _, image in waiting])).double()
+            with self._turn:
+                logits_BK = self.logits(torch.stack([image for _, image in waiting])).double()
         except torch.OutOfMemoryError as error:
             raise SetupError(
                 f"the memory of {self.device} does not hold {len(waiting)} images at once; take "
@@ -278,7 +314,7 @@ def predict(
     out: str | Path | None = None,
     sheet: str | Path | None = None,
     calibrated: bool = False,
-    batch_size: int = 64,
+    batch_size: int | None = None,
     device: str | None = None,
 ) -> Rows:
     """Classify files and folders, and write the results to the files that are named.
@@ -293,7 +329,7 @@ def predict(
             has every name as it is.
         sheet: a .png file, replaced in one step: the first pictures with their predictions.
         calibrated: see `Classifier.load`.
-        batch_size: images through the network at once.
+        batch_size: see `Classifier.predict`.
         device: None takes a GPU if there is one.
     Returns: the rows of `Classifier.predict`; `unreadable` finds the errors among them.
     Raises: RecipeError for another suffix of `out` or `sheet` or the name of an input, SetupError
@@ -304,6 +340,7 @@ def predict(
     files = list_files(paths)
     refuse_inputs((path for path, _ in files), {"--out": target, "--sheet": picture})
     classifier = Classifier.load(model, device=device, calibrated=calibrated)
+    compute_class_token(classifier.network)
     rows = Rows(classifier.class_names)
     drawing = ContactSheet(classifier.class_names) if picture is not None else None
     look = None if drawing is None else drawing.look
@@ -326,12 +363,37 @@ def predict(
     return rows
 
 
+class _Stopped(Exception):
+    """A lane whose rows nobody waits for any more."""
+
+
+_LANE = threading.local()  # in a lane: `stop`, which is set once it is to end
+
+
+def _begin_lane(threads: int, stop: threading.Event) -> None:
+    torch.set_num_threads(threads)
+    _LANE.stop = stop
+
+
+def _go_on(*_: Any) -> None:
+    """Let a lane whose stream is over end here; a hook of the network's modules."""
+    stop = getattr(_LANE, "stop", None)
+    if stop is not None and stop.is_set():
+        raise _Stopped
+
+
+def _shown(rows: list[Row], bar: Any) -> list[Row]:
+    """Rows, once they are counted in the bar."""
+    bar.update(len(rows))
+    return rows
+
+
 def _decoded(
     path: str,
     error: str | None,
     place: int,
     size: int | None,
-    look: Callable[[int, np.ndarray], None] | None,
+    look: _Look | None,
 ) -> Tensor | str:
     """(3, H, W) uint8, or what is wrong with the file."""
     if error is not None:

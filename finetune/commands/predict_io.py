@@ -17,6 +17,7 @@ from typing import Any, overload
 
 from finetune.data.items import walk_images
 from finetune.errors import DataError, RecipeError, SetupError, visible
+from finetune.files import NO_SPACE
 from finetune.text import confidence
 
 __all__ = [
@@ -223,7 +224,7 @@ def refusals(path: Path, option: str) -> Iterator[None]:
         raise SetupError(
             f"{option}: '{path}' cannot be written ({error.strerror or error}); choose another "
             "place",
-            code="setup.not_writable",
+            code="setup.disk_full" if error.errno in NO_SPACE else "setup.not_writable",
         ) from error
 
 

@@ -25,7 +25,7 @@ from finetune.evaluation.metrics import Counts, Mistakes, worst
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["Watcher", "evaluate", "examine"]
+__all__ = ["Examination", "Watcher", "evaluate", "examine"]
 
 
 class Watcher(Protocol):
@@ -82,6 +82,70 @@ def _uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
     return stance
 
 
+class Examination:
+    """A split measured once, with what a closer look at it needs: logits, and the worst mistakes.
+
+    Args:
+        loader: of the split.
+        accelerator: from `launch`.
+        temperature, fit, num_mistakes: as for `examine`.
+    """
+
+    def __init__(
+        self,
+        loader: AnyLoader,
+        accelerator: Accelerator,
+        *,
+        temperature: float | None = None,
+        fit: bool = False,
+        num_mistakes: int = 0,
+    ) -> None:
+        self._loader, self._accelerator = loader, accelerator
+        self._temperature, self._fit, self._num_mistakes = temperature, fit, num_mistakes
+        counts = Counts(loader.num_classes, device=accelerator.device)
+        self._scaled = _Scaled(counts, temperature or 1.0)
+        self._held = HeldLogits(len(loader.labels), loader.num_classes)
+        self._mistakes = Mistakes(num_mistakes)
+        self.figures: dict[str, Any] = {}
+
+    def measure(self, model: nn.Module, *, batch_size: int) -> dict[str, Any]:
+        """Evaluate a network. Returns: `figures`, which are those of `evaluate`."""
+        optional = (
+            (self._scaled, self._temperature is not None),
+            (self._held, self._fit),
+            (self._mistakes, self._num_mistakes > 0),
+        )
+        self.figures = evaluate(
+            model,
+            self._loader,
+            self._accelerator,
+            batch_size=batch_size,
+            watchers=[watcher for watcher, is_needed in optional if is_needed],
+        )
+        return self.figures
+
+    def report(self) -> dict[str, Any]:
+        """Look closer at what was measured; every rank must call it. Returns: as `examine`."""
+        accelerator, result = self._accelerator, dict(self.figures)
+        if self._fit:
+            device = accelerator.device
+            result["temperature"] = self._held.fit(
+                lambda sums: torch.as_tensor(accelerator.reduce(sums.to(device), "sum")).cpu()
+            )
+        if self._temperature is not None:
+            calibrated = _summed(self._scaled.counts, accelerator)
+            kept = {key: calibrated[key] for key in ("loss", "ece", "calibration")}
+            result["calibrated"] = {"temperature": self._temperature, **kept}
+        if self._num_mistakes:
+            of_all_ranks = _gathered(self._mistakes.worst, self._num_mistakes, accelerator)
+            split = self._loader.store.split
+            result["mistakes"] = [
+                {"index": one["index"], "name": split.name_of(one["index"]), **one}
+                for one in worst(of_all_ranks, self._num_mistakes)
+            ]
+        return result
+
+
 def examine(
     model: nn.Module,
     loader: AnyLoader,
@@ -103,29 +167,11 @@ def examine(
         "loss", "ece", "calibration"} if one was given; and "mistakes", worst first, each {"index",
         "name", "label", "predicted", "confidence", "loss"}, if they were asked for.
     """
-    num_classes, device = loader.num_classes, accelerator.device
-    scaled = _Scaled(Counts(num_classes, device=device), temperature or 1.0)
-    held = HeldLogits(len(loader.labels), num_classes)
-    mistakes = Mistakes(num_mistakes)
-    optional = ((scaled, temperature is not None), (held, fit), (mistakes, num_mistakes > 0))
-    watchers = [watcher for watcher, is_needed in optional if is_needed]
-    result = evaluate(model, loader, accelerator, batch_size=batch_size, watchers=watchers)
-    if fit:
-        result["temperature"] = held.fit(
-            lambda sums: torch.as_tensor(accelerator.reduce(sums.to(device), "sum")).cpu()
-        )
-    if temperature is not None:
-        calibrated = _summed(scaled.counts, accelerator)
-        kept = {key: calibrated[key] for key in ("loss", "ece", "calibration")}
-        result["calibrated"] = {"temperature": temperature, **kept}
-    if num_mistakes:
-        of_all_ranks = _gathered(mistakes.worst, num_mistakes, accelerator)
-        split = loader.store.split
-        result["mistakes"] = [
-            {"index": one["index"], "name": split.name_of(one["index"]), **one}
-            for one in worst(of_all_ranks, num_mistakes)
-        ]
-    return result
+    examination = Examination(
+        loader, accelerator, temperature=temperature, fit=fit, num_mistakes=num_mistakes
+    )
+    examination.measure(model, batch_size=batch_size)
+    return examination.report()
 
 
 class _Scaled:

@@ -129,7 +129,8 @@ class Counts:
         confidence; "confusion" has a row per true class and a column per predicted one, and beyond
         1,000 classes lists the pairs that occur as "true", "said" and "count". In "per_class",
         "recall" is None for a class without examples, "precision" for one that was never predicted,
-        "f1" for one that is neither. "calibration" is the reliability diagram: of each bin of the
+        "f1" for one that is neither; "balanced_accuracy" and "macro_f1" are the means of the other
+        recalls and F1s. "calibration" is the reliability diagram: of each bin of the
         confidence its bounds, number of images, accuracy and mean confidence.
         Among equal logits the lower class index comes first.
 
@@ -155,14 +156,17 @@ class Counts:
         whole, fraction = self._whole.tolist(), self._fraction.tolist()
         sums = [w * _ONE + f for w, f in zip(whole, fraction, strict=True)]  # Python integers
         correct, counts = self._bin_correct.tolist(), self._bin_counts.tolist()
+        per_class = _per_class(confusion)
         gaps = sum(abs(c * _ONE - total) for c, total in zip(correct, sums[1:], strict=True))
         return {
             "loss": sums[0] / (_ONE * examples),
             "top1": int(confusion.hits_K.sum()) / examples,
             "top5": top5 / examples,
             "ece": gaps / (_ONE * examples),
+            "balanced_accuracy": _mean(row["recall"] for row in per_class),
+            "macro_f1": _mean(row["f1"] for row in per_class),
             "examples": examples,
-            "per_class": _per_class(confusion),
+            "per_class": per_class,
             "confusion": confusion.to_json(),
             "calibration": [
                 {
@@ -249,6 +253,12 @@ def _per_class(confusion: Confusion) -> list[dict[str, Any]]:
         }
         for h, s, p in zip(hits, support, predicted, strict=True)
     ]
+
+
+def _mean(values: Iterable[float | None]) -> float:
+    """The mean of what is known; some class is, in a split with images."""
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known)
 
 
 Mistake = dict[str, Any]

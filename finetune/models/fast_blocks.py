@@ -14,7 +14,7 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-__all__ = ["compute_class_token", "computes_alike", "multiply_plainly"]
+__all__ = ["compute_class_token", "computes_alike", "multiply_by_onednn", "multiply_plainly"]
 
 _TOKENS = 5
 _TOLERANCE = 1e-4  # of the largest value: products of other shapes sum in another order
@@ -131,6 +131,38 @@ def multiply_plainly(network: nn.Module) -> None:
         if _is_replaceable(module, _PlainAttention.forward, attention=module):
             # a class, not a method of the module's own, which would hold the module for ever
             module.__class__ = _PlainAttention
+
+
+def multiply_by_onednn(network: nn.Module) -> None:
+    """Let oneDNN multiply by a network's weights on a CPU where no gradient is asked for.
+
+    MKL, which torch takes for float32, leaves AVX-512 unused on processors that are not Intel's:
+    on an EPYC of 2024 oneDNN does twice as much a second. Logits stay what they are, but for the
+    order of sums.
+
+    Args:
+        network: on a CPU. Names, copies and wrappers of it stay as they are.
+    """
+    if not (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()):
+        return
+    for module in network.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = _OneDnnLinear
+
+
+class _OneDnnLinear(nn.Linear):
+    """torch's linear layer, of which only the way to compute it differs."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute the layer. Returns: (…, out) from (…, in)."""
+        kinds = {input.dtype, self.weight.dtype}
+        on_cpu = input.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+        if torch.is_grad_enabled() or kinds != {torch.float32} or not on_cpu:
+            return super().forward(input)
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(
+            input, self.weight, self.bias, "none", [], ""
+        )
+        return result
 
 
 class _PlainAttention(Attention):

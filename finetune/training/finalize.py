@@ -18,28 +18,65 @@ from finetune.data.feature_loader import AnyLoader
 from finetune.data.source import Split
 from finetune.errors import FinetuneError
 from finetune.evaluation.claims import answer
-from finetune.evaluation.evaluate import examine
+from finetune.evaluation.evaluate import Examination, examine
 from finetune.files import write_atomically
+from finetune.models.adapter import save_adapter
 from finetune.models.saved import save_model
-from finetune.publish.artifacts import refresh, write_evidence
+from finetune.publish.artifacts import base_of, refresh, write_evidence
 from finetune.recipe.load import Recipe
 from finetune.run.directory import RunDir
+from finetune.run.environment import dtype_of
 from finetune.run.record import read_record
+from finetune.training.augmented import write_augmented
 from finetune.training.launch import on_main
 from finetune.training.trainer_state import TrainerState
 from finetune.training.verdict import refuse_exploded, warnings_of
 
-__all__ = ["answer_anew", "finish"]
+__all__ = ["answer_anew", "can_keep", "finish", "validation"]
 
 NUM_MISTAKES = 24  # of the test split, or of validation where there is none, in results.json
+_MOST_KEPT = 1 << 26  # logits of validation that are kept while training goes on: 256 MiB
 
 
-def finish(trainer: TrainerState, val_loader: AnyLoader | None) -> dict[str, Any]:
+def can_keep(trainer: TrainerState, val_loader: AnyLoader) -> bool:
+    """True if the figures of a validation can be those of the published weights.
+
+    With an adapter they are not: it is merged, and rounded, for publication. Nor with an average of
+    weights on several processes, each of which has its own batch norm's statistics.
+    """
+    several = trainer.accelerator.num_processes > 1
+    if trainer.recipe.model.adapter is not None or (several and trainer.ema is not None):
+        return False
+    return len(val_loader.labels) * val_loader.num_classes <= _MOST_KEPT
+
+
+def validation(
+    trainer: TrainerState, val_loader: AnyLoader, *, is_last: bool = True
+) -> Examination:
+    """Make an examination of the validation split.
+
+    Args:
+        trainer, val_loader: of the run.
+        is_last: ask for what the end of the run needs, too: the temperature, and the mistakes if
+            there is no test split.
+    """
+    has_test = "test" in trainer.setup.source.splits
+    num_mistakes = NUM_MISTAKES if is_last and not has_test else 0
+    return Examination(val_loader, trainer.accelerator, fit=is_last, num_mistakes=num_mistakes)
+
+
+def finish(
+    trainer: TrainerState,
+    train_loader: AnyLoader,
+    val_loader: AnyLoader | None,
+    validated: tuple[int, Examination] | None = None,
+) -> dict[str, Any]:
     """Measure the best weights, read the test split once, and write results.json and model/.
 
     Args:
-        trainer: after its last step.
+        trainer, train_loader: after the last step; the report shows some training images.
         val_loader: None if the run has no validation split; the temperature is fitted on it.
+        validated: a step and its `validation`, which is not made again if the step is the best.
     Returns: the content of results.json.
     Raises: DataError if a test image cannot be read; model/ is published by then. DivergedError if
         the loss has exploded; everything is written by then.
@@ -51,20 +88,17 @@ def finish(trainer: TrainerState, val_loader: AnyLoader | None) -> dict[str, Any
     temperature = None
     splits = setup.source.splits
     if val_loader is not None:
-        measured = examine(
-            trainer.evaluated(),
-            val_loader,
-            accelerator,
-            batch_size=batch_size,
-            fit=True,
-            num_mistakes=0 if "test" in splits else NUM_MISTAKES,
-        )
+        if validated is None or validated[0] != best_step:
+            validated = best_step, validation(trainer, val_loader)
+            validated[1].measure(trainer.evaluated(), batch_size=batch_size)
+        measured = validated[1].report()
         temperature = measured.pop("temperature")
         _number_by(splits["val"], val_loader.store.split, measured.get("mistakes", []))
         results |= {"val": measured, "temperature": temperature}
     results |= {"best_step": best_step, "steps": trainer.counters.step}
     results |= {"skipped_steps": trainer.counters.skipped}
-    _publish(trainer, results, weights, final=False)
+    if trainer.main:
+        _publish(trainer, results, weights)
     if (test := splits.get("test")) is not None:
         # anew: its images may have been mended since its fingerprint was taken
         test_loader = trainer.loader(dataclasses.replace(test), train=False)
@@ -85,7 +119,8 @@ def finish(trainer: TrainerState, val_loader: AnyLoader | None) -> dict[str, Any
         results["claims"] = answer(claims, history, results, setup.steps_per_epoch)
         results["warnings"] = warnings_of(setup, results, history)
         run.write_json("results.json", results)
-        _publish(trainer, results, weights, final=True)
+        refresh(run, repository=trainer.recipe.run.push_to)
+        write_augmented(run, setup, train_loader.store, dtype_of(accelerator))
         _report(run.path, splits.get("val") if test is None else test, setup.notice)
     accelerator.wait_for_everyone()
     on_main(accelerator, lambda: refuse_exploded(run, setup, results))
@@ -114,11 +149,9 @@ def answer_anew(run: RunDir, recipe: Recipe) -> dict[str, Any]:
 
 
 def _publish(
-    trainer: TrainerState, results: dict[str, Any], weights: dict[str, torch.Tensor], *, final: bool
+    trainer: TrainerState, results: dict[str, Any], weights: dict[str, torch.Tensor]
 ) -> None:
-    """Write model/ on rank 0, with the evidence that is known so far."""
-    if not trainer.main:
-        return
+    """Write model/, with the evidence that is known so far."""
     setup, run = trainer.setup, trainer.run
 
     def write(folder: Path) -> None:
@@ -130,8 +163,10 @@ def _publish(
             preprocessing=setup.preprocessing,
             temperature=results.get("temperature"),
         )
+        if trainer.recipe.model.adapter is not None:
+            save_adapter(folder / "adapter", trainer.evaluated(), base=base_of(run))
         repository = trainer.recipe.run.push_to
-        write_evidence(folder, run, results, repository=repository, pictures=final)
+        write_evidence(folder, run, results, repository=repository, pictures=False)
 
     run.publish_model(write, needed=sum(tensor.nbytes for tensor in weights.values()))
 

@@ -97,10 +97,14 @@ def test_without_a_test_split_validation_is_measured(
         evaluate_model(str(tmp_path / "run"), split="test")
     evaluate_model(str(out))
     assert "no test split" not in capsys.readouterr().err
+    others = evaluate_model(str(out), data=f"folder:{photos}")  # all images, not a tenth of them
+    assert (others["split"], others["examples"]) == ("train", len(list(photos.rglob("*.png"))))
+    assert "all of it" in capsys.readouterr().err
 
 
 def test_figures_on_few_images_have_their_interval() -> None:
     figures = {"loss": 0.5, "top1": 0.8, "top5": 1.0, "ece": 0.1, "confusion": [[8, 2], [2, 8]]}
+    figures |= {"balanced_accuracy": 0.8, "macro_f1": 0.8}
     result = {**figures, "split": "test", "class_names": ["a", "b"]}
     assert "75.8–83.6 %" in describe({**result, "examples": 400})
     assert "too few" not in describe({**result, "examples": 400})

@@ -8,6 +8,8 @@ import json
 import os
 import shutil
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +33,7 @@ from finetune.data.loader import Loader
 from finetune.data.source import open_source
 from finetune.errors import WeightsError
 from finetune.models.saved import Built, save_model
+from finetune.transforms.pipeline import Pipeline
 from finetune.transforms.preprocessing import Preprocessing
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)
@@ -152,15 +155,16 @@ def test_rows_are_sorted_complete_and_the_same_for_any_batch(model: Path, photos
     assert names == expected.split()
     sizes: list[int] = []
     classifier.network.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
-    batches = {1: [1] * 5, 2: [2, 2, 1], 3: [3, 2], 100: [5]}
+    batches = {1: [1] * 5, 2: [1, 1, 1, 2], 3: [1, 1, 3], 100: [5], None: [5]}
     for batch_size, expected_sizes in batches.items():
         sizes.clear()
         again = classifier.predict([photos], top_k=2, batch_size=batch_size)
-        assert sizes == expected_sizes
+        assert sorted(sizes) == expected_sizes
         assert [row["path"] for row in again] == [row["path"] for row in rows]
         for one, other in zip(again, rows, strict=True):
             assert one.keys() == other.keys()
             for a, b in zip(one.get("predictions", []), other.get("predictions", []), strict=True):
+                assert a["label"] == b["label"]
                 assert a["confidence"] == pytest.approx(b["confidence"], abs=1e-5)
     good = [row for row in rows if "error" not in row]
     assert len(good) == 5
@@ -337,7 +341,7 @@ def test_a_model_without_temperature_cannot_be_calibrated(model: Path) -> None:
 
 
 def test_rows_come_while_later_files_are_unread(
-    model: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, photos: Path, monkeypatch: pytest.MonkeyPatch, two_cores: None
 ) -> None:
     """100,000 files must not be held: the first batch is out before the rest is decoded."""
     opened: list[str] = []
@@ -350,9 +354,115 @@ def test_rows_come_while_later_files_are_unread(
     found = [(str(photos / "0.png"), None)] * 100
     rows = Classifier.load(model, device="cpu").rows(found, batch_size=4)
     assert "predictions" in next(rows)
-    assert 4 <= len(opened) <= 4 + predict_module._DECODERS
+    assert 4 <= len(opened) <= 3 * 4  # a batch for each core, and the one that is out
     assert len(list(rows)) == 99
     assert len(opened) == 100
+
+
+@pytest.fixture
+def two_cores() -> Iterator[None]:
+    """As many threads as on a computer of two cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def one_core(two_cores: None) -> None:
+    torch.set_num_threads(1)
+
+
+class Met(torch.nn.Module):
+    """A network that answers once a second batch is under way, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = threading.Barrier(2, timeout=20)
+        self.threads: list[int] = []
+
+    def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
+        self.threads.append(torch.get_num_threads())
+        self.both.wait()
+        return images_BCHW.mean((2, 3))
+
+
+def test_each_core_computes_a_batch_of_its_own(model: Path, photos: Path, two_cores: None) -> None:
+    pipeline = Classifier.load(model, device="cpu").pipeline
+    classifier = Classifier(Met(), pipeline, NAMES, device="cpu")
+    found = [(str(photos / f"{number}.png"), None) for number in (0, 1, 2, 0)]
+    rows = list(classifier.rows(found, batch_size=1))
+    assert [row["path"] for row in rows] == [path for path, _ in found]
+    assert rows[0]["predictions"] == rows[3]["predictions"] != rows[1]["predictions"]
+    assert classifier.network.threads == [1] * 4
+    assert torch.get_num_threads() == 2
+
+
+def test_a_batch_goes_through_the_pipeline_at_once(
+    model: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, that is; a CPU takes one image after another, which is as fast."""
+    classifier, sizes = Classifier.load(model, device="cpu"), []
+    pipeline = classifier.pipeline
+    classifier.pipeline = lambda images, **k: sizes.append(len(images)) or pipeline(images, **k)
+    classifier.pipeline.decode_size = None
+    alone = classifier.predict(photos)
+    assert sizes == [1] * 5
+    sizes.clear()
+    monkeypatch.delitem(predict_module._PIXELS, "cpu")
+    together = classifier.predict(photos)
+    assert sizes == [5]
+    monkeypatch.setattr(predict_module, "_MOST_PIXELS", 3960)  # of about 3,000 each
+    sizes.clear()
+    classifier.predict(photos)
+    assert sizes == [2, 2, 1]
+    for one, other in zip(alone, together, strict=True):
+        for a, b in zip(one.get("predictions", []), other.get("predictions", []), strict=True):
+            assert a["label"] == b["label"]
+            # sums of a resampling in another order
+            assert a["confidence"] == pytest.approx(b["confidence"], abs=1e-5)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_an_image_that_the_pipeline_refuses_is_a_row(
+    grouped: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(predict_module._PIXELS, "cpu", 2**20 if grouped else 1)
+    sizes = {"image_size": (24, 24), "mean": MEAN, "std": STD}
+    network = Classifier.load(model, device="cpu").network
+    classifier = Classifier(network, Pipeline("normalise", train=False, **sizes), NAMES)
+    for number, side in enumerate((24, 30, 24)):
+        paint(tmp_path / f"{number}.png", number, (side, side))
+    rows = classifier.predict(tmp_path)
+    assert ["error" in row for row in rows] == [False, True, False]
+    assert "30" in rows[1]["error"]
+    assert rows[0]["predictions"] != rows[2]["predictions"]
+
+
+def test_who_stops_waits_for_no_batch(model: Path, photos: Path, one_core: None) -> None:
+    """A batch of a large network takes a CPU minutes; an interrupt ends it between two layers."""
+    begun, later = threading.Event(), []
+
+    class Long(torch.nn.Module):
+        def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
+            if begun.is_set():
+                assert predict_module._LANE.stop.wait(20)
+            begun.set()
+            return images_BCHW
+
+    class Last(torch.nn.Module):
+        def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
+            later.append(len(images_BCHW))
+            return images_BCHW.mean((2, 3))
+
+    network = torch.nn.Sequential(Long(), Last())
+    pipeline = Classifier.load(model, device="cpu").pipeline
+    classifier = Classifier(network, pipeline, NAMES, device="cpu")
+    rows = classifier.rows([(str(photos / "0.png"), None)] * 50, batch_size=2)
+    assert "predictions" in next(rows)
+    rows.close()
+    assert later == [2]
+    assert not any(module._forward_pre_hooks for module in network.modules())
 
 
 def test_a_failure_leaves_the_old_results(model: Path, photos: Path, tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_a_full_disk_is_said_and_nothing_is_left(tmp_path: Path) -> None:
         with writing(path, depth=1) as write:
             write(ROWS[0])
 
-    with refused("setup.not_writable", "--out", "rows.jsonl", "No space left"):
+    with refused("setup.disk_full", "--out", "rows.jsonl", "No space left"):
         write_a_row()
     assert not os.listdir(tmp_path)
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import subprocess
+import sys
+import warnings
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from refusals import refused
+from scipy.stats import binomtest
 from sklearn import metrics as sklearn_metrics
 from torch.nn import functional
 
@@ -62,6 +67,26 @@ def test_any_split_gives_the_same_bits(dtype: torch.dtype) -> None:
     assert compared == 100
 
 
+def _check_class_means(
+    result: dict[str, Any], labels: torch.Tensor, predicted: torch.Tensor
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of classes that are predicted and have no images
+        balanced = sklearn_metrics.balanced_accuracy_score(labels, predicted)
+    assert result["balanced_accuracy"] == pytest.approx(balanced, abs=1e-12)
+    macro = sklearn_metrics.f1_score(labels, predicted, average="macro")
+    assert result["macro_f1"] == pytest.approx(macro, abs=1e-12)
+
+
+def test_means_over_classes_leave_out_those_that_do_not_occur() -> None:
+    """Class 3 has no images, 4 no images and no predictions, 5 is never predicted."""
+    labels = torch.tensor([0, 0, 0, 1, 1, 2, 5])
+    predicted = torch.tensor([0, 0, 3, 1, 2, 2, 0])
+    result = count(functional.one_hot(predicted, 6).float(), labels).result()
+    _check_class_means(result, labels, predicted)
+    assert result["balanced_accuracy"] == pytest.approx((2 / 3 + 1 / 2 + 1 + 0) / 4)
+
+
 def test_result_agrees_with_other_libraries() -> None:
     logits, labels = sample(400, 9, seed=1)
     result = count(logits, labels, batch=64).result()
@@ -73,6 +98,7 @@ def test_result_agrees_with_other_libraries() -> None:
     top5 = sklearn_metrics.top_k_accuracy_score(labels, logits, k=5, labels=range(9))
     assert result["top5"] == top5
     assert 0 < result["top1"] < result["top5"] < 1
+    _check_class_means(result, labels, predicted)
     matrix = sklearn_metrics.confusion_matrix(labels, predicted, labels=range(9))
     assert result["confusion"] == matrix.tolist()
     precision, recall, f1, support = sklearn_metrics.precision_recall_fscore_support(
@@ -318,6 +344,20 @@ def test_the_interval_is_the_inverse_of_the_score_test(correct: int, total: int)
     for end in (low, high):
         if end != share:  # at 0 and 1 one end is the share itself
             assert abs(share - end) == pytest.approx(z * math.sqrt(end * (1 - end) / total))
+
+
+@pytest.mark.parametrize("total", [1, 2, 30, 97, 145, 999])
+def test_the_interval_is_that_of_scipy(total: int) -> None:
+    for correct in range(total + 1):
+        ends = binomtest(correct, total).proportion_ci(confidence_level=0.95, method="wilson")
+        assert wilson(correct, total) == (ends.low, ends.high)
+
+
+def test_the_interval_needs_no_scipy() -> None:
+    """It is in the last second of each run, and scipy.stats takes half a second to load."""
+    words = "from finetune.evaluation.intervals import wilson; wilson(3, 9); import sys; "
+    words += "assert not {'scipy', 'torch'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", words], check=True)
 
 
 def test_only_an_accuracy_on_few_images_has_an_interval() -> None:

@@ -16,9 +16,15 @@ import torch
 import torch.nn.functional as F
 from timm.layers import Attention
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.models.attention import attention_maps
-from finetune.models.fast_blocks import compute_class_token, computes_alike, multiply_plainly
+from finetune.models.fast_blocks import (
+    compute_class_token,
+    computes_alike,
+    multiply_by_onednn,
+    multiply_plainly,
+)
 from finetune.models.features import accept_features, pre_logits
 from finetune.models.profile import count_macs
 
@@ -362,3 +368,46 @@ def test_it_leaves_no_trace() -> None:
     assert all(torch.equal(weights[name], tensor) for name, tensor in module.state_dict().items())
     assert all(parameter.grad is None for parameter in module.parameters())
     assert torch.equal(torch.get_rng_state(), state)
+
+
+# --- products by oneDNN -------------------------------------------------------------------------
+
+
+class Operations(TorchDispatchMode):
+    """Notes the operations that are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="only where MKL would multiply")
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "test_convnext", "test_mambaout"])
+def test_onednn_gives_the_same_logits(name: str) -> None:
+    plain = network(name) if "vit" in name else timm.create_model(name, num_classes=NUM_CLASSES)
+    twin = copy.deepcopy(plain.eval())
+    multiply_by_onednn(twin)
+    assert twin.state_dict().keys() == plain.state_dict().keys()
+    with torch.inference_mode():
+        expected_BK = plain(images())
+        with Operations() as seen:
+            logits_BK = twin(images())
+        # sums in another order
+        torch.testing.assert_close(logits_BK, expected_BK, rtol=1e-4, atol=1e-5)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(twin(images()), plain(images()))
+    assert {"mkldnn._linear_pointwise.default"} <= seen.names
+    assert not any("addmm" in name for name in seen.names)
+
+
+def test_gradients_do_not_come_from_onednn() -> None:
+    plain = network()
+    twin = copy.deepcopy(plain)
+    multiply_by_onednn(twin)
+    for model in (plain, twin):
+        loss(model).backward()
+    assert torch.equal(plain.head.weight.grad, twin.head.weight.grad)

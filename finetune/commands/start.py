@@ -2,17 +2,21 @@
 
 What is chosen depends on the images, on the weights that are on this machine, and on how fast it
 computes; nothing is downloaded. `finetune train SOURCE` makes the recipe and trains it.
+
+Two ways are looked at: the most promising weights that can be trained as a whole in time, and the
+most promising ones whose head alone can. A short trial decides between them where that is in doubt.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import math
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +28,7 @@ from torch.nn.functional import cross_entropy
 from finetune.console import say
 from finetune.data.decode_all import sample_sizes
 from finetune.data.source import Source, open_source
+from finetune.data.streaming.row_groups import ShardItems
 from finetune.errors import DataError
 from finetune.files import write_atomically
 from finetune.models.build import build
@@ -34,16 +39,19 @@ from finetune.run.directory import RunDir
 from finetune.run.environment import DTYPES, pick_precision
 from finetune.run.record import read_record
 from finetune.text import counted, printable
+from finetune.training.lr_range import LrRange, lr_range
 
-__all__ = ["Candidate", "Choice", "Facts", "Started", "look", "note", "start"]
+__all__ = ["Candidate", "Choice", "Facts", "Started", "Way", "look", "note", "start"]
 
 _SECTIONS = ("model", "data", "optim", "run")
 _BUDGET_SECONDS = 300.0  # of computing; a larger set or a slower machine gets a cheaper way
 _SAMPLED = 32  # images that are decoded to see their size
-_TRIED = 2000  # training images up to which a short trial tells whether fine-tuning pays
-_TRIAL_EPOCHS = 5
+_TRIED = 2000  # training images beyond which fine-tuning pays, if the same weights are frozen
+_TRIAL_IMAGES, _TRIAL_EPOCHS = 6000, 15  # that a trial sees, and how often at most
 _LEAST_STEPS, _MOST_EPOCHS = 300, 40
-_FEW = 100  # training images of a class, below which frozen features often are the better model
+_HEAD_LR = 3e-3  # suits a new head on features
+_RANGE_SHARE = 20  # a range test has no more steps than the run's by this
+_RANGE_STEPS = (16, 100)  # fewer tell nothing, more tell nothing new
 
 
 class Choice(NamedTuple):
@@ -61,10 +69,12 @@ class Started:
     Attributes:
         recipe: ready for `train`.
         text: its YAML, with a reason beside each choice.
+        lr_range: the range test that the learning rate comes from, if there was time for one.
     """
 
     recipe: Recipe
     text: str
+    lr_range: LrRange | None = None
 
 
 @dataclass(frozen=True)
@@ -93,11 +103,26 @@ class Candidate(NamedTuple):
     reason: str
 
 
+class Way(NamedTuple):
+    """Weights, and how they are trained.
+
+    Attributes:
+        frozen: True if the head alone is trained, on features.
+        seconds: of an image in a training step, or in a forward pass where it is frozen.
+    """
+
+    candidate: Candidate
+    frozen: bool
+    seconds: float
+
+    @property
+    def lr(self) -> float:
+        """The learning rate that suits it with AdamW, by a rule of thumb."""
+        return _HEAD_LR if self.frozen else self.candidate.lr
+
+
 def start(
-    source: str,
-    *,
-    overrides: Iterable[str] = (),
-    notice: Callable[[str], None] = say,
+    source: str, *, overrides: Iterable[str] = (), notice: Callable[[str], None] = say
 ) -> Started:
     """Make a recipe for a source of images.
 
@@ -107,28 +132,23 @@ def start(
         notice: told what is being tried.
     Raises: DataError if the images cannot be trained on.
     """
-    opened = open_source(source_of(source))
+    asked, others = _asked(overrides)
+    image, label = asked.get("data.image_column"), asked.get("data.label_column")
+    opened = open_source(
+        source_of(source),
+        image_column=image if isinstance(image, str) else None,  # what is no text is refused below
+        label_column=label if isinstance(label, str) else None,
+        streaming=asked.get("data.streaming") is True,
+    )
     if "train" not in opened.splits:
         raise DataError(
             f"{opened.name}: has no training images; put them into 'train'", code="data.no_split"
         )
-    asked, others = _asked(overrides)
     facts = look(opened, asked.get("data.val_fraction", _validation(opened)[0]))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    candidate, is_frozen, seconds = _network(facts, device, asked.get("model.name"))
-    if isinstance(size := asked.get("model.image_size"), int):
-        candidate = candidate._replace(size=size)
-    choices = _Choices(opened, facts, candidate, asked, others)
-    minutes = seconds * _epochs(facts.train) * facts.train / 60
-    why = f"all weights are trained: about {max(minutes, 1):.0f} min here"
-    if "model.freeze" in asked:
-        is_frozen = asked["model.freeze"] == "backbone"
-    elif is_frozen:
-        why = "only the head is trained: the rest would take too long on this machine"
-    elif facts.train <= _TRIED:
-        notice(f"trying whether fine-tuning pays: {_TRIAL_EPOCHS} epochs each way")
-        is_frozen, why = _trial(choices)
-    return choices.made(frozen=is_frozen, why=why)
+    choices = _Choices(opened, facts, asked, others)
+    way, why = _decide(choices, _ways(facts, device, asked), notice)
+    return _with_measured_lr(choices, way, why, notice)
 
 
 def note(started: Started, out: str | Path) -> None:
@@ -141,35 +161,39 @@ def note(started: Started, out: str | Path) -> None:
         run.open()
         if not run.steps() and not read_record(run):  # else training refuses
             write_atomically(run.path / "start.yaml", started.text)
+            place = run.path / "lr_range.json"
+            place.unlink(missing_ok=True)  # of a start that was given up
+            if started.lr_range is not None:
+                curve = {**asdict(started.lr_range), "chosen": started.recipe.optim.lr}
+                write_atomically(place, json.dumps(curve))
 
 
 @dataclass(frozen=True)
 class _Choices:
-    """All that is settled but whether the backbone is trained.
-
-    Attributes:
-        asked: values by key that the user gave; they take the place of what is chosen.
-        others: further overrides.
-    """
+    """All that is settled but the way; `asked` are the user's values by key, which win."""
 
     source: Source
     facts: Facts
-    candidate: Candidate
     asked: Mapping[str, Any]
     others: list[str]
 
-    def made(self, *, frozen: bool, why: str, **changed: Any) -> Started:
+    def made(self, way: Way, why: str, *, lr: Choice | None = None, **changed: Any) -> Started:
         """Write the recipe and read it back.
 
         Args:
-            why: the reason for `frozen`.
+            why: the reason for `way`.
+            lr: the learning rate, if it is not the rule of thumb's.
             changed: values by section and key with two underscores between, for a trial.
         """
-        name, candidate, facts = self.source.name, self.candidate, self.facts
+        name, (candidate, frozen, _), facts = self.source.name, way, self.facts
         asked = {**self.asked, **{key.replace("__", "."): value for key, value in changed.items()}}
         batch_size = asked.get("data.batch_size", _batch_size(facts.train))
         val_fraction, why_val = _validation(self.source)
+        unreadable = Choice("unreadable", "quarantine", "broken files are listed and left out")
+        if isinstance(self.source.splits["train"].items, ShardItems):
+            unreadable = Choice("unreadable", "stop", "the images are streamed")
         found = f"{self.source.description}; {_counts(self.source, facts)}"
+        lr = lr or Choice("lr", way.lr)
         sections = {
             "model": [
                 Choice("name", candidate.name, candidate.reason),
@@ -180,10 +204,10 @@ class _Choices:
                 Choice("source", name, found),
                 Choice("val_fraction", val_fraction, why_val),
                 Choice("batch_size", batch_size, counted(facts.train, "training image")),
-                Choice("unreadable", "quarantine", "broken files are listed and left out"),
+                unreadable,
                 _pipeline(candidate.size, facts.side, frozen=frozen),
             ],
-            "optim": _optim(candidate, facts.train, batch_size, asked, frozen=frozen),
+            "optim": _optim(lr, facts.train, batch_size, asked, frozen=frozen),
             "run": [Choice("best", "val.loss", "steadier than accuracy on few images")],
         }
         text = _yaml(name, sections, asked)
@@ -191,17 +215,59 @@ class _Choices:
         return Started(recipe, text)
 
 
-def _trial(choices: _Choices) -> tuple[bool, str]:
-    """Train a few epochs both ways. Returns: True if the backbone is to be frozen, and why."""
-    short = {"optim__epochs": _TRIAL_EPOCHS, "optim__steps": None, "run__test": False}
-    frozen, tuned = (
-        _score(choices.made(frozen=frozen, why="", **short).recipe) for frozen in (True, False)
+def _decide(choices: _Choices, ways: list[Way], notice: Callable[[str], None]) -> tuple[Way, str]:
+    """Choose one of the ways from `_ways`. Returns: it, and why."""
+    train, freeze = choices.facts.train, choices.asked.get("model.freeze")
+    if freeze is not None:
+        frozen = freeze == "backbone"
+        way = next((way for way in ways if way.frozen == frozen), ways[0])
+        return way._replace(frozen=frozen), ""
+    if len(ways) == 1:
+        return ways[0], "only the head is trained: the rest would take too long on this machine"
+    head, whole = ways
+    if train > _TRIED and head.candidate == whole.candidate:
+        minutes = max(whole.seconds * _epochs(train) * train / 60, 1)
+        return whole, f"all weights are trained: about {minutes:.0f} min here"
+    epochs = min(_TRIAL_EPOCHS, max(1, _TRIAL_IMAGES // max(train, 1)))
+    notice(f"trying whether fine-tuning pays: {counted(epochs, 'epoch')} each way")
+    short: dict[str, Any] = {"optim__epochs": epochs, "optim__steps": None, "run__test": False}
+    (frozen_top1, images), (top1, _) = (
+        _score(choices.made(way, "", **short).recipe) for way in (head, whole)
     )
     why = (
-        f"a trial of {_TRIAL_EPOCHS} epochs: val top-1 {frozen:.3f} with the backbone frozen, "
-        f"{tuned:.3f} without"
+        f"a trial of {counted(epochs, 'epoch')}: val top-1 {frozen_top1:.3f} with the backbone of "
+        f"{head.candidate.name} frozen, {top1:.3f} with all of {whole.candidate.name} trained"
     )
-    return frozen >= tuned, why
+    # on few images a lead may be chance; features cannot overfit as far
+    standard_error = math.sqrt(frozen_top1 * (1 - frozen_top1) / images)
+    return (whole if top1 > frozen_top1 + standard_error else head), why
+
+
+def _with_measured_lr(
+    choices: _Choices, way: Way, why: str, notice: Callable[[str], None]
+) -> Started:
+    """Make the recipe with the learning rate of a range test, or say why there was none.
+
+    It is a tenth of the rate with the least loss, and at most three times away from the rule of
+    thumb: a test of so few steps is not trusted further.
+    """
+    fewest, most = _RANGE_STEPS
+    made = choices.made(way, why, model__compile=False)
+    optim, batch_size = made.recipe.optim, made.recipe.data.batch_size
+    of_run = optim.steps or round((optim.epochs or 0) * choices.facts.train / batch_size)
+    steps = min(of_run // _RANGE_SHARE, most)
+    if "optim.lr" in choices.asked or steps < fewest:
+        why_lr = "a rule of thumb; a range test would take more than a twentieth of the run"
+        return choices.made(way, why, lr=Choice("lr", way.lr, why_lr))
+    notice(f"trying learning rates: {counted(steps, 'step')}")
+    curve = lr_range(made.recipe, lowest=way.lr / 30, highest=way.lr * 30, steps=steps)
+    lr = float(f"{min(max(curve.least / 10, way.lr / 3), way.lr * 3):.1e}")
+    why_lr = (
+        f"a range test of {counted(steps, 'step')}: the loss was least at {curve.least:.1e}; a "
+        f"tenth of it, within a third and three times the rule of thumb, {way.lr:g}"
+    )
+    made = choices.made(way, why, lr=Choice("lr", lr, why_lr))
+    return Started(made.recipe, made.text, curve)
 
 
 def _asked(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
@@ -251,12 +317,9 @@ def _validation(source: Source) -> tuple[float, str]:
 
 def _counts(source: Source, facts: Facts) -> str:
     """The number of classes, and the one with the fewest and the most images."""
-    fewest, most = int(facts.per_class.argmin()), int(facts.per_class.argmax())
-    names = source.class_names
-    return (
-        f"{len(names)} classes, from {facts.per_class[fewest]} images ({names[fewest]}) to "
-        f"{facts.per_class[most]} ({names[most]})"
-    )
+    ends = facts.per_class.argmin(), facts.per_class.argmax()
+    least, greatest = (f"{facts.per_class[k]} ({source.class_names[k]})" for k in ends)
+    return f"{len(source.class_names)} classes, images from {least} to {greatest}"
 
 
 def _candidates(side: int, device: torch.device) -> Iterator[Candidate]:
@@ -301,52 +364,57 @@ def _native_size(name: str) -> int:
     return build(name, pretrained=False).preprocessing.image_size[0]
 
 
-def _network(
-    facts: Facts, device: torch.device, asked: str | None
-) -> tuple[Candidate, bool, float]:
-    """Choose weights, and whether there is time to train all of them.
+def _ways(facts: Facts, device: torch.device, asked: Mapping[str, Any]) -> list[Way]:
+    """The most promising way whose head alone is trained, and that which trains all, if in time.
 
     Args:
-        asked: the weights that the user names, if any.
-    Returns: the candidate; True if only its head can be trained; seconds that an image takes in a
-        training step, or in a forward pass where only the head is trained.
+        asked: model.name and model.image_size take the place of all candidates' own.
     """
-    affordable: list[tuple[Candidate, float]] = []
-    num_classes = len(facts.per_class)
     candidates = list(_candidates(facts.side, device))
-    if asked is not None:
-        known = [candidate for candidate in candidates if candidate.name == asked]
-        candidates = known or [Candidate(asked, _native_size(asked), 1e-4, "as asked")]
+    if (name := asked.get("model.name")) is not None:
+        known = [candidate for candidate in candidates if candidate.name == name]
+        candidates = known or [Candidate(name, _native_size(name), 1e-4, "as asked")]
+    if isinstance(size := asked.get("model.image_size"), int):
+        candidates = [candidate._replace(size=size) for candidate in candidates]
+    head, cheapest = None, None
     for candidate in candidates:
-        forward, step = _seconds(candidate, num_classes, device)
+        forward, step = _seconds(candidate, len(facts.per_class), device)
+        cheapest = Way(candidate, True, forward)
+        if head is None and forward * sum(facts.images.values()) <= _BUDGET_SECONDS:
+            head = cheapest
         if step * _epochs(facts.train) * facts.train <= _BUDGET_SECONDS:
-            return candidate, False, step
-        affordable.append((candidate, forward))
-    for candidate, forward in affordable:
-        if forward * sum(facts.images.values()) <= _BUDGET_SECONDS:
-            return candidate, True, forward
-    candidate, forward = affordable[-1]
-    return candidate, True, forward
+            return [head or cheapest, Way(candidate, False, step)]
+    assert cheapest is not None
+    return [head or cheapest]
 
 
 def _seconds(candidate: Candidate, num_classes: int, device: torch.device) -> tuple[float, float]:
-    """Measure how long an image takes in a forward pass, and in a training step."""
+    """Measure how long an image takes in a forward pass, and in a training step.
+
+    On a CPU by the computing time of one thread: beside other work, threads wait for one another,
+    and burn time while they do.
+    """
     batch = 16 if device.type == "cpu" else 128
     built = build(candidate.name, num_classes=num_classes, image_size=candidate.size)
     model = built.model.to(device).train()
     images_BCHW = torch.rand(batch, 3, candidate.size, candidate.size, device=device)
     labels_B = torch.zeros(batch, dtype=torch.int64, device=device)
     dtype = DTYPES[pick_precision("auto", device)]
+    threads = torch.get_num_threads()
+
+    def clock() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            return time.perf_counter()
+        return time.process_time() / threads**0.75  # what more threads bring, about
 
     def timed(work: Callable[[], Any]) -> float:
         work()  # the first time, kernels are chosen and memory is taken
         times = []
         for _ in range(3):  # the least of them: other work on the machine only adds
-            began = time.perf_counter()
+            began = clock()
             work()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - began)
+            times.append(clock() - began)
         return min(times) / batch
 
     def logits_BK() -> torch.Tensor:
@@ -356,17 +424,19 @@ def _seconds(candidate: Candidate, num_classes: int, device: torch.device) -> tu
     def step() -> None:
         cross_entropy(logits_BK().float(), labels_B).backward()
 
-    with torch.no_grad():
-        forward = timed(logits_BK)
-    return forward, timed(step)
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad():
+            forward = timed(logits_BK)
+        return forward, timed(step)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _epochs(images: int) -> int:
     """Passes over the data: more over small sets, so that there are steps enough."""
-    if images > 50_000:
-        return 3
     if images > 5000:
-        return 8
+        return 3 if images > 50_000 else 8
     return min(_MOST_EPOCHS, max(15, round(_LEAST_STEPS * 32 / max(images, 1))))
 
 
@@ -389,19 +459,16 @@ def _pipeline(size: int, side: int, *, frozen: bool) -> Choice:
 
 
 def _optim(
-    candidate: Candidate, images: int, batch_size: int, asked: Mapping[str, Any], *, frozen: bool
+    lr: Choice, images: int, batch_size: int, asked: Mapping[str, Any], *, frozen: bool
 ) -> list[Choice]:
     """The optimiser; what is asked decides the number of steps, and they the warm-up."""
     chosen = _MOST_EPOCHS if frozen and images <= 50_000 else _epochs(images)
     epochs = asked.get("optim.epochs") or chosen
     steps = asked.get("optim.steps") or max(1, round(epochs * images / batch_size))
-    lr, why = candidate.lr, "suits these weights with AdamW"
-    if frozen:
-        lr, why = 3e-3, "suits a new head on features"
     length = [] if asked.get("optim.steps") else [Choice("epochs", epochs, f"about {steps} steps")]
     return [
         Choice("name", "adamw"),
-        Choice("lr", lr, why),
+        lr,
         Choice("weight_decay", 0.05),
         Choice("schedule", "cosine"),
         *length,
@@ -409,12 +476,13 @@ def _optim(
     ]
 
 
-def _score(recipe: Recipe) -> float:
-    """Train a recipe in a folder of its own and return its best validation accuracy."""
+def _score(recipe: Recipe) -> tuple[float, int]:
+    """Train a recipe in a folder of its own. Returns: val top-1, and on how many images."""
     from finetune.training.train import train
 
     with tempfile.TemporaryDirectory(prefix="finetune-start-") as folder:
-        return float(train(recipe, Path(folder) / "trial")["val"]["top1"])
+        val = train(recipe, Path(folder) / "trial")["val"]
+        return float(val["top1"]), int(val["examples"])
 
 
 def _yaml(name: str, sections: dict[str, list[Choice]], asked: Mapping[str, Any]) -> str:

@@ -74,10 +74,16 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that runs, with "+changes" when it differs; None if installed."""
-    root = Path(__file__).resolve().parents[2]
+    """The commit of the checkout that runs, or that the installed package was built from.
+
+    Returns: with "+changes" where the code differs; None where the package was built from no
+        checkout, as from an archive of the sources.
+    """
+    here = Path(__file__).resolve()
+    root = here.parents[2]
     if not (root / ".git").exists():
-        return None
+        built_from = here.with_name("COMMIT")  # setup.py puts it there
+        return built_from.read_text(encoding="utf-8") if built_from.is_file() else None
     try:
         commit = _git(root, "rev-parse", "HEAD")
         return commit + ("+changes" if _git(root, "status", "--porcelain", "-uno") else "")

@@ -23,7 +23,7 @@ class RunRecord(TypedDict, total=False):
     versions: dict[str, str]  # of Python and the packages
     device: dict[str, Any]  # type, name, threads
     num_processes: int
-    commit: str | None  # of finetune; None outside a checkout
+    commit: str | None  # of finetune; None if it was built from no checkout
     argv: list[str]  # without secrets
     precision: str  # "fp32", "bf16" or "fp16"
     data_fingerprint: str  # sha256 over all of `split_fingerprints`

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
-
-from finetune.data.source import Split
+from finetune.data.sampling import draws_in_words, imbalance
 from finetune.errors import visible
 from finetune.evaluation.intervals import TOO_FEW_IMAGES
 from finetune.run.environment import precision_of
@@ -18,7 +16,6 @@ from finetune.training.trainer_state import TrainerState
 __all__ = ["FEW_STEPS", "banner", "size_notices"]
 
 FEW_STEPS = 50  # a run of fewer has hardly moved the weights
-_RARE = 0.1  # of the images of the commonest class
 
 
 def banner(trainer: TrainerState) -> list[str]:
@@ -29,6 +26,7 @@ def banner(trainer: TrainerState) -> list[str]:
         "network": _network(setup),
         "images": _images(setup),
         "classes": _classes(setup),
+        "sampling": _sampling(setup),
         "training": _length(setup),
         "device": f"{processes} on {setup.device.type}",
         "auto": ", ".join(f"{key} is {value}" for key, value in _chosen(trainer).items()),
@@ -74,7 +72,7 @@ def _images(setup: TrainingSetup) -> str:
 
 
 def _classes(setup: TrainingSetup) -> str:
-    counts_K = _class_counts(setup)
+    counts_K = setup.class_counts
     fewest, most = int(counts_K.argmin()), int(counts_K.argmax())
     if counts_K[fewest] == counts_K[most]:
         return f"{len(counts_K):,}, with {counted(int(counts_K[most]), 'training image')} each"
@@ -82,6 +80,14 @@ def _classes(setup: TrainingSetup) -> str:
         f"{len(counts_K):,}, from {counts_K[fewest]:,} training images ({_name(setup, fewest)}) "
         f"to {counts_K[most]:,} ({_name(setup, most)})"
     )
+
+
+def _sampling(setup: TrainingSetup) -> str:
+    kind = setup.recipe.data.sampling
+    if kind is None:
+        return ""
+    counts_K, names = setup.class_counts, setup.source.class_names
+    return f"{kind}: {draws_in_words(counts_K, setup.class_draws, names)}"
 
 
 def _length(setup: TrainingSetup) -> str:
@@ -99,6 +105,7 @@ def _chosen(trainer: TrainerState) -> dict[str, Any]:
     chosen = {
         "run.precision": (recipe.run.precision, precision_of(trainer.accelerator)),
         "data.micro_batch": (recipe.data.micro_batch, trainer.micro_batch),
+        "data.workers": (recipe.data.workers, trainer.setup.workers),
         "model.compile": (recipe.model.compile, str(trainer.compiled).lower()),
     }
     return {
@@ -150,21 +157,17 @@ def _few_images(setup: TrainingSetup, name: str, images: int) -> str:
 
 
 def _rare_classes(setup: TrainingSetup) -> list[str]:
-    counts_K = _class_counts(setup)
-    rare, common = int(counts_K.argmin()), int(counts_K.argmax())
-    if counts_K[rare] >= _RARE * counts_K[common]:
+    words = imbalance(setup.class_counts, setup.source.class_names)
+    if not words:
         return []
+    optim, sampling = setup.recipe.optim, setup.recipe.data.sampling
+    advice = "add images of them, set optim.class_weights=balanced, and "
+    if sampling or optim.class_weights or optim.focal_gamma or optim.logit_adjustment:
+        advice = ""
     return [
-        f"{_name(setup, rare)} has {counted(int(counts_K[rare]), 'training image')} and "
-        f"{_name(setup, common)} {counts_K[common]:,}: the accuracy hardly shows the rare classes; "
-        "add images of them, or look at each class's recall in the report"
+        f"{words}: the accuracy hardly shows the rare classes; {advice}judge by the balanced "
+        "accuracy"
     ]
-
-
-def _class_counts(setup: TrainingSetup) -> np.ndarray:
-    """Training images of each class: (K,)."""
-    train: Split = setup.source.splits["train"]
-    return np.bincount(train.labels, minlength=setup.num_classes)
 
 
 def _name(setup: TrainingSetup, label: int) -> str:

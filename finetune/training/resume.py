@@ -39,8 +39,7 @@ def begin(
     """Start the run's record, or check that the recorded run is this one.
 
     Args:
-        run: opened.
-        setup: of what is to be trained.
+        run, setup: opened.
         precision: "fp32", "bf16" or "fp16", as chosen for this machine.
         num_processes: of this launch.
         resume: whether the user asked to go on.
@@ -68,6 +67,7 @@ def begin(
             code="checkpoint.damaged",
         )
     else:
+        setup = _without_unreadable(setup, record)
         _check_same(run, setup, record, notice, precision=precision, fingerprints=fingerprints)
         if is_done and run.has_model() and setup.steps == _steps_before(record, setup):
             return None
@@ -119,6 +119,13 @@ def _check_same(
             f"{precision} on this machine; continue where it began, or choose another --out",
             code="recipe.not_this_run",
         )
+    sha256 = setup.built.provenance.get("sha256")
+    if setup.recipe.model.adapter is not None and record.get("weights_sha256") != sha256:
+        raise RecipeError(
+            f"{run.path}: began with other weights under the name {setup.recipe.model.name}, to "
+            "which its adapter belongs; restore them, or choose another --out",
+            code="recipe.not_this_run",
+        )
     # What was learned came from these; a test split may be mended before it is read.
     recorded = record.get("split_fingerprints", {})
     others = [name for name in _LEARNED if recorded.get(name) != fingerprints.get(name)]
@@ -149,6 +156,11 @@ def _same_past(run: RunDir, setup: TrainingSetup, record: RunRecord) -> bool:
     return done <= setup.steps and all(
         setup.lr(step) == setup.lr(step, steps=before) for step in range(done)
     )
+
+
+def _without_unreadable(setup: TrainingSetup, record: RunRecord) -> TrainingSetup:
+    """The setup with the number of images that the recorded run could read."""
+    return setup.with_num_samples(record.get("plan", {}).get("images_read", setup.num_samples))
 
 
 def _steps_before(record: RunRecord, setup: TrainingSetup) -> int:

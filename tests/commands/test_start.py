@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from refusals import refused
+from samples import png
+from tars import Member, tar
+from torch import nn
 
 from finetune.cli import main as cli
 from finetune.commands import start as start_module
-from finetune.commands.start import Facts, start
-from finetune.recipe.load import load_recipe, parse_recipe
+from finetune.commands.start import Facts, Way, _Choices, start
+from finetune.recipe.load import Recipe, load_recipe, parse_recipe
 from finetune.recipe.local import names_images
+from finetune.training.lr_range import LrRange
 
 CPU = torch.device("cpu")
 
@@ -46,8 +54,24 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
 
 
 @pytest.fixture
-def no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start_module, "_score", lambda recipe: float(recipe.model.freeze == "none"))
+def scores(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Say how a trial ends, by `model.freeze`; it is measured on 25 images."""
+    top1 = {"backbone": 0.0, "none": 1.0}
+    monkeypatch.setattr(start_module, "_score", lambda recipe: (top1[recipe.model.freeze], 25))
+    return top1
+
+
+@pytest.fixture
+def least(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Say where a range test finds the least loss; what was tried is added."""
+    found: list[float] = [1e-2]
+
+    def tried(recipe: Recipe, **facts: Any) -> LrRange:
+        found.extend(facts.values())
+        return LrRange([found[0] / 2, found[0], found[0] * 2], [1, 2, 3], [3, 1, 2])
+
+    monkeypatch.setattr(start_module, "lr_range", tried)
+    return found
 
 
 def facts(train: int, side: int = 32, classes: int = 4) -> Facts:
@@ -71,8 +95,34 @@ class TestChoices:
         clock: Callable[[float, float], None],
     ) -> None:
         clock(*seconds)
-        candidate, is_frozen, _ = start_module._network(facts(1000), CPU, None)
-        assert (candidate.name, is_frozen) == expected
+        way = start_module._ways(facts(1000), CPU, {})[-1]
+        assert (way.candidate.name, way.frozen) == expected
+
+    def test_better_weights_are_looked_at_frozen_where_only_others_can_be_trained(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        steps = {"embedded:vit_ti": 1.0, "embedded:vit_nano": 1e-3}
+        monkeypatch.setattr(start_module, "_seconds", lambda one, *_: (1e-4, steps[one.name]))
+        head, whole = start_module._ways(facts(1000), CPU, {"model.image_size": 48})
+        assert (head.candidate.name, head.candidate.size, head.frozen) == (
+            "embedded:vit_ti",
+            48,
+            True,
+        )
+        assert (whole.candidate.name, whole.frozen) == ("embedded:vit_nano", False)
+
+    def test_waiting_for_a_busy_processor_is_not_computing(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Waits(nn.Linear):
+            def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
+                time.sleep(0.05)
+                return super().forward(images_BCHW[:, 0, 0])
+
+        built = SimpleNamespace(model=Waits(8, 2))
+        monkeypatch.setattr(start_module, "build", lambda *_, **__: built)
+        forward, step = start_module._seconds(start_module.Candidate("any", 8, 1.0, ""), 2, CPU)
+        assert max(forward, step) < 0.05 / 16
 
     def test_small_sets_are_seen_more_often(self) -> None:
         epochs = [start_module._epochs(images) for images in (50, 500, 3000, 10_000, 100_000)]
@@ -91,15 +141,17 @@ class TestChoices:
         with refused("weights.unknown_name", "nope"):
             start(folder, overrides=["model.name=vit_base_patch16_224.nope"], notice=print)
 
-    def test_nothing_is_mirrored_unasked(self, tmp_path: Path, no_trial: None) -> None:
+    @pytest.mark.usefixtures("scores", "least")
+    def test_nothing_is_mirrored_unasked(self, tmp_path: Path) -> None:
         made = start(str(photos(tmp_path / "photos", {"a": 12, "b": 12})), notice=print)
         assert "flip" not in (made.recipe.data.train or "")
         assert "add '| flip'" in made.text
 
 
 class TestRecipe:
+    @pytest.mark.usefixtures("scores", "least")
     def test_every_choice_is_in_the_text_and_overrides_win(
-        self, tmp_path: Path, no_trial: None, clock: Callable[[float, float], None]
+        self, tmp_path: Path, clock: Callable[[float, float], None]
     ) -> None:
         clock(1e-4, 3e-4)
         folder = photos(tmp_path / "my photos # 1", {"a: b": 12, "c": 30})
@@ -109,23 +161,39 @@ class TestRecipe:
         assert "epochs: 2 # as asked" in made.text
         assert parse_recipe(made.text) == made.recipe
         assert made.recipe.data.unreadable == "quarantine"
-        assert "2 classes, from 12 images (a: b) to 30 (c)" in made.text
+        assert "2 classes, images from 12 (a: b) to 30 (c)" in made.text
 
-    def test_a_trial_decides_where_fine_tuning_may_not_pay(
-        self,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        clock: Callable[[float, float], None],
+    @pytest.mark.usefixtures("least")
+    def test_a_trial_decides_and_a_lead_that_may_be_chance_is_none(
+        self, tmp_path: Path, scores: dict[str, float], clock: Callable[[float, float], None]
     ) -> None:
         clock(1e-4, 3e-4)
-        scores = {"backbone": 0.9, "none": 0.8}
-        monkeypatch.setattr(start_module, "_score", lambda recipe: scores[recipe.model.freeze])
         folder = str(photos(tmp_path / "photos", {"a": 12, "b": 12}))
+        scores |= {"backbone": 0.8, "none": 0.87}  # a standard error is 0.08
         made = start(folder, notice=print)
         assert (made.recipe.model.freeze, made.recipe.data.train) == ("backbone", "resize")
-        assert "0.900 with the backbone frozen, 0.800 without" in made.text
-        scores["none"] = 0.95
+        trial = "15 epochs: val top-1 0.800 with the backbone of embedded:vit_ti frozen, 0.870"
+        assert trial in made.text
+        scores["none"] = 0.89
         assert start(folder, notice=print).recipe.model.freeze == "none"
+
+    def test_a_large_set_is_tried_only_where_the_weights_differ(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ti, nano = (start_module.Candidate(name, 32, 1e-3, "") for name in ("ti", "nano"))
+        large = _Choices(SimpleNamespace(), facts(40_000), {}, [])
+        whole = Way(nano, False, 1e-3)
+        assert start_module._decide(large, [Way(nano, True, 1e-4), whole], pytest.fail)[0] == whole
+        told: list[str] = []
+        scores = {"ti": (0.9, 100), "nano": (0.8, 100)}
+        monkeypatch.setattr(
+            _Choices, "made", lambda self, way, *_, **__: SimpleNamespace(recipe=way.candidate.name)
+        )
+        monkeypatch.setattr(start_module, "_score", scores.get)
+        way, why = start_module._decide(large, [Way(ti, True, 1e-4), whole], told.append)
+        assert way.candidate == ti
+        assert "0.900 with the backbone of ti frozen, 0.800 with all of nano trained" in why
+        assert "1 epoch each" in told[0]
 
     def test_images_that_cannot_be_read_are_refused_when_all_are(self, tmp_path: Path) -> None:
         for name in ("a", "b"):
@@ -133,6 +201,87 @@ class TestRecipe:
             (tmp_path / "photos" / name / "1.png").write_bytes(b"no image")
         with refused("data.damaged", "finetune data scan"):
             start(str(tmp_path / "photos"), notice=print)
+
+
+class TestLearningRate:
+    """Of a frozen backbone, whose rule of thumb is 3e-3."""
+
+    FROZEN = ("model.name=embedded:vit_nano", "model.freeze=backbone")
+
+    @pytest.mark.parametrize("where, lr", [(4e-2, 4e-3), (0.5, 9e-3), (1e-4, 1e-3)])
+    def test_it_is_a_tenth_of_that_with_the_least_loss_within_bounds(
+        self, tmp_path: Path, least: list[float], where: float, lr: float
+    ) -> None:
+        least[0] = where
+        folder = str(photos(tmp_path / "photos", {"a": 12, "b": 12}))
+        made = start(folder, overrides=[*self.FROZEN, "optim.steps=400"], notice=print)
+        assert made.recipe.optim.lr == pytest.approx(lr)
+        assert least[1:] == pytest.approx([1e-4, 9e-2, 20])
+        assert f"the loss was least at {where:.1e}" in made.text
+
+    @pytest.mark.parametrize(
+        "override, said", [("optim.steps=319", "a rule of thumb"), ("optim.lr=3e-3", "as asked")]
+    )
+    def test_no_test_where_it_costs_too_much_or_the_rate_is_given(
+        self, tmp_path: Path, least: list[float], override: str, said: str
+    ) -> None:
+        folder = str(photos(tmp_path / "photos", {"a": 12, "b": 12}))
+        made = start(folder, overrides=["optim.steps=319", *self.FROZEN, override], notice=print)
+        assert (made.recipe.optim.lr, made.lr_range, len(least)) == (3e-3, None, 1)
+        assert f"lr: 0.003 # {said}" in made.text
+
+    def test_the_curve_is_kept_beside_the_run_and_comes_out_alike(self, tmp_path: Path) -> None:
+        folder = str(photos(tmp_path / "photos", {"a": 12, "b": 12}))
+        one, two = (
+            start(folder, overrides=[*self.FROZEN, "optim.steps=320"], notice=print)
+            for _ in range(2)
+        )
+        assert one == two
+        start_module.note(one, tmp_path / "run")
+        curve = json.loads((tmp_path / "run" / "lr_range.json").read_text())
+        assert curve["chosen"] == one.recipe.optim.lr
+        assert len(curve["lr"]) == len(curve["loss"]) == len(curve["smoothed"]) == 16
+        assert curve["smoothed"][0] > min(curve["smoothed"])
+        # a start that ended here can be begun anew
+        start_module.note(dataclasses.replace(one, lr_range=None), tmp_path / "run")
+        assert not (tmp_path / "run" / "lr_range.json").exists()
+
+
+class TestTarShards:
+    ASKED = ("data.image_column=left.png", "model.freeze=none", "optim.lr=1e-3")
+
+    @pytest.fixture
+    def source(self, tmp_path: Path, clock: Callable[[float, float], None]) -> str:
+        clock(1e-3, 3e-3)
+        members: list[Member] = [(f"{n}.left.png", png(n)) for n in range(8)]
+        members += [(f"{n}.right.png", b"") for n in range(8)]
+        members += [(f"{n}.cls", str(n % 2).encode()) for n in range(8)]
+        (tmp_path / "two.tar").write_bytes(tar(members))
+        return f"tar:{tmp_path}/two.tar"
+
+    def test_the_images_that_were_asked_for_are_looked_at(self, source: str) -> None:
+        made = start(source, overrides=self.ASKED)
+        assert made.recipe.data.image_column == "left.png"
+        assert "2 classes, images from 4 (0)" in made.text
+        assert made.recipe.data.unreadable == "quarantine"
+
+    def test_streamed_images_cannot_be_left_out(self, source: str) -> None:
+        made = start(source, overrides=[*self.ASKED, "data.streaming=true"])
+        assert made.recipe.data.unreadable == "stop"
+        assert "1 tar shard, streamed" in made.text
+
+
+@pytest.mark.parametrize(
+    "source, name",
+    [
+        ("tar:d/set-{000..099}.tar", "set-000..099"),
+        ("tar:d/*.tar", "run"),
+        ("my photos/", "my photos"),
+        ("hub:owner/name", "name"),
+    ],
+)
+def test_a_run_is_named_after_its_source(source: str, name: str) -> None:
+    assert cli._name_of(source) == name
 
 
 def test_a_source_is_told_from_a_recipe(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -88,3 +89,36 @@ def test_the_commit_is_the_checkouts(tmp_path: Path, monkeypatch) -> None:
     assert provenance._commit() == commit
     module.write_text("# changed")
     assert provenance._commit() == f"{commit}+changes"
+
+
+def test_an_installed_package_names_the_commit_that_it_was_built_from(
+    tmp_path: Path, monkeypatch, repository: Path
+) -> None:
+    """Of the smallest checkout that setup.py can build, as pip does it."""
+
+    def run(*words: str) -> str:
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    package = tmp_path / "finetune" / "run"
+    package.mkdir(parents=True)
+    (package / "environment.py").touch()
+    shutil.copy(repository / "setup.py", tmp_path)
+    (tmp_path / "setup.cfg").write_text(
+        "[metadata]\nname = finetune\n[options]\npackages = finetune, finetune.run\n"
+    )
+    build = (sys.executable, "setup.py", "-q", "build", "--build-lib")
+    run(*build, "none")
+    installed = "finetune/run/environment.py"
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "none" / installed))
+    assert provenance._commit() is None, "of sources that are no checkout"
+    run("git", "init", "-q")
+    run("git", "add", ".")
+    run("git", "-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", "one")
+    commit = run("git", "rev-parse", "HEAD")
+    run(*build, "clean")
+    (package / "environment.py").write_text("# changed")
+    run(*build, "changed")
+    for name, expected in (("clean", commit), ("changed", f"{commit}+changes")):
+        monkeypatch.setattr(provenance, "__file__", str(tmp_path / name / installed))
+        assert provenance._commit() == expected

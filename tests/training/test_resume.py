@@ -105,3 +105,23 @@ def test_the_number_of_readable_images_is_part_of_the_run(run: RunDir) -> None:
     setup = setup.with_num_samples(setup.num_samples - 1)
     with refused("data.changed", setup.num_samples, setup.num_samples + 1):
         note_plan(run, setup, start=2)
+
+
+def test_a_run_with_images_in_quarantine_resumes_as_long_as_it_was(run: RunDir) -> None:
+    epochs = ["optim.steps=null", "optim.epochs=1", "optim.schedule=constant"]
+    setup = setup_of(*epochs)
+    readable = setup.with_num_samples(setup.num_samples - setup.recipe.data.batch_size)
+    start(run, setup)
+    note_plan(run, readable, start=0)
+    save(run, 2)
+    assert start(run, setup, resume=True, notice=pytest.fail) == 2
+    longer, lines = setup_of(*epochs, "optim.epochs=2"), []
+    assert start(run, longer, resume=True, notice=lines.append) == 2
+    twice = longer.with_num_samples(readable.num_samples).steps
+    assert [f"{twice} steps instead of {readable.steps}" in line for line in lines] == [True]
+    write_record(run, {**read_record(run), "status": "done"})
+    run.write_json("results.json", {})
+    run.model.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (run.model / name).touch()
+    assert start(run, setup, resume=True, notice=pytest.fail) is None

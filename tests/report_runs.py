@@ -9,6 +9,7 @@ from typing import Any
 from finetune.data.from_recipe import data_of
 from finetune.data.source import Split, open_source
 from finetune.recipe.load import parse_recipe
+from finetune.report.thumbnails import to_uri
 
 RECIPE = """
 model: {name: "embedded:vit_nano"}
@@ -121,6 +122,20 @@ def results(**changes: Any) -> dict[str, Any]:
         "claims": [{**claim, **answer} for claim, answer in zip(claims, answers, strict=True)],
     }
     return {**content, **changes}
+
+
+def write_training_images(run: Path, *, epochs: int = 8) -> None:
+    """Write what the end of a run notes of its training images: the digits' first three."""
+    split = open_source("embedded:digits").splits["train"]
+    rows = [
+        {
+            "name": split.name_of(index),
+            "label": int(split.labels[index]),
+            "pictures": [to_uri(split.read(index), side=128)] * (epochs + 2),
+        }
+        for index in range(3)
+    ]
+    (run / "training_images.json").write_text(json.dumps({"note": "", "rows": rows}))
 
 
 def make_run(

@@ -20,7 +20,21 @@ from finetune.commands.predict_io import Row, one_line, refusals, replacing
 from finetune.evaluation.intervals import interval
 from finetune.text import confidence, counted, percent_range
 
-__all__ = ["ContactSheet"]
+__all__ = [
+    "GREY",
+    "INK",
+    "MOUNT",
+    "PAGE",
+    "ContactSheet",
+    "Font",
+    "Fonts",
+    "card",
+    "enlarged",
+    "fitted",
+    "save_sheet",
+    "small_copy",
+    "wrapped",
+]
 
 LIMIT = 200  # tiles: a picture that an image viewer still opens
 _BOX = 192  # side of the square that a picture is fitted into, px: 6 x 32, 4 x 48, 3 x 64
@@ -30,12 +44,12 @@ _LINE = 19
 _RANKS = 3  # predictions under a picture
 _MIN_COLUMNS, _MAX_COLUMNS = 3, 10
 
-_PAGE, _WHITE, _EDGE, _MOUNT = "#f4f4f5", "#ffffff", "#dcdce0", "#f7f7f8"
-_INK, _GREY = "#18181b", "#63636b"
+PAGE, _WHITE, _EDGE, MOUNT = "#f4f4f5", "#ffffff", "#dcdce0", "#f7f7f8"
+INK, GREY = "#18181b", "#63636b"
 _BAR, _TRACK = "#2563eb", "#e4e4e7"
 _RED, _PINK, _ROSE = "#b42318", "#fdf0ef", "#f3c7c3"
 
-_Font = ImageFont.FreeTypeFont
+Font = ImageFont.FreeTypeFont
 _ELLIPSIS = "…"
 
 
@@ -64,7 +78,7 @@ class ContactSheet:
             pixels_HWC: (H, W, 3) uint8.
         """
         if place < self.limit:
-            self._pictures[place] = _small(pixels_HWC)
+            self._pictures[place] = small_copy(pixels_HWC)
 
     def add(self, row: Row) -> None:
         """Take the next row, in order."""
@@ -91,9 +105,7 @@ class ContactSheet:
             remark: behind the counts below the title.
         Raises: SetupError if it cannot be written.
         """
-        image = self.draw(title=title, remark=remark)
-        with replacing(path, option="--sheet") as temporary, refusals(path, "--sheet"):
-            image.save(temporary, format="PNG")
+        save_sheet(self.draw(title=title, remark=remark), path, option="--sheet")
 
     def draw(self, *, title: str, remark: str = "") -> Image.Image:
         """Draw the sheet. Returns: an RGB image."""
@@ -102,29 +114,29 @@ class ContactSheet:
         columns = min(_MAX_COLUMNS, max(_MIN_COLUMNS, columns))
         width = 2 * _MARGIN + columns * (_CARD + _GAP) - _GAP
         truths = [self._truth(row) for row in self._rows]
-        fonts = _Fonts([title, remark, *names, *truths, *_texts(self._rows)])
+        fonts = Fonts([title, remark, *names, *truths, *_texts(self._rows)])
         small = fonts.size(15)
-        facts = _wrapped(self._facts(remark), small, width - 2 * _MARGIN, lines=4)
+        facts = wrapped(self._facts(remark), small, width - 2 * _MARGIN, lines=4)
         top = _MARGIN + 44 + 22 * len(facts) + 14
 
         ranks = max((len(row.get("predictions", ())) for row in self._rows), default=0)
         # one line more for the bar or the cause, one for the name
         height = _BOX + 2 * _PAD + (min(max(ranks, 1), _RANKS) + 1) * _LINE + 24
         rows = -(-len(self._rows) // columns)
-        page = Image.new("RGB", (width, top + rows * (height + _GAP) + _MARGIN - _GAP), _PAGE)
+        page = Image.new("RGB", (width, top + rows * (height + _GAP) + _MARGIN - _GAP), PAGE)
         draw = ImageDraw.Draw(page)
         bold = fonts.size(24, bold=True)
-        heading = _fitted(one_line(title), bold, width - 2 * _MARGIN)
-        draw.text((_MARGIN, _MARGIN - 6), heading, _INK, bold(heading))
+        heading = fitted(one_line(title), bold, width - 2 * _MARGIN)
+        draw.text((_MARGIN, _MARGIN - 6), heading, INK, bold(heading))
         for number, line in enumerate(facts):
-            draw.text((_MARGIN, _MARGIN + 38 + 22 * number), line, _GREY, small(line))
-        card = _card(height)
+            draw.text((_MARGIN, _MARGIN + 38 + 22 * number), line, GREY, small(line))
+        paper = card(_CARD, height)
         order = sorted(range(len(self._rows)), key=lambda place: _sureness(self._rows[place]))
         for place, source in enumerate(order):
             row, name = self._rows[source], names[source]
             x = _MARGIN + place % columns * (_CARD + _GAP)
             y = top + place // columns * (height + _GAP)
-            page.paste(card, (x, y))
+            page.paste(paper, (x, y))
             tile = _Tile(page, draw, fonts, x + _PAD, y + _PAD, y + height - _PAD)
             tile.draw(row, self._pictures.get(source), name, truths[source])
         return page
@@ -151,7 +163,7 @@ class _Tile:
 
     page: Image.Image
     pen: ImageDraw.ImageDraw
-    fonts: _Fonts
+    fonts: Fonts
     left: int
     top: int
     bottom: int
@@ -166,8 +178,8 @@ class _Tile:
         if picture is None or "error" in row:
             self._mark_unreadable(row.get("error", ""))
         else:
-            picture = _enlarged(picture)
-            self.pen.rectangle(frame, fill=_MOUNT)
+            picture = enlarged(picture)
+            self.pen.rectangle(frame, fill=MOUNT)
             x = self.left + (_BOX - picture.width) // 2
             self.page.paste(picture, (x, self.top + (_BOX - picture.height) // 2))
             self._predictions(row["predictions"][:_RANKS])
@@ -175,18 +187,18 @@ class _Tile:
         if wrong:
             self.pen.rectangle(frame, outline=_RED, width=3)
         font = self.fonts.size(12, bold=wrong)
-        text = _fitted(one_line(f"is {truth}: {name}" if wrong else name), font, _BOX)
-        ink = _RED if wrong else _GREY
+        text = fitted(one_line(f"is {truth}: {name}" if wrong else name), font, _BOX)
+        ink = _RED if wrong else GREY
         self.pen.text((self.left, self.bottom), text, ink, font(text), anchor="ld")
 
     def _predictions(self, predictions: Sequence[Row]) -> None:
         y = self.top + _BOX + 10
         for rank, one in enumerate(predictions):
             font = self.fonts.size(14 if rank == 0 else 13, bold=rank == 0)
-            colour = _INK if rank == 0 else _GREY
+            colour = INK if rank == 0 else GREY
             share = confidence(one["confidence"])
             room = _BOX - font(share).getlength(share) - 10
-            label = _fitted(one_line(one["label"]), font, room)
+            label = fitted(one_line(one["label"]), font, room)
             self.pen.text((self.left, y + 14), label, colour, font(label), anchor="ls")
             right = self.left + _BOX
             self.pen.text((right, y + 14), share, colour, font(share), anchor="rs")
@@ -214,13 +226,13 @@ class _Tile:
         small = self.fonts.size(13)
         y = self.top + _BOX + 10
         room = (self.bottom - 18 - y) // _LINE
-        for line in _wrapped(one_line(cause), small, _BOX, lines=room):
+        for line in wrapped(one_line(cause), small, _BOX, lines=room):
             self.pen.text((left, y + 14), line, _RED, small(line), anchor="ls")
             y += _LINE
 
 
 @dataclass
-class _Fonts:
+class Fonts:
     """Matplotlib's font, and for characters that it lacks the system's that have them.
 
     Args:
@@ -230,7 +242,7 @@ class _Fonts:
     texts: Iterable[str]
     _others: list[tuple[str, set[int]]] = field(default_factory=list)
     _known: set[int] = field(default_factory=set)
-    _loaded: dict[tuple[str, int], _Font] = field(default_factory=dict)
+    _loaded: dict[tuple[str, int], Font] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._known = _characters(_own_font(bold=False))
@@ -238,10 +250,10 @@ class _Fonts:
         if missing:
             self._others = _fonts_with(missing)
 
-    def size(self, pixels: int, *, bold: bool = False) -> Callable[[str], _Font]:
+    def size(self, pixels: int, *, bold: bool = False) -> Callable[[str], Font]:
         """Returns: from a text, the font to write it in."""
 
-        def font_for(text: str) -> _Font:
+        def font_for(text: str) -> Font:
             path = _own_font(bold=bold)
             missing = {ord(char) for char in text} - self._known
             if missing and self._others:
@@ -303,7 +315,7 @@ def _short_names(paths: Sequence[str]) -> list[str]:
     return [os.path.relpath(path, common) if common else path for path in paths]
 
 
-def _fitted(text: str, font: Callable[[str], _Font], width: float) -> str:
+def fitted(text: str, font: Callable[[str], Font], width: float) -> str:
     """Text with its middle left out where it is too wide, so that a file keeps its suffix."""
     if len(text) > 400:
         text = text[:200] + _ELLIPSIS + text[-200:]
@@ -322,7 +334,7 @@ def _without_middle(text: str, kept: int) -> str:
     return text[:head] + _ELLIPSIS + (text[head - kept :] if kept > head else "")
 
 
-def _wrapped(text: str, font: Callable[[str], _Font], width: float, *, lines: int) -> list[str]:
+def wrapped(text: str, font: Callable[[str], Font], width: float, *, lines: int) -> list[str]:
     """Text broken between words into at most so many lines; the last is cut where it must be."""
     words = text.split()
     broken: list[str] = []
@@ -333,33 +345,43 @@ def _wrapped(text: str, font: Callable[[str], _Font], width: float, *, lines: in
             if font(line).getlength(line) > width:
                 break
             count += 1
-        broken.append(_fitted(" ".join(words[:count]), font, width))
+        broken.append(fitted(" ".join(words[:count]), font, width))
         words = words[count:]
     if words and lines > 0:
-        broken.append(_fitted(" ".join(words), font, width))
+        broken.append(fitted(" ".join(words), font, width))
     return broken
 
 
-def _small(pixels_HWC: np.ndarray) -> Image.Image:
-    """A copy that fits into a tile, and holds on to nothing of the original."""
+def small_copy(pixels_HWC: np.ndarray, box: int = _BOX) -> Image.Image:
+    """A copy that fits into a square of so many pixels, and holds on to nothing of the original."""
     # every nth pixel first: a copy of 48 megapixels for each thread would be too much
-    step = max(1, max(pixels_HWC.shape[:2]) // (4 * _BOX))
+    step = max(1, max(pixels_HWC.shape[:2]) // (4 * box))
     image = Image.fromarray(np.ascontiguousarray(pixels_HWC[::step, ::step]))
-    image.thumbnail((_BOX, _BOX), Image.Resampling.LANCZOS)
+    image.thumbnail((box, box), Image.Resampling.LANCZOS)
     return image.copy()
 
 
-def _enlarged(picture: Image.Image) -> Image.Image:
+def enlarged(picture: Image.Image, box: int = _BOX) -> Image.Image:
     """Small pictures by a whole factor: their pixels are what the network saw."""
-    factor = _BOX // max(picture.size)
+    factor = box // max(picture.size)
     size = (picture.width * factor, picture.height * factor)
     return picture.resize(size, Image.Resampling.NEAREST) if factor > 1 else picture
 
 
-def _card(height: int) -> Image.Image:
+def card(width: int, height: int) -> Image.Image:
     """An empty card with round corners, drawn large and reduced so that they are smooth."""
     scale = 4
-    card = Image.new("RGB", (_CARD * scale, height * scale), _PAGE)
-    frame = (0, 0, _CARD * scale - 1, height * scale - 1)
-    ImageDraw.Draw(card).rounded_rectangle(frame, 10 * scale, _WHITE, _EDGE, scale)
-    return card.reduce(scale)
+    drawn = Image.new("RGB", (width * scale, height * scale), PAGE)
+    frame = (0, 0, width * scale - 1, height * scale - 1)
+    ImageDraw.Draw(drawn).rounded_rectangle(frame, 10 * scale, _WHITE, _EDGE, scale)
+    return drawn.reduce(scale)
+
+
+def save_sheet(image: Image.Image, path: Path, *, option: str) -> None:
+    """Replace a file by a sheet in one step, as a JPEG where its name says so and else as a PNG.
+
+    Raises: SetupError naming the option, if it cannot be written.
+    """
+    kind = "PNG" if path.suffix.lower() == ".png" else "JPEG"
+    with replacing(path, option=option) as temporary, refusals(path, option):
+        image.save(temporary, format=kind, quality=90)  # a PNG has none

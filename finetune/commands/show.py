@@ -29,6 +29,7 @@ from finetune.models.attention import (
 )
 from finetune.models.build import build
 from finetune.report.style import COLORS, blank, legible, save_png, style
+from finetune.report.thumbnails import visible
 from finetune.run.pipeline import pipeline_of
 from finetune.transforms.pipeline import Pipeline
 
@@ -129,19 +130,6 @@ def read_images(images: Sequence[str | Path], pipeline: Pipeline) -> tuple[list[
         prepared.append(pipeline(pixels_CHW[None], device=torch.device("cpu"))[0])
     batch_BCHW = torch.stack(prepared) if prepared else torch.empty(0, 3, 1, 1)
     return [Path(path) for path, _ in files], batch_BCHW
-
-
-def visible(batch_BCHW: Tensor, *, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
-    """Undo the normalisation of images, for people.
-
-    Args:
-        batch_BCHW: normalised images.
-        mean, std: what they were normalised with.
-    Returns: (B, H, W, C) in [0, 1].
-    """
-    scale, shift = (torch.tensor(values).view(3, 1, 1) for values in (std, mean))
-    plain: np.ndarray = (batch_BCHW * scale + shift).clamp(0, 1).permute(0, 2, 3, 1).numpy()
-    return plain
 
 
 # --- the pictures --------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from finetune.evaluation.claims import ACCURACIES
 from finetune.evaluation.metrics import mean_std
 from finetune.recipe.identity import without_seed
 from finetune.recipe.load import Recipe
@@ -43,7 +44,10 @@ Row = dict[str, Any]
 
 Column = tuple[str, str, str]  # split, key of its figures, head
 
-_FIGURES = {"top1": "top-1", "top5": "top-5", "loss": "loss", "ece": "ECE"}
+_FIGURES = {
+    **{"top1": "top-1", "top5": "top-5", "balanced_accuracy": "balanced accuracy"},
+    **{"loss": "loss", "ece": "ECE"},
+}
 _LONGEST_NAME = 60  # characters of a recipe's name with the settings that tell it apart
 
 
@@ -194,7 +198,7 @@ def group_rows(
                 cell = _figure(run, split, key)
                 if cell["value"] is not None:
                     by_seed.setdefault(run.recipe.run.seed, cell)
-            cells.append(_mean_cell(list(by_seed.values()), share=key.startswith("top")))
+            cells.append(_mean_cell(list(by_seed.values()), share=key in ACCURACIES))
         seeds = Counter(run.recipe.run.seed for run in group.runs)
         twins = [f"{n} runs of seed {seed}" for seed, n in seeds.items() if n > 1]
         rows.append(
@@ -240,8 +244,8 @@ def _figure(run: Run, split: str, key: str) -> Row:
     figures = run.figures(split) if key != "top5" or run.has_top5 else {}
     value, images = figures.get(key), figures.get("examples")
     if not key.startswith("top"):
-        few = {"interval": "", "is_too_few": False}
-        return {"text": plain(value), "value": number(value), **few}
+        text = percent(value) if key in ACCURACIES else plain(value)
+        return {"text": text, "value": number(value), "interval": "", "is_too_few": False}
     few = {"interval": accuracy_range(value, images), "is_too_few": is_too_few(images)}
     return {"text": percent(value), "value": number(value), **few}
 

@@ -35,6 +35,7 @@ __all__ = [
     "compare_curves",
     "confusion",
     "curves",
+    "lr_range",
     "reliability",
     "save_png",
     "to_svg",
@@ -132,6 +133,28 @@ def _dress(axes: Axes, key: str, title: str, steps_per_epoch: float | None) -> N
     axes.set_xlim(left=0)
     if key in ("lr", "images_per_second"):
         axes.set_ylim(0, 1.02 * axes.get_ylim()[1])
+
+
+def lr_range(points: Sequence[tuple[float, float]], chosen: float) -> Figure:
+    """Draw a range test of the learning rate.
+
+    Args:
+        points: of learning rate and smoothed loss.
+        chosen: the learning rate of the run.
+    """
+    with style():
+        figure, (axes,) = panels(1, 1)
+        axes.set_title("Range test: loss by learning rate")
+        axes.plot(*zip(*points, strict=True), color=COLORS["train"])
+        axes.axvline(chosen, color=COLORS["muted"], linewidth=1, linestyle=(0, (3, 3)), zorder=0)
+        axes.set_xscale("log")
+        axes.minorticks_off()
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda rate, _: f"{rate:g}"))
+        axes.set_xlabel(f"learning rate (chosen: {chosen:g})")
+        axes.grid(axis="y")
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+        figure.set_label(f"Loss of a learning rate range test; {chosen:g} was chosen")
+    return figure
 
 
 def compare_curves(

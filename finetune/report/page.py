@@ -47,10 +47,17 @@ from finetune.report.sections import (
     headline,
     matrix,
     provenance,
+    range_test,
     speed,
     status,
 )
-from finetune.report.thumbnails import class_pictures, mistake_rows, open_split, why_none
+from finetune.report.thumbnails import (
+    class_pictures,
+    mistake_rows,
+    open_split,
+    training_images,
+    why_none,
+)
 from finetune.text import TOO_FEW
 
 __all__ = ["compare", "report", "write_report"]
@@ -150,6 +157,7 @@ def _write_run(run: Run, page: Path, split: Split | None) -> Path:
     """Fill the template of a run and write the page."""
     split, why_closed = (split, "") if split is not None else open_split(run)
     mistakes, pictures_note = mistake_rows(run, split, why_closed)
+    seen, seen_note = training_images(run)
     name = run.shown_split
     counts, classes = matrix(run, name), class_rows(run, name)
     drawn = {**_matrix(run, counts), **_calibration(run, name)}
@@ -177,6 +185,8 @@ def _write_run(run: Run, page: Path, split: Split | None) -> Path:
         "pictures": any(one["picture"] for one in mistakes),
         "pictures_note": pictures_note,
         "mistakes_note": why_none(run),
+        "seen": seen,
+        "seen_note": seen_note,
         "claims": claim_rows(run),
         "speed": speed(run),
         "data": data_rows(run),
@@ -185,9 +195,9 @@ def _write_run(run: Run, page: Path, split: Split | None) -> Path:
     }
     anchors = {"confusion": bool(drawn["matrix"]), "calibration": content["finished"]}
     anchors |= {"classes": bool(classes), "mistakes": content["finished"]}
-    anchors |= {"claims": content["claims"]}
+    anchors |= {"images": seen or seen_note, "claims": content["claims"]}
     every = ("curves", *anchors, "speed", "data", "provenance", "recipe")
-    labels = {"mistakes": "Worst mistakes"}
+    labels = {"mistakes": "Worst mistakes", "images": "Training images"}
     shown = [(key, labels.get(key, key.capitalize())) for key in every if anchors.get(key, True)]
     return _write(page, "run.html", contents=shown, **content)
 
@@ -196,13 +206,14 @@ def _curves(run: Run) -> list[str]:
     """One small figure each: a phone shows them below one another, at a readable size."""
     if not run.history:
         return []
-    per_epoch = run.steps_per_epoch
-    return [
+    per_epoch, tested = run.steps_per_epoch, range_test(run)
+    drawn = [
         figures.to_svg(
             figures.curves(run.history, run.results, keys=[key], steps_per_epoch=per_epoch)
         )
         for key in ("loss", "top1", "lr", "images_per_second")
     ]
+    return [*drawn, figures.to_svg(figures.lr_range(**tested))] if tested else drawn
 
 
 def _matrix(run: Run, counts: Confusion | None) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from finetune.text import MISSING
 
 __all__ = [
     "SPLIT_NAMES",
+    "TRAINING_IMAGES",
     "Run",
     "accuracy_range",
     "bins",
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 
+TRAINING_IMAGES = "training_images.json"  # written at the end of a run
 SPLIT_NAMES = {"train": "training", "val": "validation", "test": "test"}  # on a page
 
 
@@ -48,6 +50,7 @@ class Run:
         history: the lines of metrics.jsonl; none if the file is not there.
         results: results.json; empty while the run is not finished.
         class_names: in the order of the logits; numbers where no names are known.
+        training_images: of training_images.json; empty for a run of an earlier version.
     """
 
     path: Path
@@ -56,6 +59,7 @@ class Run:
     history: list[dict[str, Any]]
     results: dict[str, Any]
     class_names: list[str]
+    training_images: dict[str, Any]
 
     @property
     def name(self) -> str:
@@ -139,7 +143,8 @@ def read_run(path: Path) -> Run:
     ]
     # a model may come without names
     names += [str(index) for index in range(len(names), max(sizes))]
-    return Run(path, record, load_recipe(path / "recipe.yaml"), history, results, names)
+    recipe, images = load_recipe(path / "recipe.yaml"), _json(path / TRAINING_IMAGES)
+    return Run(path, record, recipe, history, results, names, images)
 
 
 _HELP = "restore it from a copy, or continue the run with --resume"

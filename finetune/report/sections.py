@@ -4,10 +4,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 from typing import Any
 
+import numpy as np
+
+from finetune.data.sampling import draws_in_words, imbalance
 from finetune.evaluation.claims import wording
 from finetune.evaluation.confusion import DENSE_CLASSES, Confusion, read_confusion
 from finetune.report.run_data import (
@@ -24,6 +28,7 @@ from finetune.report.run_data import (
     section,
     whole,
 )
+from finetune.run.validation import load_json
 from finetune.text import MISSING, counted, short_count
 
 __all__ = [
@@ -34,6 +39,7 @@ __all__ = [
     "headline",
     "matrix",
     "provenance",
+    "range_test",
     "speed",
     "status",
     "training_rate",
@@ -78,11 +84,16 @@ def headline(run: Run) -> list[Row]:
         tiles.append(_tile("Training loss", plain(line.get("loss")), _at_step(line)))
     if run.results:
         kept = run.results.get("best_step")
-        tiles.append(_tile("Kept step", whole(kept), f"of {whole(run.results.get('steps'))} steps"))
+        note = f"of {whole(run.results.get('steps'))} steps"
+        if stages := run.recipe.optim.stages:
+            note += f", after {counted(len(stages), 'stage')} (optim.stages)"
+        tiles.append(_tile("Kept step", whole(kept), note))
     if run.plan:
         trained = number(run.plan.get("trainable_parameters"))
         all_of_them = trained == number(run.plan.get("parameters"))
         note = "all trained" if all_of_them else f"{_short(trained)} trained"
+        if (adapter := run.recipe.model.adapter) is not None:
+            note += f", {adapter.kind} of rank {adapter.rank} among them"
         tiles.append(_tile("Parameters", _short(run.plan.get("parameters")), note))
     return tiles
 
@@ -93,6 +104,9 @@ def _split_tiles(run: Run, figures: Row) -> list[Row]:
     tiles = [_accuracy_tile(f"{name.capitalize()} top-1", figures.get("top1"), images)]
     if run.has_top5:
         tiles.append(_tile(f"{name.capitalize()} top-5", percent(figures.get("top5")), ""))
+    if (balanced := figures.get("balanced_accuracy")) is not None:
+        note = f"mean recall of the classes; macro F1 {percent(figures.get('macro_f1'))}"
+        tiles.append(_tile("Balanced accuracy", percent(balanced), note))
     tiles.append(_tile(f"{name.capitalize()} loss", plain(figures.get("loss")), "nats"))
     return [*tiles, _tile("Calibration error", plain(figures.get("ece")), f"{name}, ECE")]
 
@@ -231,6 +245,12 @@ def data_rows(run: Run) -> list[tuple[str, str]]:
     for split in ("train", "val", "test"):
         if split in images:
             rows.append((f"{split.capitalize()} images", whole(images[split])))
+    counts_K, draws_K = _per_class(run, "class_images"), _per_class(run, "class_draws")
+    if counts_K is not None and (rare := imbalance(counts_K, run.class_names)):
+        rows.append(("Rare classes", rare))
+    if data.sampling and counts_K is not None and draws_K is not None:
+        words = draws_in_words(counts_K, draws_K, run.class_names)
+        rows.append(("Sampling", f"{data.sampling}: {words}"))
     read = number(run.plan.get("images_read"))
     if read is not None and read != number(images.get("train")):
         rows.append(("Read of train", f"{whole(read)}; the others could not be decoded"))
@@ -256,6 +276,27 @@ def data_rows(run: Run) -> list[tuple[str, str]]:
         if run.plan.get(key):
             rows.append((label, str(run.plan[key])))
     return rows
+
+
+def _per_class(run: Run, key: str) -> np.ndarray | None:
+    """A whole number of each class from the plan, (K,); None where it is missing or damaged."""
+    numbers = [one for one in listed(run.plan, key) if isinstance(one, int) and one >= 0]
+    fits = len(numbers) == len(run.class_names) and any(numbers)
+    return np.array(numbers, dtype=np.int64) if fits else None
+
+
+def range_test(run: Run) -> Row:
+    """The range test of the learning rate: "points" of rate and smoothed loss, and "chosen".
+
+    Returns: empty where there was none, or its file is damaged.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        curve = section({"curve": load_json(run.path / "lr_range.json")}, "curve")
+        pairs = zip(listed(curve, "lr"), listed(curve, "smoothed"), strict=False)
+        points = [pair for pair in pairs if all((number(value) or 0) > 0 for value in pair)]
+        if points and number(curve.get("chosen")):
+            return {"points": points, "chosen": curve["chosen"]}
+    return {}
 
 
 def provenance(run: Run) -> list[tuple[str, str]]:

@@ -1,15 +1,19 @@
 """The worst mistakes of a run with their pictures, read from the data that it was measured on."""
 
-# H W pixels, C channels
+# B batch, H W pixels, C channels
 
 from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from PIL import Image
+from torch import Tensor
 
 from finetune.data.from_recipe import data_of, whole_data_of
 from finetune.data.source import Split
@@ -17,7 +21,15 @@ from finetune.data.streaming.row_groups import ShardItems
 from finetune.errors import FinetuneError
 from finetune.report.run_data import SPLIT_NAMES, Run, listed
 
-__all__ = ["class_pictures", "mistake_rows", "open_split", "why_none"]
+__all__ = [
+    "class_pictures",
+    "mistake_rows",
+    "open_split",
+    "to_uri",
+    "training_images",
+    "visible",
+    "why_none",
+]
 
 _THUMBNAIL = 192  # pixels, of the longer side
 _CLASS_THUMBNAIL = 64
@@ -72,6 +84,24 @@ def class_pictures(run: Run, split: Split | None) -> list[tuple[str, bool]]:
     ]
 
 
+def training_images(run: Run) -> tuple[list[dict[str, Any]], str]:
+    """Images as training and evaluation saw them, which the end of the run wrote down.
+
+    Returns: rows with "class", "name" and "pictures", each a data URI and true if it is to be
+        enlarged: as decoded, in some epochs, in evaluation; and a note for the page, if there are
+        no rows. Both are empty for a run of an earlier version.
+    """
+    rows = []
+    for one in listed(run.training_images, "rows"):
+        uris = listed(one, "pictures") if isinstance(one, dict) else []
+        if len(uris) > 2 and all(str(uri).startswith("data:image/") for uri in uris):
+            pictures = [(str(uri), str(uri).startswith("data:image/png")) for uri in uris]
+            row = {"class": run.class_name(one.get("label")), "name": str(one.get("name"))}
+            rows.append({**row, "pictures": pictures})
+    note = run.training_images.get("note")
+    return rows, "" if rows or not isinstance(note, str) else note
+
+
 def open_split(run: Run) -> tuple[Split | None, str]:
     """Open the split that the page is about; None and the reason where it cannot be opened."""
     name = run.shown_split
@@ -102,12 +132,40 @@ def _picture(split: Split, mistake: dict[str, Any], side: int = _THUMBNAIL) -> t
         pixels_HWC: np.ndarray = split.read(index)
     except FinetuneError:
         return "", False
+    return to_uri(pixels_HWC, side=side), max(pixels_HWC.shape) < _SMALL
+
+
+def to_uri(pixels_HWC: NDArray[np.uint8], *, side: int) -> str:
+    """A picture as a data URI.
+
+    Args:
+        pixels_HWC: uint8 RGB.
+        side: the longer one of the picture in pixels, at most. What is smaller stays as it is, as a
+            PNG; a photo becomes a JPEG of a tenth of a PNG's size.
+    """
     image = Image.fromarray(pixels_HWC)
-    small = max(image.size) < _SMALL
+    kind = "png" if max(image.size) < _SMALL else "jpeg"
     image.thumbnail((side, side), Image.Resampling.LANCZOS)
     stream = io.BytesIO()
-    image.save(stream, "PNG", optimize=True)
-    return f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}", small
+    image.save(stream, kind, optimize=True, quality=85)  # a PNG has none
+    return f"data:image/{kind};base64,{base64.b64encode(stream.getvalue()).decode()}"
+
+
+def visible(
+    batch_BCHW: Tensor, *, mean: Sequence[float], std: Sequence[float]
+) -> NDArray[np.float32]:
+    """Undo the normalisation of images, for people.
+
+    Args:
+        batch_BCHW: normalised images.
+        mean, std: what they were normalised with.
+    Returns: (B, H, W, C) in [0, 1].
+    """
+    scale, shift = (torch.tensor(values).view(3, 1, 1) for values in (std, mean))
+    plain: NDArray[np.float32] = (
+        (batch_BCHW * scale + shift).clamp(0, 1).permute(0, 2, 3, 1).numpy()
+    )
+    return plain
 
 
 def why_none(run: Run) -> str:

@@ -191,25 +191,25 @@ def test_names_and_labels_of_any_kind_fit_their_tile(name: str) -> None:
 
 
 def test_long_names_keep_their_ends() -> None:
-    font = sheet_module._Fonts([]).size(12)
+    font = sheet_module.Fonts([]).size(12)
     long = "a-very-long-name-" * 20 + "0042.jpg"
-    fitted = sheet_module._fitted(long, font, 192)
+    fitted = sheet_module.fitted(long, font, 192)
     assert fitted.startswith("a-very")
     assert fitted.endswith("42.jpg")
     assert 170 < font(fitted).getlength(fitted) <= 192
-    assert sheet_module._fitted("short.png", font, 192) == "short.png"
-    assert sheet_module._fitted("wide", font, 1) == "…"
+    assert sheet_module.fitted("short.png", font, 192) == "short.png"
+    assert sheet_module.fitted("wide", font, 1) == "…"
 
 
 def test_text_is_broken_between_words() -> None:
-    font = sheet_module._Fonts([]).size(13)
+    font = sheet_module.Fonts([]).size(13)
     text = "an HTML page, not an image; download it again and again until it is one"
-    lines = sheet_module._wrapped(text, font, 192, lines=9)
+    lines = sheet_module.wrapped(text, font, 192, lines=9)
     assert " ".join(lines) == text
     assert len(lines) > 1
     assert all(font(line).getlength(line) <= 192 for line in lines)
-    assert len(sheet_module._wrapped(text, font, 192, lines=2)) == 2
-    assert sheet_module._wrapped(text, font, 192, lines=0) == []
+    assert len(sheet_module.wrapped(text, font, 192, lines=2)) == 2
+    assert sheet_module.wrapped(text, font, 192, lines=0) == []
 
 
 def test_folders_that_all_share_are_left_out() -> None:
@@ -234,7 +234,7 @@ def test_characters_that_the_own_font_lacks_come_from_the_systems(
     assert text
     found = [str(tmp_path / "broken.ttf"), str(tmp_path / "gone.ttf"), other]
     monkeypatch.setattr("matplotlib.font_manager.findSystemFonts", lambda: found)
-    fonts = sheet_module._Fonts([text, "cat"])
+    fonts = sheet_module.Fonts([text, "cat"])
     assert fonts.size(14)(text).path == other
     assert fonts.size(14)("cat").path == sheet_module._own_font(bold=False)
     assert fonts.size(14, bold=True)("cat").path == sheet_module._own_font(bold=True)

@@ -11,7 +11,15 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from report_runs import NASTY, bins, history
 
-from finetune.report.figures import compare_curves, confusion, curves, reliability, save_png, to_svg
+from finetune.report.figures import (
+    compare_curves,
+    confusion,
+    curves,
+    lr_range,
+    reliability,
+    save_png,
+    to_svg,
+)
 from finetune.report.style import COLORS
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -28,6 +36,17 @@ def lines(figure: Figure, axes: int = 0) -> dict[str, np.ndarray]:
         for line in figure.axes[axes].lines
         if len(np.asarray(line.get_xdata()))
     }
+
+
+def test_a_range_test_is_drawn_with_the_rate_that_was_chosen() -> None:
+    figure = lr_range([(1e-4, 2.3), (1e-3, 1.5), (1e-2, 3.0)], chosen=2e-4)
+    (curve, chosen) = lines(figure).values()
+    assert curve.tolist() == [[1e-4, 2.3], [1e-3, 1.5], [1e-2, 3.0]]
+    assert chosen[:, 0].tolist() == [2e-4, 2e-4]
+    assert figure.axes[0].get_xscale() == "log"
+    shown = texts(figure)
+    assert any("chosen: 0.0002" in text for text in shown)
+    assert {"0.0001", "0.001", "0.01"} <= set(shown)
 
 
 class TestCurves:

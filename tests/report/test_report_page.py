@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 from refusals import refused
-from report_runs import NASTY, bins, figures, history, make_run, results, val_mistakes
+from report_runs import (
+    NASTY,
+    bins,
+    figures,
+    history,
+    make_run,
+    results,
+    val_mistakes,
+    write_training_images,
+)
 
 from finetune import __version__
 from finetune.data.source import open_source
@@ -137,11 +146,62 @@ class TestPageOfARun:
         assert write_report(run).read_bytes() == first
         assert not list(run.glob(".*"))
 
+    def test_a_range_test_has_its_curve(self, tmp_path: Path) -> None:
+        run = make_run(tmp_path / "run", status="running", lines=history(steps=20))
+        curve = {"lr": [1e-4, 1e-3], "loss": [2.3, 2.0], "smoothed": [2.3, 2.2], "chosen": 1e-4}
+        for text, count in ((json.dumps(curve), 5), ('{"lr": [1, "a"]}', 4), ("[", 4), ("[]", 4)):
+            (run / "lr_range.json").write_text(text)
+            assert len(Page(write_report(run)).has("svg")) == count
+
     def test_an_open_split_is_taken(self, tmp_path: Path, undrawn: None) -> None:
         run = make_run(tmp_path / "run", "data.source=folder:nowhere")
         assert "cannot be opened from here" in Page(write_report(run)).text
         page = Page(write_report(run, split=open_source("embedded:digits").splits["test"]))
         assert len(page.has("img")) == 3
+
+
+class TestTrainingImages:
+    def test_a_row_for_each_image(self, tmp_path: Path, undrawn: None) -> None:
+        run = make_run(tmp_path / "run", names=NASTY)
+        assert not Page(write_report(run)).has("section", id="images")
+        write_training_images(run)
+        page = Page(write_report(run))
+        assert len(page.has("img")) == 3 + 3 * 10
+        assert page.has("a", href="#images")
+        epochs = " | ".join(f"epoch {number}" for number in range(1, 9))
+        assert f"| Class | decoded | {epochs} | evaluation" in page.reviewed
+        assert NASTY[0] in page.text
+
+    def test_one_column_where_nothing_is_drawn(self, tmp_path: Path, undrawn: None) -> None:
+        run = make_run(tmp_path / "run")
+        write_training_images(run, epochs=1)
+        text = Page(write_report(run)).reviewed
+        assert "decoded | every epoch | evaluation" in text
+        assert "epoch 1" not in text
+
+    def test_one_line_where_there_are_none(self, tmp_path: Path, undrawn: None) -> None:
+        run = make_run(tmp_path / "run")
+        (run / "training_images.json").write_text('{"note": "They are streamed.", "rows": []}')
+        page = Page(write_report(run))
+        assert "They are streamed." in page.text
+        assert len(page.has("img")) == 3
+
+    @pytest.mark.parametrize("picture", ["https://example.org/a.png", "x.png", 7, None])
+    def test_nothing_is_fetched_for_them(
+        self, tmp_path: Path, undrawn: None, picture: object
+    ) -> None:
+        run = make_run(tmp_path / "run")
+        rows = [{"label": 0, "name": "x", "pictures": [picture] * 10}, None, {"pictures": 3}]
+        (run / "training_images.json").write_text(json.dumps({"note": None, "rows": rows}))
+        page = Page(write_report(run))
+        assert not page.has("section", id="images")
+        assert "example.org" not in page.html
+
+    def test_a_damaged_file_is_named(self, tmp_path: Path) -> None:
+        run = make_run(tmp_path / "run")
+        (run / "training_images.json").write_text("{")
+        with refused("checkpoint.damaged", "training_images.json"):
+            write_report(run)
 
 
 class TestWhatMayBeMissing:
@@ -399,6 +459,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A page of each kind, with class names that bite and wide tables."""
     folder = tmp_path_factory.mktemp("browser")
     runs = [make_run(folder / f"run-s{n}", f"run.seed={n}", names=NASTY) for n in range(3)]
+    write_training_images(runs[0])
     late = make_run(folder / "late", status="running", lines=history(steps=20))
     many = figures(60)
     make_run(folder / "many", outcome=results(test=many, val=many), names=[NASTY[8]] * 60)

@@ -7,18 +7,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from report_runs import figures, make_run, results
 
 from finetune.data.items import ArrayItems
 from finetune.data.source import Split, open_source
 from finetune.report.run_data import Run, read_run
-from finetune.report.thumbnails import class_pictures, mistake_rows, open_split, why_none
+from finetune.report.thumbnails import (
+    class_pictures,
+    mistake_rows,
+    open_split,
+    to_uri,
+    visible,
+    why_none,
+)
 
 
 def picture(uri: str) -> np.ndarray:
     head, _, body = uri.partition(",")
-    assert head == "data:image/png;base64"
+    assert head in ("data:image/png;base64", "data:image/jpeg;base64")
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(body))))
 
 
@@ -114,3 +122,29 @@ class TestClassPictures:
         assert none == ""
         assert picture(uri).shape == (64, 43, 3)
         assert not small
+
+
+def test_small_pictures_are_exact_and_photos_are_light() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (400, 300, 3), dtype=np.uint8)
+    assert np.array_equal(picture(to_uri(pixels[:95, :95], side=128)), pixels[:95, :95])
+    smooth = np.asarray(
+        Image.fromarray(pixels[:4, :3]).resize((300, 400), Image.Resampling.BICUBIC)
+    )
+    uri = to_uri(smooth, side=128)
+    assert uri.startswith("data:image/jpeg;")
+    assert picture(uri).shape == (128, 96, 3)
+    assert len(uri) < 6000  # a PNG would take three times as much
+    reduced = Image.fromarray(smooth).resize((96, 128), Image.Resampling.LANCZOS)
+    apart = np.abs(picture(uri).astype(int) - np.asarray(reduced).astype(int))
+    assert apart.mean() < 4
+
+
+def test_the_normalisation_is_undone() -> None:
+    mean, std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
+    plain = torch.rand(2, 3, 4, 5)
+    scale, shift = (torch.tensor(values).view(3, 1, 1) for values in (std, mean))
+    shown = visible((plain - shift) / scale, mean=mean, std=std)
+    assert shown.shape == (2, 4, 5, 3)
+    assert np.allclose(shown, plain.permute(0, 2, 3, 1).numpy(), atol=1e-6)
+    beyond = visible(torch.full((1, 3, 1, 1), 9.0), mean=mean, std=std)
+    assert beyond.max() == 1  # an overshoot is white

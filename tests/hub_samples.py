@@ -42,6 +42,20 @@ def model_folder(folder: Path, *, value: float = 1.0, **files: str) -> Path:
     return folder
 
 
+class Failing:
+    """A function that raises what it is given, one after another, then answers."""
+
+    def __init__(self, *faults: Exception) -> None:
+        self.faults = list(faults)
+        self.calls = 0
+
+    def __call__(self) -> str:
+        self.calls += 1
+        if self.faults:
+            raise self.faults.pop(0)
+        return "done"
+
+
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds that would have been waited for; nothing waits."""

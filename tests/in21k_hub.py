@@ -37,9 +37,13 @@ def name_of(tag: str) -> str:
     return f"vit_base_patch16_224.{tag}"
 
 
-def weight_files(tag: str) -> dict[str, bytes]:
-    """The files of timm/vit_base_patch16_224.TAG; the pickle beside the weights is unreadable."""
-    weights = save(_tensors(tag), metadata={"format": "pt"})
+def weight_files(tag: str, *, depth: int = 12) -> dict[str, bytes]:
+    """The files of timm/vit_base_patch16_224.TAG; the pickle beside the weights is unreadable.
+
+    Args:
+        depth: blocks of the network; its own 12, or fewer.
+    """
+    weights = save(_tensors(tag, depth), metadata={"format": "pt"})
     return {
         "README.md": _card(
             {
@@ -56,10 +60,10 @@ def weight_files(tag: str) -> dict[str, bytes]:
     }
 
 
-def _tensors(tag: str) -> dict[str, torch.Tensor]:
+def _tensors(tag: str, depth: int) -> dict[str, torch.Tensor]:
     """Random tensors, none of them as timm initialises it: no zeros, no ones."""
     torch.manual_seed(len(tag))
-    state = timm.create_model(name_of(tag)).state_dict()
+    state = timm.create_model(name_of(tag), depth=depth).state_dict()
     return {name: tensor + 0.02 * torch.randn_like(tensor) for name, tensor in state.items()}
 
 

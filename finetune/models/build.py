@@ -18,6 +18,7 @@ from timm.data.config import resolve_data_config
 from torch import nn
 
 from finetune.errors import FinetuneError, RecipeError, WeightsError, nearest
+from finetune.models.adapter import add_adapter
 from finetune.models.head import as_names, freeze_parameters, keep_rows, zero_head
 from finetune.models.saved import Built
 from finetune.models.weights.load import load, stride
@@ -64,6 +65,7 @@ def build(
     posemb: str = "paper",
     head_init: str | None = "zeros",
     freeze: str | int = "none",
+    adapter: Mapping[str, Any] | None = None,
     dropout: float = 0.0,
     attention_dropout: float = 0.0,
     drop_path: float = 0.0,
@@ -82,16 +84,15 @@ def build(
         posemb: how position embeddings are resized, "paper" or "timm".
         head_init: of a new head: "zeros", "default" for timm's, "keep" or None; see `_set_head`.
         freeze: "none", "backbone" (all but the head), or a count: all embeddings and first blocks.
+        adapter: arguments of `add_adapter`; it and the head are then all that is trained.
         dropout: where the ViT paper has it, if the network has these places; else before the head.
-        attention_dropout: on attention weights.
-        drop_path: stochastic depth at the last block, growing linearly from 0.
+        attention_dropout, drop_path: on attention weights; of the last block, growing from 0.
         grad_checkpointing: recompute activations to save memory.
         args: further keyword arguments of timm.
         rename: regular expression to replacement, for weights with names of another network.
     Raises: WeightsError, or RecipeError for an argument that the network does not take.
     """
-    args = args or {}
-    _check(args, posemb)
+    _check(args := args or {}, posemb)
     weights = resolve(name, pretrained=pretrained, args=args, rename=rename)
     model_args, size = _arguments(weights, args, image_size)
     rates = {"dropout": dropout, "attention_dropout": attention_dropout, "drop_path": drop_path}
@@ -102,7 +103,7 @@ def build(
     create_args = {**model_args, **dropouts, "num_classes": classes}
     known = {} if keep else _set_head(model, weights, class_names or (), head_init)
     model, resized = load(model, weights, create_args, posemb=posemb, keep_head=keep)
-    freeze_parameters(model, freeze)
+    _choose_trained(model, size, freeze, adapter)
     if grad_checkpointing:
         _checkpoint_gradients(model, weights.architecture)
     return Built(
@@ -114,6 +115,18 @@ def build(
         class_names=_own_names(weights, classes) if keep else None,
         temperature=weights.temperature if keep and weights.state is not None else None,
     )
+
+
+def _choose_trained(
+    model: nn.Module,
+    size: tuple[int, int],
+    freeze: str | int,
+    adapter: Mapping[str, Any] | None,
+) -> None:
+    """Freeze what is not trained. Args: as for `build`."""
+    freeze_parameters(model, freeze)
+    if adapter is not None:
+        add_adapter(model, size, **adapter)
 
 
 def _set_head(

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from finetune.errors import FinetuneError
+from finetune.models.adapter import plain_state
 from finetune.transforms.preprocessing import Preprocessing
 
 __all__ = ["TRAINING_ONLY", "Built", "save_model"]
@@ -68,7 +69,7 @@ def save_model(
     Args:
         folder: an existing folder; the caller publishes it atomically.
         built: what build() gave.
-        state_dict: the trained weights, by the names of `built.model`.
+        state_dict: the trained weights, by the names of `built.model`, an adapter merged.
         class_names: in the order of the logits.
         preprocessing: what evaluation used.
         temperature: as fitted on the val split, above 0; None when it was not.
@@ -76,7 +77,7 @@ def save_model(
         temperature is not above 0.
     """
     folder = Path(folder)
-    own = built.model.state_dict()
+    own = plain_state(built.model, built.model.state_dict())
     if {k: v.shape for k, v in state_dict.items()} != {k: v.shape for k, v in own.items()}:
         wrong = [k for k, v in state_dict.items() if k not in own or own[k].shape != v.shape]
         wrong += [k for k in own if k not in state_dict]

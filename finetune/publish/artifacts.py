@@ -10,25 +10,37 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import CheckpointError, FinetuneError
 from finetune.evaluation.confusion import read_confusion
 from finetune.files import sha256_of
-from finetune.publish.model_card import Facts, write_card
+from finetune.models.adapter import ADAPTER_FILES
+from finetune.publish.model_card import Facts, write_adapter_card, write_card
 from finetune.recipe.identity import without_seed
 from finetune.recipe.load import Recipe, load_recipe
 from finetune.run.directory import RunDir, json_text
 from finetune.run.record import read_record
 from finetune.run.validation import SPLIT_FIGURES
 
-__all__ = ["PUBLISHED", "publishable", "refresh", "write_evidence"]
+__all__ = [
+    "ADAPTER",
+    "PUBLISHED",
+    "base_of",
+    "publishable",
+    "refresh",
+    "write_averaged",
+    "write_evidence",
+]
 
 WEIGHTS = ("config.json", "model.safetensors")
 PICTURES = ("curves.png", "confusion.png", "reliability.png")
-# All that model/ may hold, and so all that a push sends.
+# All that model/ may hold, and so all that a push sends, beside an adapter.
 PUBLISHED = (*WEIGHTS, "README.md", "recipe.yaml", "results.json", *PICTURES)
+# All that model/adapter may hold, and so all that a push of the adapter alone sends.
+ADAPTER = (*ADAPTER_FILES, "README.md")
 
 
 def write_evidence(
@@ -37,6 +49,7 @@ def write_evidence(
     results: Mapping[str, Any],
     *,
     repository: str | None = None,
+    adapter_repository: str | None = None,
     pictures: bool = True,
 ) -> None:
     """Put card, recipe, results and pictures beside the weights.
@@ -46,37 +59,68 @@ def write_evidence(
         run: the run directory that they come from.
         results: the content of results.json so far.
         repository: owner/name that the card's examples shall use.
+        adapter_repository: the same for the card of the adapter, if there is one.
         pictures: False leaves them out, which saves a second.
     """
-    original = load_recipe(run.path / "recipe.yaml")
-    recipe = publishable(original)
+    facts = _facts(folder, run, results)
+    facts = replace(
+        facts,
+        seeds=_seeds(run, load_recipe(run.path / "recipe.yaml"), results),
+        pictures=_draw(folder, run, results, facts.config) if pictures else (),
+        repository=repository,
+    )
+    (folder / "README.md").write_text(write_card(facts), encoding="utf-8")
+    if (folder / "adapter").is_dir():
+        facts = replace(facts, repository=adapter_repository)
+        text = write_adapter_card(facts)
+        (folder / "adapter" / "README.md").write_text(text, encoding="utf-8")
+
+
+def write_averaged(folder: Path, run: RunDir, results: Mapping[str, Any]) -> None:
+    """Put card, recipe and results beside averaged weights.
+
+    Args:
+        folder: holds config.json and model.safetensors.
+        run: the first of the runs that were averaged.
+        results: with "average", as `commands.average` has it.
+    """
+    card = write_card(_facts(folder, run, results))
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def _facts(folder: Path, run: RunDir, results: Mapping[str, Any]) -> Facts:
+    """Write recipe and results into a folder, and gather what the card says of its weights."""
+    recipe, record = publishable(load_recipe(run.path / "recipe.yaml")), read_record(run)
     (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
     text = json_text(_publishable_results(results))
     (folder / "results.json").write_text(text, encoding="utf-8")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    record = read_record(run)
     weights = dict(record.get("plan", {}).get("weights", {}))
     weights["source"] = _name_only(str(weights.get("source") or ""))
-    facts = Facts(
+    return Facts(
         recipe=recipe,
         record=record,
         results=results,
-        config=config,
+        config=json.loads((folder / "config.json").read_text(encoding="utf-8")),
         sha256=sha256_of(folder / "model.safetensors"),
-        seeds=_seeds(run, original, results),
-        pictures=_draw(folder, run, results, config) if pictures else (),
-        repository=repository,
         weights=weights,
     )
-    (folder / "README.md").write_text(write_card(facts), encoding="utf-8")
 
 
-def refresh(run: RunDir, *, repository: str | None = None) -> None:
+def base_of(run: RunDir) -> str:
+    """Return the name of the weights that a run began with: their repository, else the recipe's."""
+    weights = read_record(run).get("plan", {}).get("weights", {})
+    name = load_recipe(run.path / "recipe.yaml").model.name
+    return str(weights.get("repository") or _name_only(name))
+
+
+def refresh(
+    run: RunDir, *, repository: str | None = None, adapter_repository: str | None = None
+) -> None:
     """Write the evidence in a finished run's model/ anew: for a repository, or as more seeds ran.
 
     Args:
         run: a finished run.
-        repository: owner/name that the card's examples shall use.
+        repository, adapter_repository: as for `write_evidence`.
     Raises: CheckpointError if the run has no model or no results yet.
     """
     results = run.read_json("results.json")
@@ -87,9 +131,13 @@ def refresh(run: RunDir, *, repository: str | None = None) -> None:
         )
 
     def write(folder: Path) -> None:
-        for name in WEIGHTS:
-            _link(run.model / name, folder / name)
-        write_evidence(folder, run, results, repository=repository)
+        for name in (*WEIGHTS, *(f"adapter/{name}" for name in ADAPTER_FILES)):
+            if (run.model / name).is_file():
+                (folder / name).parent.mkdir(exist_ok=True)
+                _link(run.model / name, folder / name)
+        write_evidence(
+            folder, run, results, repository=repository, adapter_repository=adapter_repository
+        )
 
     run.publish_model(write, needed=1 << 20)
 
@@ -107,7 +155,7 @@ def _name_only(source: str) -> str:
     kind, colon, rest = source.partition(":")
     if colon and kind in ("hub", "hf-hub", "hf_hub", "embedded"):
         return source
-    if kind not in ("folder", "parquet", "local-dir"):
+    if kind not in ("folder", "parquet", "csv", "local-dir"):
         kind, colon, rest = "", "", source  # a colon further on is part of a path
         if not re.search(r"[\\/]", rest) and not rest.startswith((".", "~")):
             return source

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from huggingface_hub import ModelCard, get_session
@@ -15,12 +15,20 @@ from yaml import YAMLError
 from finetune.console import say
 from finetune.errors import CheckpointError, HubError, WeightsError
 from finetune.hub.client import ANSWER_SECONDS, clean, parsed
+from finetune.models.adapter import ADAPTER_FILES
 from finetune.publish.artifacts import PUBLISHED
 from finetune.publish.repository import Hub
 from finetune.run.directory import RunDir
 from finetune.run.record import read_record
 
-__all__ = ["check_card", "check_weights", "is_run", "published", "refuse_secrets"]
+__all__ = [
+    "adapter_of",
+    "check_card",
+    "check_weights",
+    "is_run",
+    "published",
+    "refuse_secrets",
+]
 
 NEEDED = ("config.json", "model.safetensors")
 
@@ -49,30 +57,44 @@ def is_run(folder: Path) -> bool:
     return False
 
 
-def published(folder: Path) -> dict[str, Path]:
+def published(folder: Path, names: Collection[str] = PUBLISHED) -> dict[str, Path]:
     """List the files to publish, by their name on the hub.
 
+    Args:
+        folder: with a model, or with an adapter.
+        names: that it may hold.
     Raises: HubError for a link that leads out of the folder, or to a hidden file.
     """
     top = folder.resolve()
-    files = {name: folder / name for name in PUBLISHED if (folder / name).is_file()}
-    for path in files.values():
+    files = {name: folder / name for name in names if (folder / name).is_file()}
+    for name, path in files.items():
         real = path.resolve()
-        if real.parent != top or (path.is_symlink() and real.name.startswith(".")):
+        if real.parent != (top / name).parent or (path.is_symlink() and real.name.startswith(".")):
             raise HubError(
                 f"{path}: is a link that leads out of the folder or to a hidden file; copy the "
                 "file itself",
                 code="hub.not_pushable",
             )
-    others = sorted({path.name for path in folder.iterdir()} - set(files))
+    sent = {name.partition("/")[0] for name in files}
+    others = sorted({path.name for path in folder.iterdir()} - sent)
     if others:
         say(f"{folder}: not pushed, as it is no part of a model: {', '.join(others)}")
     return files
 
 
+def adapter_of(folder: Path) -> Path:
+    """The folder of the adapter beside a model. Raises: WeightsError if there is none."""
+    if not all((folder / "adapter" / name).is_file() for name in ADAPTER_FILES):
+        raise WeightsError(
+            f"{folder}: has no adapter; train with model.adapter, or push without --adapter",
+            code="weights.not_found",
+        )
+    return folder / "adapter"
+
+
 def check_weights(files: Mapping[str, Path]) -> None:
     """Refuse, under the name of weights, a file that others could not load, or should not."""
-    path = files["model.safetensors"]
+    path = next(path for path in files.values() if path.suffix == ".safetensors")
     try:
         with safe_open(path, framework="numpy") as weights:  # reads and checks the header
             weights.keys()

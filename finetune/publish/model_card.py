@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import timm
 from huggingface_hub import EvalResult, ModelCardData
 
 from finetune.evaluation.claims import table
@@ -17,7 +18,7 @@ from finetune.recipe.load import Recipe
 from finetune.run.record import RunRecord
 from finetune.text import TOO_FEW, counted, markdown_table, mean_and_std, percent_range
 
-__all__ = ["Facts", "licence_keys", "write_card"]
+__all__ = ["Facts", "licence_keys", "write_adapter_card", "write_card"]
 
 _LICENCES = (  # what the hub knows: it refuses a card with any other
     "apache-2.0 mit bsd-2-clause bsd-3-clause cc0-1.0 cc-by-4.0 cc-by-nc-4.0 cc-by-sa-4.0 "
@@ -37,7 +38,11 @@ _SHOWN_CLASSES = 30
 _TAME = re.compile(r"[\w. -]+")  # what nobody takes for markup
 _TURNS = re.compile("[\u202a-\u202e\u2066-\u2069]")  # they would turn the text behind a name too
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
-_COLUMNS = {"top1": "top-1", "top5": "top-5", "loss": "loss", "ece": "calibration error"}
+_COLUMNS = {
+    **{"top1": "top-1", "top5": "top-5", "balanced_accuracy": "balanced accuracy"},
+    **{"macro_f1": "macro F1", "loss": "loss", "ece": "calibration error"},
+}
+_NEWER = {"balanced_accuracy", "macro_f1"}  # not in the results of earlier versions
 _PICTURES = {
     "curves.png": ("Curves", "Loss, accuracy and learning rate over the run"),
     "confusion.png": ("Confusion matrix", "Rows are true classes, columns predicted ones"),
@@ -86,7 +91,11 @@ class Facts:
     def columns(self) -> dict[str, str]:
         """The figures of a split to show, with their heads; top-5 of five classes is always 1."""
         few = 0 < len(self.config.get("label_names") or []) <= 5
-        return {key: head for key, head in _COLUMNS.items() if not (few and key == "top5")}
+        every = [self.results, *(results for _, results in self.seeds)]
+        measured = [one[split] for one in every for split in ("test", "val") if one.get(split)]
+        missing = {key for key in _NEWER if not all(key in one for one in measured)}
+        missing |= {"top5"} if few else set()
+        return {key: head for key, head in _COLUMNS.items() if key not in missing}
 
     @property
     def name(self) -> str:
@@ -117,19 +126,56 @@ def write_card(facts: Facts) -> str:
     return f"---\n{head}\n---\n\n" + "\n".join(line for part in sections for line in part)
 
 
-def _metadata(facts: Facts) -> ModelCardData:
+def write_adapter_card(facts: Facts) -> str:
+    """Write the card of a run's adapter.
+
+    Args:
+        facts: of the run; `repository` is the adapter's.
+    Returns: the text of README.md, with the hub's YAML at its head.
+    """
+    adapter = facts.recipe.model.adapter
+    assert adapter is not None, "the run trained one"
+    kind = {"lora": "LoRA", "dora": "DoRA"}[adapter.kind]
+    about = f"{kind} of rank {adapter.rank} on {', '.join(map(_code, adapter.targets))}"
+    sections = [
+        *(_summary(facts), [f"This is its adapter alone: {about}, and the classifier.", ""]),
+        *(_adapter_usage(facts), _results(facts), _limits(facts)),
+        [f"Began from weights with sha256 `{facts.weights.get('sha256')}`.", ""],
+    ]
+    head = _metadata(facts, library="peft", relation="adapter").to_yaml()
+    return f"---\n{head}\n---\n\n" + "\n".join(line for part in sections for line in part)
+
+
+def _adapter_usage(facts: Facts) -> list[str]:
+    """The code that loads an adapter: on timm's own network, where nothing of that was changed."""
+    model, classes = facts.recipe.model, len(facts.config.get("label_names") or [])
+    of_timm = timm.is_model(model.name.partition(".")[0]) and not facts.weights.get("posemb")
+    changes = model.model_dump(include={"args", "rename", "image_size", "posemb"})
+    if of_timm and not model.args and not model.rename:
+        lines = ["import timm"]
+        base = f'timm.create_model("{model.name}", pretrained=True, num_classes={classes})'
+    else:
+        lines = ["from finetune.models.build import build"]
+        settings = "".join(f", {key}={value!r}" for key, value in changes.items() if value)
+        base = f"build({model.name!r}, num_classes={classes}{settings}).model"
+    lines += ["from peft import PeftModel", "", f"base = {base}"]
+    lines += [f'model = PeftModel.from_pretrained(base, "{facts.repository or "THIS_FOLDER"}")']
+    return ["## Use", "", "```python", *lines, "model.eval()", "```", ""]
+
+
+def _metadata(facts: Facts, *, library: str = "timm", relation: str = "finetune") -> ModelCardData:
     """The YAML head, as the hub defines it."""
     base = str(facts.weights.get("repository") or "")
     on_hub = bool(_REPOSITORY.fullmatch(base)) and facts.recipe.model.pretrained
     return ModelCardData(
         **licence_keys(facts.weights.get("license")),
-        library_name="timm",
+        library_name=library,
         pipeline_tag="image-classification",
-        tags=["image-classification", "timm", "finetune"],
+        tags=["image-classification", library, "finetune"],
         datasets=[facts.data_id],
         metrics=["accuracy"],
         base_model=base if on_hub else None,
-        base_model_relation="finetune" if on_hub else None,
+        base_model_relation=relation if on_hub else None,
         model_name=facts.name,
         eval_results=_model_index(facts),
         ignore_metadata_errors=False,
@@ -144,6 +190,8 @@ def _model_index(facts: Facts) -> list[EvalResult] | None:
     known = {
         "top1": ("accuracy", "Top-1 accuracy"),
         "top5": ("top-5-accuracy", "Top-5 accuracy"),
+        "balanced_accuracy": ("balanced_accuracy", "Balanced accuracy"),
+        "macro_f1": ("f1", "Macro F1"),
         "loss": ("cross-entropy", "Loss"),
         "ece": ("expected-calibration-error", "Expected calibration error"),
     }
@@ -175,13 +223,22 @@ def _summary(facts: Facts) -> list[str]:
     shown = ", ".join(names[:_SHOWN_CLASSES])
     more = f" and {len(names) - _SHOWN_CLASSES} more" if len(names) > _SHOWN_CLASSES else ""
     note = [f"> {_plain(recipe.run.note)}", ""] if recipe.run.note else []
+    if average := results.get("average"):
+        training = (
+            f"averaged weights ({average['kind']}: {_plain(average['chosen'])}) of "
+            f"{', '.join(map(_code, average['runs']))}, chosen on the validation images. The "
+            "training below is that of the first."
+        )
+    else:
+        training = (
+            f"{results['steps']:,} steps of {recipe.data.batch_size} images at {size} pixels; "
+            f"these are the weights of step {results['best_step']:,}."
+        )
     return [
         f"# {facts.name if _TAME.fullmatch(facts.name) else _plain(facts.name)}",
         "",
         *note,
-        f"{start} on {_plain(facts.data_name)}: {results['steps']:,} steps of "
-        f"{recipe.data.batch_size} images at {size} pixels; these are the weights of step "
-        f"{results['best_step']:,}.",
+        f"{start} on {_plain(facts.data_name)}: {training}",
         "",
         f"Classes ({len(names)}): {shown}{more}.",
         "",
@@ -368,7 +425,7 @@ def _provenance(facts: Facts) -> list[str]:
         "",
         f"- model.safetensors: sha256 `{facts.sha256}`",
         f"- started from: {start or 'random weights'}",
-        f"- commit of finetune: `{record.get('commit')}`",
+        f"- commit of finetune: {_code(record.get('commit') or 'not known')}",
         f"- versions: {versions}",
         "",
     ]

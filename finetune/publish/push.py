@@ -24,8 +24,15 @@ from typing import Any
 from finetune import __version__, errors
 from finetune.console import say
 from finetune.errors import FinetuneError, Interrupted
-from finetune.publish.artifacts import PUBLISHED, refresh
-from finetune.publish.contents import check_card, check_weights, is_run, published, refuse_secrets
+from finetune.publish.artifacts import ADAPTER, PUBLISHED, refresh
+from finetune.publish.contents import (
+    adapter_of,
+    check_card,
+    check_weights,
+    is_run,
+    published,
+    refuse_secrets,
+)
 from finetune.publish.permissions import MAIN, check_names, check_rights, find
 from finetune.publish.repository import Hub
 from finetune.publish.upload import Job
@@ -49,31 +56,32 @@ def push(
     private: bool = False,
     revision: str | None = None,
     message: str | None = None,
+    adapter: bool = False,
 ) -> dict[str, Any]:
     """Make a branch on the hub hold exactly this model, in one commit or none.
 
     Args:
         run: a finished run directory, or a folder with config.json and model.safetensors.
         repository: owner/name; created when there is none.
-        private: create it private.
         revision: the branch; by default main; created when there is none.
-        message: of the commit.
+        private, message: create it private; text of the commit.
+        adapter: send the adapter alone, in peft's format, in the place of the merged model.
     Returns: repository, url, commit (its sha), changed (False if the hub held it all already),
         revision, files, deleted.
     Raises: RecipeError for a wrong name, CheckpointError or WeightsError for a model that is not
         there, HubError for what the hub refuses or cannot do now, Interrupted after a signal.
     """
     check_names(repository, revision)
-    of_run = is_run(Path(run))
-    hub = Hub(repository, again=_command(run, repository, private, revision, message))
+    folder, names, of_run = _to_send(Path(run), adapter=adapter)
+    hub = Hub(repository, again=_command(run, repository, private, revision, message, adapter))
     branch = revision or MAIN
     text = (message or "").strip() or f"Push the model with finetune {__version__}"
     try:
         with hub.explained():
             repo = find(hub, private=private, revision=branch)
             if of_run:
-                refresh(RunDir(run), repository=repository)
-            files = published(Path(run) / "model" if of_run else Path(run))
+                refresh(RunDir(run), **{f"{'adapter_' if adapter else ''}repository": repository})
+            files = published(folder, names)
             check_weights(files)
             refuse_secrets(files, text, Path(run), hub)
             check_card(hub, files)
@@ -87,7 +95,7 @@ def push(
         text=text,
         again=hub.again,
         files={name: str(path.absolute()) for name, path in files.items()},
-        names=PUBLISHED,
+        names=names,
         exists=repo.exists,
         branches=repo.branches,
     )
@@ -103,12 +111,30 @@ def push(
     }
 
 
+def _to_send(run: Path, *, adapter: bool) -> tuple[Path, tuple[str, ...], bool]:
+    """The folder to send, the names that it may hold, and whether it is a run's.
+
+    Raises: CheckpointError or WeightsError for a model, or an adapter, that is not there.
+    """
+    of_run = is_run(run)
+    folder = run / "model" if of_run else run
+    if adapter:
+        return adapter_of(folder), ADAPTER, of_run
+    return folder, (*PUBLISHED, *(f"adapter/{name}" for name in ADAPTER)), of_run
+
+
 def _command(
-    run: str | Path, repository: str, private: bool, revision: str | None, message: str | None
+    run: str | Path,
+    repository: str,
+    private: bool,
+    revision: str | None,
+    message: str | None,
+    adapter: bool,
 ) -> str:
     words = ["finetune", "push", str(run), repository, *(["--private"] if private else [])]
     words += ["--revision", revision] if revision else []
     words += ["--message", message] if message else []
+    words += ["--adapter"] if adapter else []
     return shlex.join(words)
 
 

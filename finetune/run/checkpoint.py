@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -128,6 +128,8 @@ def capture(
     optimizer: torch.optim.Optimizer,
     ema: nn.Module | None,
     counters: dict[str, Any],
+    *,
+    constant: Mapping[str, Tensor] | None = None,
 ) -> Snapshot:
     """Copy the training state to the host; every rank must call it when the network is sharded.
 
@@ -136,6 +138,7 @@ def capture(
         optimizer: its optimiser, unwrapped.
         ema: the averaged network, or None.
         counters: what JSON can hold: step, best, early stopping, loss scale.
+        constant: weights that are left out, as no step changes them.
     Returns: a snapshot that shares no memory with the live state; whole on rank 0 only.
     """
     moments: dict[str, Tensor] = {}
@@ -156,11 +159,13 @@ def capture(
             for group in state.get("param_groups", [])
         ]
     weights: Any = get_model_state_dict(model, options=_ON_RANK_0)
+    left_out = constant or {}
+    average = {} if ema is None else ema.state_dict()
     return Snapshot(
-        {name: _own(tensor, copied=elsewhere) for name, tensor in weights.items()},
+        {n: _own(t, copied=elsewhere) for n, t in weights.items() if n not in left_out},
         moments,
         numbers,
-        None if ema is None else {name: _own(t) for name, t in ema.state_dict().items()},
+        None if ema is None else {n: _own(t) for n, t in average.items() if n not in left_out},
         counters,
     )
 
@@ -184,11 +189,16 @@ def _own(tensor: Tensor, *, copied: bool = False) -> Tensor:
 
 
 def restore(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ema: nn.Module | None
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ema: nn.Module | None,
+    *,
+    constant: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Any]:
     """Load a verified checkpoint into the live network, optimiser and EMA.
 
-    Args: as for `capture`; `folder` is the checkpoint's.
+    Args: as for `capture`; `folder` is the checkpoint's, `constant` what it was made without.
     Returns: the counters.
     Raises: CheckpointError, before anything live is changed, for a file of another format: a
         manifest may have been written for it.
@@ -210,9 +220,9 @@ def restore(
             model, optimizer, {"state": cast(Any, state), "param_groups": groups}, options=_WHOLE
         )
     # Last: asking a fresh optimiser for its state makes it take a step, which moves some weights.
-    set_weights(model, weights)
+    set_weights(model, {**(constant or {}), **weights})
     if ema is not None and average is not None:
-        ema.load_state_dict(average)
+        ema.load_state_dict({**(constant or {}), **average})
     return counters
 
 

@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import socket
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -58,9 +59,11 @@ class RunDir:
         self._metrics: IO[bytes] | None = None
         self._process: int | None = None  # that took the lock; a fork has not
 
-    def open(self) -> None:
+    def open(self, *, patience_seconds: float = 0.0) -> None:
         """Create the folder, take its lock, and clear what an interrupted write left behind.
 
+        Args:
+            patience_seconds: for the process that holds the lock to end.
         Raises: SetupError if another live process holds the folder, it cannot be written, or it is
             no run's; CheckpointError if something else is in the place of one of its files.
         """
@@ -70,7 +73,7 @@ class RunDir:
             self._lock = open_lock(place)
         try:
             # The kernel drops this kind of lock with its process, and no forked worker inherits it.
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take(self._lock, patience_seconds)
             _HELD[_identity(place)], self._process = self, os.getpid()
         except (BlockingIOError, PermissionError):
             self._lock.seek(0)
@@ -306,11 +309,23 @@ def _identity(path: Path) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
+def _take(lock: IO[bytes], patience_seconds: float) -> None:
+    """Lock a file. Raises: BlockingIOError or PermissionError if another holds it for longer."""
+    until = time.monotonic() + patience_seconds
+    while True:
+        try:
+            return fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            if time.monotonic() >= until:
+                raise
+        time.sleep(0.2)
+
+
 def _settle(folder: Path) -> None:
     """Sync each file of a folder, with the umask's rights (safetensors writes 0600)."""
     umask = os.umask(0)
     os.umask(umask)
-    for path in sorted(folder.iterdir()):
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         path.chmod(0o666 & ~umask)
         with path.open("rb") as file:
             os.fsync(file.fileno())

@@ -41,10 +41,13 @@ MAX_JSON_BYTES = 64 << 20  # run.json, a manifest
 MAX_LARGE_BYTES = 1 << 30  # metrics.jsonl; results.json, which may have a K x K matrix
 SPLIT_FIGURES = ("top1", "top5", "loss", "ece", "examples")  # numbers of results.json, by split
 _MAX_DEPTH = 50
-_FILES = ("run.json", "results.json", "metrics.jsonl", "recipe.yaml", "report.html")
+_FILES = (
+    *("run.json", "results.json", "metrics.jsonl", "recipe.yaml", "report.html"),
+    *("training_images.json", "start.yaml", "lr_range.json"),
+)
 _LINKED = (".lock", "checkpoints", "model", "run.json", "results.json", "metrics.jsonl")
 # The names between the first operation of a start and its run.json.
-_EARLY = {".lock", "checkpoints", "metrics.jsonl", "recipe.yaml", "start.yaml"}
+_EARLY = {".lock", "checkpoints", "metrics.jsonl", "recipe.yaml", "start.yaml", "lr_range.json"}
 _HOLDER = re.compile(rb"[0-9]+ on [^\n]*\n")
 # The temporary names of `RunDir.publish_model` and `write_atomically`, of `RunDir.save` and `prune`
 _LEFT_OVER = re.compile(
@@ -137,8 +140,9 @@ def _is_rows(value: Any) -> bool:
 
 def _is_split(value: Any) -> bool:
     """True for a split's figures, or none."""
+    names = (*SPLIT_FIGURES, "balanced_accuracy", "macro_f1")
     return value is None or (
-        isinstance(value, dict) and all(_is_figure(value.get(name, 0)) for name in SPLIT_FIGURES)
+        isinstance(value, dict) and all(_is_figure(value.get(name, 0)) for name in names)
     )
 
 
@@ -224,6 +228,7 @@ def refuse_others(folder: Path) -> None:
         if _is_our_lock(folder / ".lock", begun="checkpoints" in names):
             early |= _EARLY
             early |= {"run.json"} if record == "damaged" else set()  # nothing overwrites it
+        early |= {"stages"} if (folder / "stages" / "1" / "run.json").is_file() else set()
         others = [n for n in names if n not in early and not _LEFT_OVER.fullmatch(n)]
         others += [f"checkpoints/{n}" for n in inside if not _LEFT_IN_CHECKPOINTS.fullmatch(n)]
         if others:

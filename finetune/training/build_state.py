@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from timm.utils import ModelEmaV3
 
 from finetune.errors import RecipeError
+from finetune.recipe.load import Recipe
 from finetune.run.directory import RunDir
 from finetune.run.environment import dtype_of
 from finetune.training.compile import choose_kernels, compiles, training_operations
@@ -37,6 +38,8 @@ def build_trainer_state(
     network, optim = setup.built.model, recipe.optim
     network.to(device)
     sharded = is_sharded(accelerator)
+    if sharded:
+        _refuse_sharded(recipe)
     choose_kernels(network, device=device, dtype=dtype_of(accelerator), sharded=sharded)
     frozen = None
     if recipe.model.freeze == "backbone":  # before the network is copied and wrapped
@@ -52,10 +55,12 @@ def build_trainer_state(
         decay=optim.decay,
         layer_decay=optim.layer_decay,
         args=optim.args,
+        sharded=sharded,
     )
     images = setup.steps * recipe.data.batch_size // accelerator.num_processes
+    adapter = recipe.model.adapter
     compiled = compiles(
-        recipe.model.compile,
+        False if adapter is not None and adapter.kind == "dora" else recipe.model.compile,
         device=device,
         sharded=sharded,
         images=0 if frozen is not None and frozen.gives_features else images,
@@ -65,11 +70,6 @@ def build_trainer_state(
     if compiled:
         network.compile()
     model, prepared = accelerator.prepare(network, optimizer)
-    if sharded and ema is not None:
-        raise RecipeError(
-            "optim.ema_decay: not with FSDP; remove the key or train with DDP",
-            code="recipe.conflict",
-        )
     return TrainerState(
         setup,
         accelerator,
@@ -80,3 +80,13 @@ def build_trainer_state(
         frozen=frozen,
         compiled=compiled,
     )
+
+
+def _refuse_sharded(recipe: Recipe) -> None:
+    """Refuse what FSDP's pieces of the weights do not allow."""
+    keys = {"optim.ema_decay": recipe.optim.ema_decay, "model.adapter": recipe.model.adapter}
+    for key, asked in keys.items():
+        if asked:
+            raise RecipeError(
+                f"{key}: not with FSDP; remove the key or train with DDP", code="recipe.conflict"
+            )

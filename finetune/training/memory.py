@@ -13,7 +13,7 @@ import copy
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ from finetune.training.optim import build_optimizer
 __all__ = [
     "LiveBytes",
     "Need",
+    "checkpoint_bytes",
     "need_of",
     "num_bytes",
     "pass_once",
@@ -241,6 +242,13 @@ def step_bytes(network: nn.Module, optim: OptimSection) -> dict[str, int]:
         "moments": state_bytes(network, optim),
         "average": weights if optim.ema_decay else 0,
     }
+
+
+def checkpoint_bytes(kept: Mapping[str, int], *, adapter: bool) -> int:
+    """Bytes of a checkpoint, from `step_bytes`; with an adapter it holds only what is trained."""
+    if not adapter:
+        return kept["weights"] + kept["moments"] + kept["average"]
+    return kept["gradients"] * (2 if kept["average"] else 1) + kept["moments"]
 
 
 def state_bytes(network: nn.Module, optim: OptimSection) -> int:

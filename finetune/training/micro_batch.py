@@ -21,7 +21,14 @@ from finetune.run.directory import RunDir
 from finetune.run.environment import dtype_of
 from finetune.run.record import RunRecord, read_record, write_record
 from finetune.text import byte_size
-from finetune.training.memory import need_of, num_bytes, pass_once, step_bytes, twin_of
+from finetune.training.memory import (
+    checkpoint_bytes,
+    need_of,
+    num_bytes,
+    pass_once,
+    step_bytes,
+    twin_of,
+)
 from finetune.training.trainer_state import TrainerState
 
 __all__ = [
@@ -181,7 +188,7 @@ def still_to_come(trainer: TrainerState) -> int:
     restored = bool(trainer.optimizer.optimizer.state)  # a checkpoint's moments are there already
     later = kept["gradients"] + (0 if restored else kept["moments"])
     if trainer.accelerator.device.type == "cpu":  # a checkpoint is written while training goes on
-        later += kept["weights"] + kept["moments"] + kept["average"]
+        later += checkpoint_bytes(kept, adapter=trainer.recipe.model.adapter is not None)
     return later
 
 

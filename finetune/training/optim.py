@@ -179,6 +179,7 @@ def build_optimizer(
     decay: str = "matrices",
     layer_decay: float | None = None,
     args: Mapping[str, Any] | None = None,
+    sharded: bool = False,
 ) -> Optimizer:
     """Make an optimiser by timm's name for it.
 
@@ -192,7 +193,7 @@ def build_optimizer(
         momentum: for the optimisers that have one.
         betas: for the optimisers that have them; None: the optimiser's own.
         weight_decay, decay, layer_decay: see `param_groups`.
-        args: further arguments of the optimiser's class.
+        args, sharded: further arguments of the class; whether FSDP will spread the network.
     Raises: RecipeError for an unknown name or argument, or a value that the optimiser refuses;
         SetupError if it needs a package or a device that is not there.
     """
@@ -216,8 +217,7 @@ def build_optimizer(
         extra["betas"] = tuple(betas)
     if name == "sgd":
         extra.setdefault("nesterov", False)
-    if "fused" in inspect.signature(optimizer_class).parameters and "foreach" not in extra:
-        extra.setdefault("fused", True)
+    extra = _fused(optimizer_class, extra, sharded=sharded) | extra
     groups = param_groups(
         model, lr=lr, weight_decay=weight_decay, decay=decay, layer_decay=layer_decay
     )
@@ -228,6 +228,18 @@ def build_optimizer(
             f"optim: '{name}' refuses its arguments: {error}; see: finetune recipes help optim",
             code="recipe.wrong_value",
         ) from error
+
+
+def _fused(optimizer_class: Any, given: dict[str, Any], *, sharded: bool) -> dict[str, Any]:
+    """Return the argument for torch's fused kernel, where there is one and none is excluded.
+
+    Of what FSDP shards, torch's fused kernels compute Adam's steps alone.
+    """
+    from torch.optim import Adam
+
+    has_one = "fused" in inspect.signature(optimizer_class).parameters and "foreach" not in given
+    is_adam = isinstance(optimizer_class, type) and issubclass(optimizer_class, Adam)
+    return {"fused": True} if has_one and (is_adam or not sharded) else {}
 
 
 def can_mask(optimizer: Optimizer) -> bool:

@@ -160,11 +160,10 @@ class TestRefusals:
             build(folder)
 
 
-@pytest.mark.slow
-def test_vit_b_16_at_full_size(tmp_path: Path) -> None:
-    """The layout of vit_base_patch16_224.augreg_in21k, from a folder to 384 px and back."""
-    source = build("vit_base_patch16_224.augreg_in21k", pretrained=False)
-    assert source.provenance["parameters"] == 102_595_923
+def test_vit_b_16_from_a_folder_to_384_px_and_back(tmp_path: Path) -> None:
+    """The layout of vit_base_patch16_224.augreg_in21k, with a block of its 12."""
+    source = build("vit_base_patch16_224.augreg_in21k", pretrained=False, args={"depth": 1})
+    assert source.provenance["parameters"] == 102_595_923 - 11 * 7_087_872
     shuffle(source.model)
     names = [str(index) for index in range(21_843)]
     folder = save(tmp_path / "pretrained", source, names=names)

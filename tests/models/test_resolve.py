@@ -107,20 +107,6 @@ class TestNames:
         with refused("weights.not_found", name, "model.pretrained=false"):
             resolve(name)
 
-    @pytest.mark.parametrize(
-        "name, code, named",
-        [
-            ("vit_base_patch16_224.augreg_in21", "unknown_name", "augreg_in21k"),
-            ("vit_bse_patch16_224.augreg_in21k", "unknown_name", "'vit_base_patch16_224.augreg"),
-            ("https://host/owner/name", "unknown_name", "https://host/owner/name"),
-            ("hub:a/b", "unknown_name", "'hf-hub:a/b'"),
-            ("missing.safetensors", "not_found", "missing.safetensors"),
-        ],
-    )
-    def test_wrong_names(self, name: str, code: str, named: str) -> None:
-        with refused(f"weights.{code}", named):
-            resolve(name)
-
 
 class TestFiles:
     def test_safetensors_with_a_configuration_beside(self, folder: Path) -> None:

@@ -105,6 +105,7 @@ def test_without_a_finished_model_there_is_nothing_to_refresh(runs: Path, tmp_pa
         ("folder:/data/secret/photos/", "folder:photos"),
         ("folder:../photos", "folder:photos"),
         ("parquet:~/x/cifar10", "parquet:cifar10"),
+        ("csv:/data/secret/labels.csv", "csv:labels.csv"),
         ("folder:/secret/a:b/photos", "folder:photos"),
         ("folder:/secret/photos:v2", "folder:photos:v2"),
         ("folder:..", "folder:data"),

@@ -92,7 +92,7 @@ def confidences(model: Classifier, path: Path) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def pushed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pushed]:
+def pushed(tmp_path_factory: pytest.TempPathFactory, no_pictures: None) -> Iterator[Pushed]:
     """Two runs: the first is pushed, also as a private model, then the second in its place."""
     top = tmp_path_factory.mktemp("clients")
     runs = []

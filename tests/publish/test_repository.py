@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hub_samples import WRITE, folder, hub, slept
+from hub_samples import WRITE, Failing, folder, hub, slept
 from hub_server import HubServer, point_at
 from huggingface_hub import constants
 from huggingface_hub.errors import HfHubHTTPError
@@ -23,20 +23,6 @@ from finetune.publish.push import push
 from finetune.publish.repository import Hub
 
 __all__ = ["folder", "hub", "slept"]  # fixtures
-
-
-class Failing:
-    """A function that raises what it is given, one after another, then answers."""
-
-    def __init__(self, *errors: Exception) -> None:
-        self.errors = list(errors)
-        self.calls = 0
-
-    def __call__(self) -> str:
-        self.calls += 1
-        if self.errors:
-            raise self.errors.pop(0)
-        return "done"
 
 
 class TestCall:

@@ -238,6 +238,23 @@ def test_layer_decay_scales_each_block() -> None:
     assert groups["blocks.1.mlp.fc1.weight"]["weight_decay"] == 0.1
 
 
+@pytest.mark.parametrize(
+    "name,expected",
+    [
+        ("test_resnet", {"conv1.": 2**-5, "layer1.": 2**-4, "layer4.": 0.5, "fc.": 1.0}),
+        ("test_efficientnet", {"conv_stem.": 2**-6, "blocks.4.": 0.5, "classifier.": 1.0}),
+        ("test_convnext", {"stem.": 2**-10, "stages.3.blocks.0.": 0.25, "head.fc.": 1.0}),
+    ],
+)
+def test_layer_decay_scales_convolutional_networks(name: str, expected: dict[str, float]) -> None:
+    model = timm.create_model(name, num_classes=3)
+    groups = by_name(model, param_groups(model, lr=1.0, weight_decay=0.1, layer_decay=0.5))
+    assert set(groups) == {name for name, _ in model.named_parameters()}
+    for start, scale in expected.items():
+        scales = {group["lr_scale"] for key, group in groups.items() if key.startswith(start)}
+        assert scales == {scale}, start
+
+
 def test_unknown_decay_is_an_error() -> None:
     with refused("recipe.wrong_value", "optim.decay", "'matrix'"):
         param_groups(vit(), lr=1.0, weight_decay=0.1, decay="matrix")

@@ -7,6 +7,7 @@ with it is for the tests of a GPU.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import timm
 import torch
@@ -14,12 +15,15 @@ from accelerate import Accelerator
 from ranks import two_ranks
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from finetune.data.image_store import Store
 from finetune.data.loader import Loader
 from finetune.data.source import open_source
 from finetune.evaluation.evaluate import evaluate
 from finetune.run import checkpoint as state
+from finetune.training.optim import build_optimizer, can_mask
+from finetune.training.trainer_state import TrainerState
 from finetune.transforms.pipeline import Pipeline
 
 
@@ -60,6 +64,46 @@ def saved_after_an_evaluation(folder: Path) -> None:
     assert {type(tensor) for tensor in weights.values()} == {torch.Tensor}
     step(model, optimizer)
     accelerator.wait_for_everyone()
+
+
+def steps_without_waiting(folder: Path) -> None:
+    """Each optimiser steps; the fused one leaves a step out on its device, as a mask says."""
+    accelerator = Accelerator(cpu=True)
+    for name, masks in (("adamw", True), ("sgd", False)):
+        model = network()
+        fully_shard(model)
+        optimizer = build_optimizer(model, name=name, lr=0.1, sharded=True)
+        assert can_mask(optimizer) == masks
+        for left_out in (False, True, False):
+            before = [p.full_tensor().clone() for p in model.parameters()]
+            model(torch.randn(4, 3, 32, 32)).square().mean().backward()
+            if masks and optimizer.state:
+                optimizer.grad_scale, optimizer.found_inf = None, torch.tensor(float(left_out))
+            optimizer.step()
+            after = [p.full_tensor() for p in model.parameters()]
+            same = all(map(torch.equal, before, after))
+            assert same == (left_out and masks)
+            norm(model)
+            optimizer.zero_grad()
+    accelerator.end_training()
+
+
+def norm(model: torch.nn.Module) -> None:
+    """Without a limit, the gradient's norm over all ranks is found and no gradient written."""
+    trainer = object.__new__(TrainerState)
+    trainer.model, trainer.sharded = model, True
+    trainer.accelerator = SimpleNamespace(is_fsdp2=True, unscale_gradients=lambda: None)
+    gradients = [p.grad for p in model.parameters()]
+    whole = torch.stack([gradient.full_tensor().norm() for gradient in gradients]).norm()
+    versions = [gradient._version for gradient in gradients]
+    found = trainer._clip(None)
+    assert not isinstance(found, DTensor)
+    torch.testing.assert_close(found, whole)
+    assert versions == [gradient._version for gradient in gradients]
+
+
+def test_a_sharded_network_steps_without_a_look_at_its_gradient(tmp_path: Path) -> None:
+    two_ranks(steps_without_waiting, tmp_path)
 
 
 def test_a_sharded_network_is_saved_after_an_evaluation(tmp_path: Path) -> None:

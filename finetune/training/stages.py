@@ -1,0 +1,48 @@
+"""`optim.stages`: stages before a run, such as the head alone before all (LP-FT).
+
+Each stage is a run of its own in the folder `stages` of the run directory, with its checkpoints and
+its cached features, and begins with the best weights of the stage before. So a stage is resumed as
+any run is, and one that is done is passed over.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from finetune.recipe.load import Recipe
+
+__all__ = ["folder_of", "stage_recipes", "weights_of"]
+
+
+def folder_of(out: str | Path, number: int) -> Path:
+    """Return the run directory of a stage of a run, counted from 1."""
+    return Path(out) / "stages" / str(number)
+
+
+def stage_recipes(recipe: Recipe) -> list[Recipe]:
+    """Return the recipe of each stage: the run's, with the stage's length, rate, freezing and data.
+
+    Stages leave the test split alone, are not published, and train no adapter.
+
+    Source: Kumar et al. 2022, "Fine-tuning can distort pretrained features" (LP-FT).
+    """
+    recipes = []
+    for stage in recipe.optim.stages:
+        own = {"steps": stage.steps, "epochs": stage.epochs, "lr": stage.lr or recipe.optim.lr}
+        whole = {"test": False, "push_to": None, "push_private": False}
+        sections = {
+            "model": recipe.model.model_copy(update={"freeze": stage.freeze, "adapter": None}),
+            "data": recipe.data.model_copy(update={"train": stage.train or recipe.data.train}),
+            "optim": recipe.optim.model_copy(update={**own, "stages": ()}),
+            "run": recipe.run.model_copy(update=whole),
+        }
+        recipes.append(recipe.model_copy(update={**sections, "claims": ()}))
+    return recipes
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    """Read the weights that a stage ended with, by the names of the network without an adapter."""
+    return load_file(folder / "model" / "model.safetensors")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from finetune.data.source import Source, open_source
-from finetune.data.splits import keep_classes, merge_val, split_train, take
+from finetune.data.splits import keep_classes, long_tail, merge_val, split_train, take
 from finetune.errors import RecipeError
 from finetune.recipe.load import DataSection, Recipe
 
@@ -24,7 +24,8 @@ def data_of(section: DataSection, seed: int) -> Source:
         source = merge_val(source)
     source = take(source, "train", section.num_train, seed)
     source = split_train(source, section.val_fraction, seed)
-    return take(source, "val", section.num_val, seed)
+    source = take(source, "val", section.num_val, seed)
+    return long_tail(source, section.long_tail, seed)
 
 
 def section_of(model: str, recipe: Recipe | None, data: str | None) -> tuple[DataSection, int]:

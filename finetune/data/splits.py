@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from finetune.data.columns import in_order
 from finetune.data.items import Items
 from finetune.data.notices import notice
+from finetune.data.sampling import shares_of
 from finetune.data.source import Source, Split
 from finetune.data.streaming.row_groups import ShardItems
 from finetune.errors import DataError, RecipeError, nearest
 
-__all__ = ["keep_classes", "merge_val", "split_train", "take"]
+__all__ = ["check_classes", "keep_classes", "long_tail", "merge_val", "split_train", "take"]
 
 _KINDS = {"train": "training", "val": "validation", "test": "test"}
 
@@ -53,15 +54,7 @@ def keep_classes(source: Source, names: Sequence[str] | None) -> Source:
     if names is None:
         return source
     known = source.class_names
-    for name in names:
-        if name not in known:
-            hint = (
-                nearest(name, known) or f"; known: {', '.join(known[:5])}{', …' * bool(known[5:])}"
-            )
-            raise RecipeError(
-                f"data.classes: {source.name} has no class '{name}'{hint}",
-                code="recipe.unknown_name",
-            )
+    check_classes(names, known, key="data.classes", source=source.name)
     kept = [label for label, name in enumerate(known) if name in names]
     label_of = np.full(len(known), -1, dtype=np.int64)
     label_of[kept] = np.arange(len(kept))
@@ -77,6 +70,22 @@ def keep_classes(source: Source, names: Sequence[str] | None) -> Source:
         splits[name] = dataclasses.replace(chosen, labels=label_of[chosen.labels])
     notice(f"data.classes: {len(kept)} of the {len(known)} classes of {source.name} are used")
     return dataclasses.replace(source, splits=splits, class_names=[known[label] for label in kept])
+
+
+def check_classes(names: Iterable[str], known: Sequence[str], *, key: str, source: str) -> None:
+    """Raise RecipeError for the first name that is no class.
+
+    Args:
+        key, source: of the recipe and the data, for the message.
+    """
+    for name in names:
+        if name not in known:
+            hint = (
+                nearest(name, known) or f"; known: {', '.join(known[:5])}{', …' * bool(known[5:])}"
+            )
+            raise RecipeError(
+                f"{key}: {source} has no class '{name}'{hint}", code="recipe.unknown_name"
+            )
 
 
 def take(source: Source, split: str, number: int | None, seed: int) -> Source:
@@ -106,24 +115,47 @@ def take(source: Source, split: str, number: int | None, seed: int) -> Source:
             f"number from {len(present)} to {len(images)}",
             code="data.too_few_images",
         )
-    shares = counts * number / len(images)
-    wanted = np.floor(shares).astype(np.int64)
-    wanted[np.argsort(wanted - shares, kind="stable")[: number - int(wanted.sum())]] += 1
+    shares, wanted = counts * number / len(images), shares_of(number, counts)
     for place in np.flatnonzero(wanted == 0):  # no class without an image
         wanted[np.where(wanted > 1, wanted - shares, -np.inf).argmax()] -= 1
         wanted[place] = 1
-    # streams of their own: the validation split draws from the seed itself
-    stream = 1 + list(_KINDS).index(split)
-    draws = np.random.PCG64([seed, stream]).random_raw(len(images))
-    kept = [
-        members[np.argsort(draws[members], kind="stable")][:count]
-        for label, count in zip(present, wanted, strict=True)
-        for members in [np.flatnonzero(images.labels == label)]
-    ]
     if split != "train":
         notice(f"{key}: every {kind} figure rests on {number} of {len(images)} images")
-    smaller = images.subset(np.sort(np.concatenate(kept)))
+    # streams of their own: the validation split draws from the seed itself
+    smaller = _drawn(images, present, wanted, [seed, 1 + list(_KINDS).index(split)])
     return dataclasses.replace(source, splits={**source.splits, split: smaller})
+
+
+def long_tail(source: Source, ratio: float | None, seed: int) -> Source:
+    """Keep fewer training images from class to class: n ratio**(-i / (K - 1)) of class i of K.
+
+    Args:
+        ratio: of the first class's images to the last one's; None keeps all. n is the number of the
+            largest class; a class that has fewer keeps what it has, and every one an image.
+        seed: the same seed keeps the same images on every machine.
+    Source: Cao et al. 2019, "Learning imbalanced datasets with label-distribution-aware margin
+        loss", section 4 (CIFAR-10-LT).
+    """
+    train = source.splits.get("train")
+    if ratio is None or train is None:
+        return source
+    counts = np.bincount(train.labels, minlength=len(source.class_names))
+    exponents = np.arange(len(counts)) / max(len(counts) - 1, 1)
+    wanted = np.maximum((counts.max() * (1 / ratio) ** exponents).astype(np.int64), 1)
+    smaller = _drawn(train, range(len(counts)), wanted, [seed, 1 + len(_KINDS)])
+    notice(f"data.long_tail: {len(smaller)} of the {len(train)} training images are used")
+    return dataclasses.replace(source, splits={**source.splits, "train": smaller})
+
+
+def _drawn(split: Split, classes: Iterable[int], wanted: np.ndarray, entropy: list[int]) -> Split:
+    """At most so many images of each class as are wanted, drawn from a stream of numbers."""
+    draws = np.random.PCG64(entropy).random_raw(len(split))
+    kept = [
+        members[np.argsort(draws[members], kind="stable")][:count]
+        for label, count in zip(classes, wanted, strict=True)
+        for members in [np.flatnonzero(split.labels == label)]
+    ]
+    return split.subset(np.sort(np.concatenate(kept)))
 
 
 def split_train(source: Source, val_fraction: float, seed: int) -> Source:

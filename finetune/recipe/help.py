@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,8 +41,7 @@ def help_table(topic: str = "") -> list[dict[str, Any]]:
     """
     rows = []
     for section, field in Recipe.model_fields.items():
-        for key, inner in _model_of(field).model_fields.items():
-            name = f"claims[].{key}" if section == "claims" else f"{section}.{key}"
+        for name, inner in _keys_of(section, field):
             rows.append(
                 {
                     "section": section,
@@ -123,6 +123,16 @@ def list_folder(folder: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
+def _keys_of(name: str, field: FieldInfo) -> Iterator[tuple[str, FieldInfo]]:
+    """Names and fields of a section, and after each key that is a section itself those in it."""
+    listed = "[]" if typing.get_origin(field.annotation) is tuple else ""
+    for key, inner in _model_of(field).model_fields.items():
+        yield f"{name}{listed}.{key}", inner
+        model = _model_of(inner)
+        if isinstance(model, type) and issubclass(model, BaseModel):
+            yield from _keys_of(f"{name}{listed}.{key}", inner)
+
+
 def _plain(key: str) -> str:
     return key.replace("[]", "")
 
@@ -152,6 +162,8 @@ def _type_name(annotation: Any) -> str:
         return f"list of {inner[0]}" if many else f"[{', '.join(inner)}]"
     if annotation is type(None):
         return "null"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "mapping"
     return _NAMES.get(origin or annotation, getattr(annotation, "__name__", str(annotation)))
 
 

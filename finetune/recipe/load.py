@@ -6,8 +6,9 @@ the nearest right key. Environment variables never change a recipe.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
@@ -15,12 +16,14 @@ from finetune.errors import RecipeError, masked
 from finetune.recipe import yaml as recipe_yaml
 from finetune.recipe.schema import (
     Claim,
+    Conflict,
     DataSection,
     ModelSection,
     OptimSection,
     RunSection,
     Section,
 )
+from finetune.recipe.types import number
 from finetune.recipe.validate import apply_override, validate
 
 __all__ = [
@@ -44,6 +47,23 @@ class Recipe(Section):
     optim: OptimSection
     run: RunSection = Field(default_factory=RunSection)
     claims: tuple[Claim, ...] = Field((), description="what a source reports of this run")
+
+    @classmethod
+    def conflicts(cls, values: Mapping[str, Any]) -> list[Conflict]:
+        model, data, optim = (dict(values.get(name) or {}) for name in ("model", "data", "optim"))
+        conflicts: list[Conflict] = []
+        stages = [dict(stage).get("freeze") for stage in optim.get("stages") or ()]
+        if model.get("adapter") and any(freeze != "backbone" for freeze in stages):
+            problem = "an adapter belongs to the weights as they were; stages before it train the "
+            problem += "head alone: set their freeze to backbone"
+            conflicts.append(("optim", {"model", "optim"}, problem))
+        balances = optim.get("class_weights") == "balanced"
+        balances |= bool(number(optim.get("logit_adjustment") or 0))
+        if data.get("sampling") == "class_balanced" and balances:
+            problem = "sampling class_balanced draws all classes alike, so that class_weights="
+            problem += "balanced and logit_adjustment change nothing; keep one of them"
+            conflicts.append(("data", {"data", "optim"}, problem))
+        return conflicts
 
     def to_yaml(self) -> str:
         """Write the recipe with every key resolved; loading it gives an equal recipe."""

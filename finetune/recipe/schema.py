@@ -5,6 +5,7 @@ No torch here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -17,11 +18,13 @@ from finetune.recipe.types import (
     Betas,
     Blocks,
     ClassNames,
+    ClassWeights,
     EvalSentence,
     Mean,
     Metric,
     MicroBatch,
     Names,
+    Patterns,
     Range,
     Real,
     Renames,
@@ -32,10 +35,20 @@ from finetune.recipe.types import (
     TrainSentence,
     When,
     Whole,
+    Workers,
     number,
 )
 
-__all__ = ["Claim", "DataSection", "ModelSection", "OptimSection", "RunSection", "Section"]
+__all__ = [
+    "AdapterSection",
+    "Claim",
+    "DataSection",
+    "ModelSection",
+    "OptimSection",
+    "RunSection",
+    "Section",
+    "StageSection",
+]
 
 Conflict = tuple[str, set[str], str]  # the key to name, all keys involved, the problem
 
@@ -57,6 +70,22 @@ class Section(BaseModel):
             text = "; ".join(f"{key}: {problem}" for key, _, problem in conflicts)
             raise PydanticCustomError("conflict", "{text}", {"text": text})
         return self
+
+
+class AdapterSection(Section):
+    """An adapter of peft, which is trained with the head in the place of the network's weights."""
+
+    kind: Literal["lora", "dora"] = Field("lora", description="LoRA, or DoRA")
+    rank: Whole = Field(8, ge=1, description="of each layer's update")
+    alpha: Real | None = Field(
+        None, gt=0, description="scales the updates by alpha / rank; null: rank, which scales by 1"
+    )
+    targets: Patterns = Field(
+        ("attention",),
+        description="attention, mlp, all (convolutions, too), or regular expressions for the end "
+        "of layers' names: qkv, or blocks\\.1[01]\\..*",
+    )
+    dropout: Real = Field(0.0, ge=0, lt=1, description="probability, on the adapter's input")
 
 
 class ModelSection(Section):
@@ -90,6 +119,9 @@ class ModelSection(Section):
     freeze: Blocks = Field(
         "none", description="none, backbone (only the head is trained) or the first n blocks"
     )
+    adapter: AdapterSection | None = Field(
+        None, description="train LoRA or DoRA and the head; null: the weights themselves"
+    )
     dropout: Real = Field(0.0, ge=0, lt=1, description="probability, in the blocks and the head")
     attention_dropout: Real = Field(0.0, ge=0, lt=1, description="probability, on attention")
     drop_path: Real = Field(0.0, ge=0, lt=1, description="stochastic depth of the last block")
@@ -102,18 +134,32 @@ class ModelSection(Section):
 
     @classmethod
     def conflicts(cls, values: Mapping[str, Any]) -> list[Conflict]:
-        if values.get("head_init") != "keep" or values.get("pretrained", True) is not False:
-            return []
-        problem = "keep needs weights to keep it from; remove it, or set model.pretrained=true"
-        return [("head_init", {"head_init", "pretrained"}, problem)]
+        conflicts: list[Conflict] = []
+        random = values.get("pretrained", True) is False
+        if values.get("head_init") == "keep" and random:
+            problem = "keep needs weights to keep it from; remove it, or set model.pretrained=true"
+            conflicts.append(("head_init", {"head_init", "pretrained"}, problem))
+        if values.get("adapter") is not None and random:
+            problem = "adapts pretrained weights; remove it, or set model.pretrained=true"
+            conflicts.append(("adapter", {"adapter", "pretrained"}, problem))
+        if values.get("adapter") is not None and values.get("freeze", "none") != "none":
+            problem = "an adapter freezes everything but itself and the head; remove the key"
+            conflicts.append(("freeze", {"freeze", "adapter"}, problem))
+        adapter = values.get("adapter")
+        # a section when all of the recipe is valid, else the keys as they were written
+        kind = adapter.get("kind") if isinstance(adapter, dict) else getattr(adapter, "kind", None)
+        if kind == "dora" and values.get("compile") is True:
+            problem = "torch.compile fails on DoRA's layers; remove the key, or set kind to lora"
+            conflicts.append(("compile", {"compile", "adapter"}, problem))
+        return conflicts
 
 
 class DataSection(Section):
     """The images, their preparation, and the batch of one step."""
 
     source: Text = Field(
-        description="hub:owner/name[@revision][:config], folder:PATH, parquet:PATH or "
-        "embedded:digits"
+        description="hub:owner/name[@revision][:config], folder:PATH, csv:PATH, parquet:PATH, "
+        "tar:PATTERN such as train-{000..099}.tar, at addresses too, or embedded:digits"
     )
     val_fraction: Real = Field(
         0.1,
@@ -148,8 +194,25 @@ class DataSection(Section):
     classes: ClassNames | None = Field(
         None, description="names of the classes to use, at least two; null: all"
     )
-    image_column: Text | None = Field(None, description="null: found by its usual names")
-    label_column: Text | None = Field(None, description="null: found by its usual names")
+    long_tail: Real | None = Field(
+        None,
+        ge=1,
+        description="training images of the first class over those of the last, with fewer from "
+        "class to class, drawn by the split's seed (as CIFAR-10-LT); null: all",
+    )
+    sampling: Literal["class_balanced", "square_root"] | None = Field(
+        None,
+        description="images of each class in an epoch, whose length stays: of all classes alike, "
+        "or by the root of a class's images; null: each image once",
+    )
+    image_column: Text | None = Field(
+        None, description="of tar: the members' suffix; null: found by its usual names"
+    )
+    label_column: Text | None = Field(
+        None,
+        description="of tar: the members' suffix, or a field of their json; null: found by its "
+        "usual names",
+    )
     train: TrainSentence | None = Field(
         None, description="operations on training images; null: resize | flip"
     )
@@ -182,30 +245,61 @@ class DataSection(Section):
         description="decode a JPEG at 1/2, 1/4 or 1/8 of its size where no side falls below these "
         "pixels: less work for photos much larger than image_size; null: at its own size",
     )
-    workers: Whole = Field(
-        2, ge=0, description="decoding processes; at least one per core where all is kept"
+    workers: Workers = Field(
+        "auto",
+        description="decoding processes of each process; at least one per core where all is kept; "
+        "auto: the host's cores over its processes",
     )
     unreadable: Literal["stop", "quarantine"] = Field(
         "stop", description="what to do about images that cannot be decoded"
     )
     streaming: StrictBool = Field(
-        False, description="read hub: and parquet: images where they are, never the whole set"
+        False,
+        description="read hub:, parquet: and tar: images where they are, never the whole set; "
+        "always so for tar: at addresses",
     )
 
     @classmethod
     def conflicts(cls, values: Mapping[str, Any]) -> list[Conflict]:
-        if not values.get("streaming"):
+        is_remote = re.match(r"tar:.*://", str(values.get("source")))
+        if not (values.get("streaming") or is_remote):
             return []
         allowed = {
-            "source": ("hub:", "parquet:"),
+            "source": ("hub:", "parquet:", "tar:"),
             "keep": ("auto", "none"),
             "unreadable": ("stop",),
         }
-        return [
+        conflicts = [
             (key, {key, "streaming"}, f"with streaming {' or '.join(starts)}; got {values[key]!r}")
             for key, starts in allowed.items()
             if key in values and not str(values[key]).startswith(starts)
         ]
+        if values.get("sampling") is not None:
+            problem = "streamed images come in the order of their files; remove it, or streaming"
+            conflicts.append(("sampling", {"sampling", "streaming"}, problem))
+        return conflicts
+
+
+class StageSection(Section):
+    """A stage before the run: its length, and what differs from the run in it."""
+
+    steps: Whole | None = Field(None, ge=1, description="optimiser steps; this or epochs")
+    epochs: Real | None = Field(None, gt=0, description="passes over the data; this or steps")
+    lr: Real | None = Field(None, gt=0, description="peak learning rate; null: optim.lr")
+    freeze: Blocks = Field("none", description="as model.freeze; backbone: the head alone")
+    train: TrainSentence | None = Field(
+        None,
+        description="as data.train; where nothing in it is random and freeze is backbone, the "
+        "features are computed once; null: data.train",
+    )
+
+    @classmethod
+    def conflicts(cls, values: Mapping[str, Any]) -> list[Conflict]:
+        given = [key for key in ("steps", "epochs") if values.get(key) is not None]
+        if len(given) == 1:
+            return []
+        problem = f"give either steps or epochs; got {' and '.join(given) or 'none'}"
+        return [("steps", {"steps", "epochs"}, problem)]
 
 
 class OptimSection(Section):
@@ -222,7 +316,10 @@ class OptimSection(Section):
         "tokens",
     )
     layer_decay: Real | None = Field(
-        None, gt=0, le=1, description="factor of the learning rate from each block to the one below"
+        None,
+        gt=0,
+        le=1,
+        description="factor of the learning rate from each block, or stage, to the one below",
     )
     schedule: Literal["constant", "linear", "cosine", "step"] = Field(
         "cosine", description="the learning rate after the warm-up"
@@ -241,10 +338,27 @@ class OptimSection(Section):
     step_factor: Real = Field(0.1, gt=0, le=1, description="factor of each cut of schedule step")
     clip_norm: Real | None = Field(None, gt=0, description="largest norm of the gradient")
     label_smoothing: Real = Field(0.0, ge=0, lt=1, description="share spread over all classes")
+    class_weights: ClassWeights | None = Field(
+        None,
+        description="factors of the loss: {class: weight}, 1 for the others, or balanced: images / "
+        "(classes * images of the class), as in scikit-learn; null: all 1",
+    )
+    focal_gamma: Real = Field(0.0, ge=0, description="of the focal loss, for example 2; 0: none")
+    logit_adjustment: Real = Field(
+        0.0,
+        ge=0,
+        description="tau of the logit-adjusted loss, for example 1: tau * log(the class's share "
+        "of the images) is added to its logit in training; 0: none",
+    )
     ema_decay: Real | None = Field(
         None, ge=0, lt=1, description="keep a moving average of the weights and evaluate that"
     )
     args: Arguments = Field({}, description="further keyword arguments of the optimiser")
+    stages: tuple[StageSection, ...] = Field(
+        (),
+        description="what is trained before, each stage from the best weights of the one before; "
+        "the head first (LP-FT): [{freeze: backbone, epochs: 5, lr: 1e-2}]",
+    )
 
     @classmethod
     def conflicts(cls, values: Mapping[str, Any]) -> list[Conflict]:
@@ -266,6 +380,14 @@ class OptimSection(Section):
         if lr is not None and min_lr is not None and min_lr > lr:
             problem = f"{min_lr:g} is above lr, {lr:g}; make it less"
             conflicts.append(("min_lr", {"min_lr", "lr"}, problem))
+        if values.get("class_weights") == "balanced" and value("logit_adjustment"):
+            problem = "given beside class_weights=balanced, which does the same; keep one"
+            pair = {"class_weights", "logit_adjustment"}
+            conflicts.append(("logit_adjustment", pair, problem))
+        rates = [rate for stage in values.get("stages") or () if (rate := dict(stage).get("lr"))]
+        if min_lr is not None and any(number(rate) < min_lr for rate in rates):
+            problem = f"a stage's lr is below min_lr, {min_lr:g}; raise it"
+            conflicts.append(("stages", {"min_lr", "stages"}, problem))
         step_keys = {"schedule", "step_every"}
         if schedule == "step" and values.get("step_every") is None:
             conflicts.append(("step_every", step_keys, "missing; schedule step needs it"))
@@ -285,8 +407,8 @@ class RunSection(Section):
     save_every: Whole | None = Field(None, ge=1, description="steps; null: at each evaluation")
     log_every: Whole = Field(10, ge=1, description="steps")
     keep_checkpoints: Whole = Field(2, ge=1, description="how many of the last ones stay")
-    best: Literal["val.top1", "val.top5", "val.loss"] = Field(
-        "val.top1", description="what makes a checkpoint the best one"
+    best: Literal["val.top1", "val.top5", "val.balanced_accuracy", "val.macro_f1", "val.loss"] = (
+        Field("val.top1", description="what makes a checkpoint the best one")
     )
     patience: Whole | None = Field(
         None, ge=1, description="evaluations without a better one before stopping; null: never"
@@ -316,7 +438,8 @@ class Claim(Section):
     """A figure that a source reports; the run answers it with its own."""
 
     metric: Metric = Field(
-        description="train, val or test, a dot, top1, top5, loss or ece; or run.epochs, trained"
+        description="train, val or test, a dot, top1, top5, loss, ece, balanced_accuracy or "
+        "macro_f1 (of val and test); or run.epochs, trained"
     )
     when: When = Field(
         "end", description="end, first, best, epoch N, or (for a trend) after epoch N"
@@ -342,7 +465,7 @@ class Claim(Section):
         figures = [values["value"]] if "value" in stated else []
         figures += values["between"] if "between" in stated else []
         metric, when = str(values.get("metric")), str(values.get("when", "end"))
-        is_accuracy = metric.endswith(("top1", "top5"))
+        is_accuracy = not metric.endswith(("loss", "ece", "run.epochs"))
         if is_accuracy and any(not 0 <= number(figure) <= 1 for figure in figures):
             problem = "accuracies are fractions, write it so: 94.5 % is 0.945"
             conflicts.append((stated[0], {"metric", "value", "between"}, problem))

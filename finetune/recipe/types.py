@@ -5,8 +5,10 @@ Each type describes in one phrase what it expects; the phrase becomes the error 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -21,11 +23,13 @@ __all__ = [
     "Betas",
     "Blocks",
     "ClassNames",
+    "ClassWeights",
     "EvalSentence",
     "Mean",
     "Metric",
     "MicroBatch",
     "Names",
+    "Patterns",
     "Range",
     "Real",
     "Renames",
@@ -36,6 +40,7 @@ __all__ = [
     "TrainSentence",
     "When",
     "Whole",
+    "Workers",
     "number",
 ]
 
@@ -43,7 +48,9 @@ __all__ = [
 _NUMBER = re.compile(r"[-+]?(?:(?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
 _LARGEST_SIDE = 8192  # pixels, as of the operations: more would ask for gigabytes an image
 _LARGEST_WHOLE = 2**53  # beyond it a float cannot count
-_METRIC = re.compile(r"(train|val|test)\.(top1|top5|loss|ece)|run\.epochs")
+_METRIC = re.compile(
+    r"(train|val|test)\.(top1|top5|loss|ece)|(val|test)\.(balanced_accuracy|macro_f1)|run\.epochs"
+)
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
 _WHEN = re.compile(r"end|first|best|(after )?epoch [1-9][0-9]*")
 
@@ -96,6 +103,32 @@ def _two_or_more_names(value: tuple[str, ...]) -> tuple[str, ...]:
     return value
 
 
+def _class_weights(value: Any) -> Any:
+    if value == "balanced":
+        return value
+    if not isinstance(value, dict) or not value:
+        raise _expected("balanced, or a mapping {class: weight}")
+    weights = {}
+    for name, weight in value.items():
+        with contextlib.suppress(PydanticCustomError):
+            weights[name] = float(number(weight))
+        if weights.get(name, -1) < 0:
+            message = f"expected a number of at least 0 as the weight of class '{name}'"
+            raise _from_recipe_error(message, "recipe.wrong_value")
+    return weights
+
+
+def _patterns(value: tuple[str, ...]) -> tuple[str, ...]:
+    for pattern in value:
+        try:
+            re.compile(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise _expected(f"regular expressions; '{pattern}' is none: {error}") from None
+    if not value:
+        raise _expected("at least one word or regular expression")
+    return value
+
+
 def _three(value: Any) -> Any:
     if not isinstance(value, (list, tuple)) or len(value) != 3:
         raise _expected("a list of 3 numbers, each between 0 and 1 (not 0 to 255)")
@@ -133,16 +166,19 @@ def _freeze(value: Any) -> Any:
     return blocks
 
 
-def _micro_batch(value: Any) -> Any:
-    if value == "auto":
-        return value
-    try:
-        images = _whole(value)
-    except PydanticCustomError:
-        images = 0
-    if images < 1:
-        raise _expected("'auto' or a whole number of at least 1")
-    return images
+def _auto_or_at_least(least: int) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        if value == "auto":
+            return value
+        try:
+            number = _whole(value)
+        except PydanticCustomError:
+            number = least - 1
+        if number < least:
+            raise _expected(f"'auto' or a whole number of at least {least}")
+        return number
+
+    return check
 
 
 def _auto_or_not(value: Any) -> Any:
@@ -223,7 +259,8 @@ def _sentence(value: str, *, train: bool) -> str:
 def _metric(value: str) -> str:
     if not _METRIC.fullmatch(value):
         raise _expected(
-            "run.epochs, or train, val or test, a dot, and top1, top5, loss or ece: 'val.top1'"
+            "run.epochs, or train, val or test, a dot, and top1, top5, loss or ece (of val and "
+            "test balanced_accuracy or macro_f1, too): 'val.top1'"
         )
     return value
 
@@ -244,11 +281,14 @@ Whole = Annotated[int, BeforeValidator(_whole)]
 Real = Annotated[float, BeforeValidator(number)]
 Text = Annotated[str, BeforeValidator(_text)]
 Names = Annotated[tuple[Text, ...], BeforeValidator(_list_of_one)]
+Patterns = Annotated[Names, AfterValidator(_patterns)]
 ClassNames = Annotated[Names, AfterValidator(_two_or_more_names)]
+ClassWeights = Annotated[Literal["balanced"] | dict[str, float], BeforeValidator(_class_weights)]
 Size = Annotated[int | tuple[int, int], BeforeValidator(_image_size)]
 Blocks = Annotated[Literal["none", "backbone"] | int, BeforeValidator(_freeze)]
 Auto = Annotated[bool | Literal["auto"], BeforeValidator(_auto_or_not)]
-MicroBatch = Annotated[Literal["auto"] | int, BeforeValidator(_micro_batch)]
+MicroBatch = Annotated[Literal["auto"] | int, BeforeValidator(_auto_or_at_least(1))]
+Workers = Annotated[Literal["auto"] | int, BeforeValidator(_auto_or_at_least(0))]
 Arguments = Annotated[dict[str, Any], BeforeValidator(_plain_values)]
 TrainSentence = Annotated[Text, AfterValidator(_train_sentence)]
 Renames = Annotated[dict[str, str] | str, BeforeValidator(_renames)]

@@ -7,7 +7,7 @@ The keys of a recipe are not known here; they come from the model that is valida
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -139,6 +139,9 @@ def validate(document: Document, recipe: type[T]) -> T:
         result = recipe.model_validate(document.tree)
     except ValidationError as error:
         details = error.errors(include_url=False)
+        parents = {tuple(d["loc"][:end]) for d in details for end in range(len(d["loc"]))}
+        # To pydantic, a list whose items are wrong is too short as well.
+        details = [d for d in details if d["type"] != "too_short" or d["loc"] not in parents]
         failed = {tuple(detail["loc"]) for detail in details if detail["type"] != "conflict"}
         meant = _report_unknown(document, details, recipe)
         for detail in details:
@@ -224,14 +227,7 @@ def _report_value(document: Document, key: Key, detail: Any) -> None:
 def _report_conflicts(document: Document, recipe: type[BaseModel], failed: set[Key]) -> None:
     """Report values that do not go together; each of these values is right by itself."""
     tree = document.tree
-    parts: list[tuple[Key, Any]] = [((name,), tree.get(name)) for name in sections_of(recipe)]
-    for name in set(recipe.model_fields) - set(sections_of(recipe)):
-        items = tree.get(name)
-        if isinstance(items, list):
-            parts += [((name, index), item) for index, item in enumerate(items)]
-    for path, values in parts:
-        if not isinstance(values, dict):
-            continue
+    for path, values in _sections_in((), tree, recipe):
         model: Any = _model_at(path, recipe)
         depth = len(path)
         wrong = {key[depth] for key in failed if len(key) > depth and key[:depth] == path}
@@ -240,6 +236,21 @@ def _report_conflicts(document: Document, recipe: type[BaseModel], failed: set[K
         for key, involved, problem in model.conflicts(right):
             if not involved & wrong:
                 document.report((*path, key), problem, code="recipe.conflict")
+
+
+def _sections_in(path: Key, values: Any, model: Any) -> Iterator[tuple[Key, dict[str, Any]]]:
+    """A document's sections, those inside of others, too, and what stands in lists of them."""
+    if isinstance(values, dict):
+        yield path, values
+        for name, field in model.model_fields.items():
+            inner, kind = values.get(name), (*get_args(field.annotation), field.annotation)[0]
+            if not isinstance(kind, type) or not issubclass(kind, BaseModel):
+                continue
+            if get_origin(field.annotation) is not tuple:
+                yield from _sections_in((*path, name), inner, kind)
+            elif isinstance(inner, list):
+                for index, item in enumerate(inner):
+                    yield from _sections_in((*path, name, index), item, kind)
 
 
 def _without_section(name: str, text: str, recipe: type[BaseModel]) -> str:
@@ -266,10 +277,13 @@ def _nearest_anywhere(name: str, sections: dict[str, type[BaseModel]]) -> str:
 
 def _model_at(key: Key, recipe: type[BaseModel]) -> type[BaseModel]:
     """Find the model of a section, or of one item of a list of sections."""
-    if not key:
-        return recipe
-    kind: Any = recipe.model_fields[str(key[0])].annotation
-    return get_args(kind)[0] if get_origin(kind) else kind
+    for part in key:
+        if isinstance(part, str):  # else the place in a list of sections
+            kind: Any = recipe.model_fields[part].annotation
+            while get_origin(kind):  # a list of sections, one that may be null
+                kind = get_args(kind)[0]
+            recipe = kind
+    return recipe
 
 
 def _has_value(tree: Any, key: Key) -> bool:

@@ -15,18 +15,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from finetune.data.decode import planes
 from finetune.data.decode_all import readable
 from finetune.data.from_recipe import data_of
-from finetune.data.image_store import open_store
+from finetune.data.image_store import num_workers, open_store
 from finetune.data.loader import Loader, Sampler, crosses_epoch
+from finetune.data.sampling import ClassSampling, class_draws
 from finetune.data.source import Source, Split
+from finetune.data.streaming.row_groups import ShardItems
 from finetune.data.streaming.shuffle import lanes_of
 from finetune.errors import DataError, RecipeError
 from finetune.models.build import build
 from finetune.models.saved import Built
 from finetune.recipe.load import Recipe
+from finetune.training.losses import Loss, loss_of
 from finetune.training.optim import lr_at
 from finetune.transforms.evaluation import as_published, default_eval, make_pipeline, resized
 from finetune.transforms.pipeline import Pipeline
@@ -44,6 +48,7 @@ class TrainingSetup:
         local_processes: processes that share this host's memory.
         notice: told once of each thing the user should know.
         progress: whether progress bars are shown.
+        labels: of the training images that can be read; None: of all.
     """
 
     recipe: Recipe
@@ -57,15 +62,23 @@ class TrainingSetup:
     local_processes: int
     notice: Callable[[str], None]
     progress: bool
+    labels: NDArray[np.int64] | None = None
 
     @property
     def num_classes(self) -> int:
         """K."""
         return len(self.source.class_names)
 
-    def with_num_samples(self, num_samples: int) -> TrainingSetup:
-        """The same setup for another number of training images; steps and warm-up follow."""
-        return dataclasses.replace(self, num_samples=num_samples)
+    @property
+    def workers(self) -> int:
+        """Processes that decode for this one."""
+        return num_workers(self.recipe.data.workers, self.local_processes)
+
+    def with_num_samples(
+        self, num_samples: int, labels: NDArray[np.int64] | None = None
+    ) -> TrainingSetup:
+        """The same setup for so many training images, with these labels; steps follow."""
+        return dataclasses.replace(self, num_samples=num_samples, labels=labels)
 
     def fingerprints(self) -> dict[str, str]:
         """A sha256 for each split and for the classes' names: of images, labels and their order."""
@@ -88,15 +101,37 @@ class TrainingSetup:
                 pipeline([image], keys=keys if pipeline.random else None)
 
     @property
+    def class_counts(self) -> NDArray[np.int64]:
+        """Training images of each class, (K,)."""
+        return np.bincount(self._train_labels, minlength=self.num_classes)
+
+    @property
+    def class_draws(self) -> NDArray[np.int64]:
+        """Images of each class in an epoch, (K,); other than `class_counts` with data.sampling."""
+        kind = self.recipe.data.sampling
+        return self.class_counts if kind is None else class_draws(self.class_counts, kind)
+
+    @property
+    def _train_labels(self) -> NDArray[np.int64]:
+        return self.source.splits["train"].labels if self.labels is None else self.labels
+
+    @property
     def sampler(self) -> Sampler:
         """The order of the training images."""
+        kind, seed = self.recipe.data.sampling, self.recipe.run.seed
         return Sampler(
             self.num_samples,
             batch_size=self.recipe.data.batch_size,
-            seed=self.recipe.run.seed,
+            seed=seed,
             unit=2 if self.train_pipeline.mixes else 1,
             lanes=lanes_of(self.source.splits["train"]),
+            sampling=None if kind is None else ClassSampling(self._train_labels, kind, seed),
         )
+
+    def make_loss(self) -> Loss:
+        """Make the loss of a training step. Raises: RecipeError for weights of unknown classes."""
+        names = self.source.class_names
+        return loss_of(self.recipe.optim, self.class_draws, names, self.device)
 
     @property
     def steps_per_epoch(self) -> float:
@@ -170,7 +205,7 @@ class TrainingSetup:
             split,
             keep=data.keep,
             device=self.device,
-            workers=data.workers,
+            workers=self.workers,
             # Half of it: a rank that waits for a worker fails before the others time out on it.
             timeout_seconds=self.recipe.run.timeout_seconds / 2,
             unreadable=data.unreadable,
@@ -193,14 +228,14 @@ class TrainingSetup:
         Raises: DataError naming the images of every split that cannot be read.
         """
         data, problems, num_samples = self.recipe.data, [], self.num_samples
-        if data.streaming:
-            self.notice("data.streaming: the images are not read now; train reads them as it goes")
+        if isinstance(self.source.splits["train"].items, ShardItems):
+            self.notice("streamed images are not read now; train reads them as it goes")
             return num_samples
         for name, split in self.source.splits.items():
             try:
                 kept = readable(
                     split,
-                    workers=data.workers,
+                    workers=self.workers,
                     unreadable=data.unreadable,
                     progress=self.progress,
                     timeout_seconds=self.recipe.run.timeout_seconds / 2,
@@ -224,6 +259,7 @@ class TrainingSetup:
             "classes": self.num_classes,
             "images_read": self.num_samples,
             "images": {name: len(split) for name, split in self.source.splits.items()},
+            "class_images": self.class_counts.tolist(),
             "image_size": list(self.preprocessing.image_size),
             "train_pipeline": self.train_pipeline.sentence,
             "eval_pipeline": self.eval_pipeline.sentence,
@@ -235,6 +271,8 @@ class TrainingSetup:
             "steps_per_epoch": round(self.steps_per_epoch, 3),
             "warmup_steps": self.warmup_steps,
             "batch_size": self.recipe.data.batch_size,
+            "workers": self.workers,
+            **({"class_draws": self.class_draws.tolist()} if self.recipe.data.sampling else {}),
         }
 
 
@@ -283,7 +321,7 @@ def open_setup(
             f"model evaluates it with '{default_eval(preprocessing)}'"
         )
     _check_decode_size(data.decode_size, published or preprocessing, notice)
-    return TrainingSetup(
+    setup = TrainingSetup(
         recipe=recipe,
         source=source,
         built=built,
@@ -296,6 +334,8 @@ def open_setup(
         notice=notice,
         progress=progress,
     )
+    setup.make_loss()  # refuses weights of classes that are not there
+    return setup
 
 
 def _open_source(recipe: Recipe) -> Source:

@@ -17,18 +17,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from finetune import processes
 from finetune.data.feature_loader import AnyLoader
 from finetune.data.loader import Batch
 from finetune.data.source import Split
 from finetune.errors import CheckpointError, DivergedError
+from finetune.models.adapter import merge_adapter
 from finetune.models.head import set_train_mode
 from finetune.run import checkpoint
 from finetune.run.checkpoint import CheckpointWriter, Counters
 from finetune.run.directory import RunDir
 from finetune.training.frozen_backbone import FrozenBackbone
 from finetune.training.launch import is_sharded
+from finetune.training.losses import Loss
 from finetune.training.meter import Meter
 from finetune.training.optim import can_mask, set_lr
 from finetune.training.setup import TrainingSetup
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
 
 __all__ = ["DelayedScalars", "TrainerState"]
+
+_VAL_FIGURES = ("loss", "top1", "top5", "balanced_accuracy", "macro_f1")
 
 
 class DelayedScalars:
@@ -122,8 +127,7 @@ class TrainerState:
         self.checkpoint_writer = CheckpointWriter(run, newest=recipe.run.keep_checkpoints)
         self._finite = DelayedScalars(accelerator.device)
         self._signals = DelayedScalars(accelerator.device)
-        plain = not self.sharded and accelerator.scaler is None
-        self._masks = plain and can_mask(optimizer.optimizer)
+        self._masks = accelerator.scaler is None and can_mask(optimizer.optimizer)
         self._has_stepped = False
 
     @property
@@ -152,7 +156,7 @@ class TrainerState:
             self._seed_dropout(number)
             with waiting:
                 logits_BK = self.model(batch.images_BCHW).float()
-                loss_sum = _loss_sum(logits_BK, batch, optim.label_smoothing)
+                loss_sum = self._loss_sum(logits_BK, batch.labels_B, batch.targets_BK)
                 # Gradients are averaged over ranks, and the loss is a mean over the global batch.
                 share = accelerator.num_processes / self.recipe.data.batch_size
                 accelerator.backward(loss_sum * _unless_infinite(loss_sum.detach(), share))
@@ -173,15 +177,18 @@ class TrainerState:
 
     def _clip(self, limit: float | None) -> Tensor:
         """Clip the gradient to a norm, if to any. Returns: its norm before, over all ranks."""
-        if self.sharded:
+        accelerator = self.accelerator
+        if self.sharded and not (limit is None and accelerator.is_fsdp2):
             most = float("inf") if limit is None else limit
-            norm = self.accelerator.clip_grad_norm_(self.model.parameters(), most)
-            return torch.as_tensor(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        self.accelerator.unscale_gradients()
-        if limit is None:  # to clip at infinity would write every gradient anew
-            grads = [p.grad for p in self._trained if p.grad is not None]
-            return nn.utils.get_total_norm(grads)
-        return nn.utils.clip_grad_norm_(self._trained, limit)
+            norm = torch.as_tensor(accelerator.clip_grad_norm_(self.model.parameters(), most))
+        else:
+            accelerator.unscale_gradients()
+            if limit is None:  # to clip at infinity would write every gradient anew
+                grads = [p.grad for p in self._trained if p.grad is not None]
+                norm = nn.utils.get_total_norm(grads)
+            else:
+                norm = nn.utils.clip_grad_norm_(self._trained, limit)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def _update(self, finite: Tensor) -> None:
         """Let the optimiser step, or skip the step where the gradient is not finite."""
@@ -264,7 +271,7 @@ class TrainerState:
             "step": step,
             "samples_seen": step * self.recipe.data.batch_size,
             "split": "val",
-            **{key: result[key] for key in ("loss", "top1", "top5")},
+            **{key: result[key] for key in _VAL_FIGURES},
             "lr": self.setup.lr(step - 1),
             "images_per_second": result["images_per_second"],
             "seconds": round(meter.seconds, 3),
@@ -291,6 +298,7 @@ class TrainerState:
             self.optimizer.optimizer,
             self.ema.module if self.ema is not None and self.main else None,
             dataclasses.asdict(counters),
+            constant=self._constant,
         )
         if self.main:
             self.checkpoint_writer.write(counters.step, snapshot)
@@ -304,7 +312,11 @@ class TrainerState:
         """Continue from the checkpoint of `step`, which rank 0 has verified."""
         ema = None if self.ema is None else self.ema.module
         counters = checkpoint.restore(
-            self.run.folder(step), self.model, self.optimizer.optimizer, ema
+            self.run.folder(step),
+            self.model,
+            self.optimizer.optimizer,
+            ema,
+            constant=self._constant,
         )
         try:
             self.counters = Counters(**counters)
@@ -338,9 +350,22 @@ class TrainerState:
             statistic.copy_(torch.as_tensor(self.accelerator.reduce(statistic, "mean")))
 
     @functools.cached_property
+    def _loss_sum(self) -> Loss:
+        """The loss of a micro-batch; by now the images are known that can be read."""
+        return self.setup.make_loss()
+
+    @functools.cached_property
     def _trained(self) -> list[nn.Parameter]:
         """The parameters that are trained; to walk through a network takes a millisecond."""
         return [p for p in self.model.parameters() if p.requires_grad]
+
+    @functools.cached_property
+    def _constant(self) -> dict[str, Tensor]:
+        """The weights that an adapter leaves as they were; no checkpoint holds them."""
+        if self.recipe.model.adapter is None:
+            return {}
+        network = self.accelerator.unwrap_model(self.model)
+        return {n: p.detach() for n, p in network.named_parameters() if not p.requires_grad}
 
     @functools.cached_property
     def _statistics(self) -> list[Tensor]:
@@ -357,9 +382,9 @@ class TrainerState:
         return int(max(self._signals.receive(), default=0))
 
     def load_best(self) -> tuple[int, dict[str, Tensor]]:
-        """Put the best weights into the network that evaluation sees.
+        """Put the best weights into the network that evaluation sees, an adapter merged.
 
-        Returns: their step, and the weights themselves.
+        Returns: their step, and the weights themselves, by the names without an adapter.
         Raises: CheckpointError if no checkpoint verifies.
         """
         self.saved()
@@ -367,21 +392,13 @@ class TrainerState:
         if (problem := self.run.verify(step)) is not None:
             self.setup.notice(f"the best checkpoint is damaged, the newest is taken: {problem}")
             step = self.run.newest(self.setup.notice) or self.counters.step
-        weights = checkpoint.read_weights(self.run.folder(step))
+        weights = {**self._constant, **checkpoint.read_weights(self.run.folder(step))}
         model = self.evaluated()
         if self.sharded:
             checkpoint.set_weights(model, weights)
         else:
             model.load_state_dict(weights)
-        return step, weights
-
-
-def _loss_sum(logits_BK: Tensor, batch: Batch, label_smoothing: float) -> Tensor:
-    """Cross-entropy summed over the images, against labels or mixed targets."""
-    targets = batch.labels_B if batch.targets_BK is None else batch.targets_BK
-    return nn.functional.cross_entropy(
-        logits_BK, targets, reduction="sum", label_smoothing=label_smoothing
-    )
+        return step, merge_adapter(model) if self.recipe.model.adapter else weights
 
 
 def _unless_infinite(loss: Tensor, share: float) -> Tensor:

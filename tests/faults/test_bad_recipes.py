@@ -30,6 +30,11 @@ def override(*words: str, code: str, named: str) -> Bad:
     return Bad(["train", "good.yaml", *words, "--out", "run"], code, named, {"good.yaml": BASE})
 
 
+def adapted(*words: str, code: str, named: str) -> Bad:
+    """An override of a recipe that trains an adapter."""
+    return override("model.adapter.kind=lora", *words, code=code, named=named)
+
+
 def laughs() -> str:
     """A billion laughs: nine lists of nine of the one before."""
     parts = ["a0: &a0 [lol]"]
@@ -244,8 +249,8 @@ OVERRIDES = {
     "a name of Ultralytics": override(
         "model.imgsz=64", code="recipe.unknown_key", named="'model.image_size'"
     ),
-    "what there is not yet": override(
-        "class_weights=balanced", code="recipe.unknown_key", named="no class weights"
+    "a key without its section": override(
+        "class_weights=balanced", code="recipe.unknown_key", named="'optim.class_weights=balanced'"
     ),
     "both lengths": override(
         "optim.steps=9", "optim.epochs=3", code="recipe.conflict", named="'optim.steps=9'"
@@ -352,7 +357,104 @@ def test_recipes(bad: Bad, fault: Callable[..., None]) -> None:
     fault("bad input: recipes", PROMISE)
 
 
-@parametrised({**OVERRIDES, **FIT})
+CONFLICT, VALUE = "recipe.conflict", "recipe.wrong_value"
+METHODS = {
+    "an unknown adapter": override("model.adapter.kind=lore", code=VALUE, named="'lora'"),
+    "an unknown key of an adapter": adapted(
+        "model.adapter.rnk=4", code="recipe.unknown_key", named="'rank'"
+    ),
+    "a compiled DoRA": override(
+        "model.adapter.kind=dora",
+        "model.compile=true",
+        code="recipe.conflict",
+        named="model.compile",
+    ),
+    "an adapter of rank 0": adapted("model.adapter.rank=0", code=VALUE, named="model.adapter.rank"),
+    "an adapter of a rank beyond the layer": adapted(
+        "model.adapter.rank=1000", code=VALUE, named="blocks.0.attn.qkv"
+    ),
+    "an adapter without targets": adapted(
+        "model.adapter.targets=[]", code=VALUE, named="model.adapter.targets"
+    ),
+    "an adapter on a layer that is not there": adapted(
+        "model.adapter.targets=[qvk]", code="recipe.unknown_name", named="attn.qkv"
+    ),
+    "an adapter on no pattern": adapted("model.adapter.targets=['(']", code=VALUE, named="'('"),
+    "an adapter and frozen blocks": adapted("model.freeze=2", code=CONFLICT, named="model.freeze"),
+    "an adapter of random weights": adapted(
+        "model.pretrained=false", code=CONFLICT, named="model.adapter"
+    ),
+    "a name of peft": override(
+        "model.lora_rank=4", code="recipe.unknown_key", named="adapter.rank"
+    ),
+    "a stage of no length": override(
+        "optim.stages=[{freeze: backbone}]", code=CONFLICT, named="optim.stages"
+    ),
+    "a stage of two lengths": override(
+        "optim.stages=[{steps: 1, epochs: 1}]", code=CONFLICT, named="steps and epochs"
+    ),
+    "an unknown key of a stage": override(
+        "optim.stages=[{steps: 1, freze: backbone}]", code="recipe.unknown_key", named="'freeze'"
+    ),
+    "a stage below the least rate": override(
+        "optim.min_lr=1e-4", "optim.stages=[{steps: 1, lr: 1e-5}]", code=CONFLICT, named="min_lr"
+    ),
+    "a stage of all weights before an adapter": adapted(
+        "optim.stages=[{steps: 1}]", code=CONFLICT, named="backbone"
+    ),
+    "a weight of a class that is not there": override(
+        "optim.class_weights={'10': 2}", code="recipe.unknown_name", named="'10'"
+    ),
+    "a negative weight": override("optim.class_weights={'1': -2}", code=VALUE, named="'1'"),
+    "a weight that is no number": override(
+        "optim.class_weights={'1': .nan}", code=VALUE, named="'1'"
+    ),
+    "weights of no class": override("optim.class_weights={}", code=VALUE, named="balanced"),
+    "a word that is no kind of weights": override(
+        "optim.class_weights=balance", code=VALUE, named="balanced"
+    ),
+    "a gamma below 0": override("optim.focal_gamma=-1", code=VALUE, named="optim.focal_gamma"),
+    "a gamma that is no number": override(
+        "optim.focal_gamma=.nan", code=VALUE, named="optim.focal_gamma"
+    ),
+    "a tau below 0": override("optim.logit_adjustment=-1", code=VALUE, named="logit_adjustment"),
+    "logits adjusted beside balanced weights": override(
+        "optim.class_weights=balanced",
+        "optim.logit_adjustment=1",
+        code=CONFLICT,
+        named="logit_adjustment",
+    ),
+    "balanced weights of classes drawn alike": override(
+        "optim.class_weights=balanced",
+        "data.sampling=class_balanced",
+        code=CONFLICT,
+        named="class_weights",
+    ),
+    "logits adjusted to classes drawn alike": override(
+        "optim.logit_adjustment=1",
+        "data.sampling=class_balanced",
+        code=CONFLICT,
+        named="logit_adjustment",
+    ),
+    "an unknown sampling": override("data.sampling=sqrt", code=VALUE, named="'square_root'"),
+    "a sampling of a streamed source": override(
+        "data.sampling=square_root",
+        "data.source=parquet:x",
+        "data.streaming=true",
+        code=CONFLICT,
+        named="data.sampling",
+    ),
+    "a tail longer than the head": override("data.long_tail=0.5", code=VALUE, named="long_tail"),
+    "a name of keras": override(
+        "optim.class_weight=balanced", code="recipe.unknown_key", named="class_weights"
+    ),
+    "a stage with blocks that are not there": override(
+        "optim.stages=[{steps: 1, freeze: 99}]", code=VALUE, named="99"
+    ),
+}
+
+
+@parametrised({**OVERRIDES, **FIT, **METHODS})
 def test_overrides(bad: Bad, fault: Callable[..., None]) -> None:
     refuse(bad)
     fault("bad input: overrides", PROMISE)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from finetune.recipe.load import parse_recipe
 from finetune.run.directory import RunDir
-from finetune.training import trainer_state as trainer
+from finetune.training.losses import Loss
 from finetune.training.train import train
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -54,15 +54,15 @@ FAULTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 SCRIPT = """
 import os, sys
 import torch
-from finetune.training import trainer_state as live
+from finetune.training.losses import Loss
 from finetune.cli.main import main
-calls, honest = [], live._loss_sum
+calls, honest = [], Loss.__call__
 def wrong(*args):
     calls.append(1)
     loss = honest(*args)
     hit = int(os.environ["RANK"]) == 1 and str(len(calls) - 1) in os.environ["BAD"].split(",")
     return loss + float("inf") if hit else loss
-live._loss_sum = wrong
+Loss.__call__ = wrong
 torch.set_num_threads(1)
 sys.exit(main(sys.argv[1:]))
 """
@@ -71,7 +71,7 @@ sys.exit(main(sys.argv[1:]))
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Make the losses of some steps wrong, in this process."""
-    honest = trainer._loss_sum
+    honest = Loss.__call__
 
     def arrange(kind: str, steps: set[int]) -> None:
         calls: list[int] = []
@@ -81,7 +81,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             loss = honest(*args)  # type: ignore[arg-type]
             return FAULTS[kind](loss) if len(calls) - 1 in steps else loss
 
-        monkeypatch.setattr(trainer, "_loss_sum", wrong)
+        monkeypatch.setattr(Loss, "__call__", wrong)
 
     return arrange
 

@@ -124,3 +124,11 @@ def test_the_plan_has_the_sizes_of_the_run() -> None:
     assert plan["classes"] == 10
     assert plan["parameters"] == plan["trainable_parameters"] > 0
     assert plan["train_pipeline"].endswith("| flip")
+
+
+def test_workers_are_recorded_as_what_auto_became(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("finetune.data.image_store.num_cores", lambda: 6)
+    setup = setup_of("data.workers=auto")
+    assert setup.plan()["workers"] == 6
+    assert dataclasses.replace(setup, local_processes=3).plan()["workers"] == 2
+    assert setup_of("data.workers=0").plan()["workers"] == 0

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from recipe_texts import tiny_text
 from refusals import refused
@@ -15,6 +16,7 @@ from refusals import refused
 from finetune.data.loader import Batch
 from finetune.recipe.load import parse_recipe
 from finetune.run.directory import RunDir
+from finetune.training import build_state
 from finetune.training.build_state import build_trainer_state
 from finetune.training.launch import launch
 from finetune.training.meter import Meter
@@ -52,6 +54,22 @@ def test_the_gradient_is_the_mean_over_the_global_batch(tmp_path: Path) -> None:
     trainer.step(2, iter(parts), meter)
     assert torch.allclose(trainer.model.head.bias, head - 0.1 * expected, atol=1e-7)
     assert meter.sums()[3] == 8
+
+
+def test_the_images_of_one_process_decide_whether_a_run_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def compiles(choice: object, *, images: int, **others: object) -> bool:
+        seen.append(images)
+        return False
+
+    monkeypatch.setattr(build_state, "compiles", compiles)
+    trainer_of(tmp_path / "one")
+    monkeypatch.setattr(Accelerator, "num_processes", 4)
+    trainer_of(tmp_path / "four")
+    assert seen == [10 * 8, 10 * 8 // 4]
 
 
 def test_without_a_limit_no_gradient_is_written_anew(

@@ -175,7 +175,7 @@ def launched(
         overrides: of the recipe, and options.
         kind, processes: as for `launcher`.
         before: words before the command line, such as `ip netns exec NAME`.
-        options: of `accelerate launch`, instead of those for one machine.
+        options: of the launcher, instead of those for one machine.
         environment: more variables.
         out: the run directory; `folder / name` by default.
         name: of the files of this launch.
@@ -187,7 +187,7 @@ def launched(
     log = folder / f"{name}.log"
     words = launcher(kind, processes)
     if options is not None:
-        words = [*words[: words.index(LAUNCHERS["accelerate"]) + 1], *options]
+        words = [*words[: words.index(LAUNCHERS[kind]) + 1], *options]
     command = [*before, *words, *program, "train", str(path), *overrides]
     command += ["--out", str(out)]
     variables = {"ACCELERATE_USE_CPU": "true", "PYTHONUNBUFFERED": "1", **(environment or {})}

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import signal
+import sys
+
 import pytest
 
 from finetune import console
@@ -51,3 +56,43 @@ def test_other_ranks_and_loops_without_a_step_leave_nothing(capsys: Captured) ->
         bar.update()
     steps(7, start=7)
     assert capsys.readouterr().err == ""
+
+
+def test_a_set_that_takes_long_tells_how_long(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: seconds)
+    for pause, lines in ((0.01, 0), (10.0, 5)):
+        with console.terminal_bar(30, label="train") as bar:
+            bar.mininterval = 0.0
+            for _ in range(30):
+                seconds += pause
+                bar.update()
+        written = capsys.readouterr().err.splitlines()
+        assert len(written) == lines
+    assert written[0].startswith("finetune: train: 6 of 30 images, ")
+    assert written[0].endswith(" to go")
+    with console.terminal_bar(30, label="train", shown=False) as bar:
+        seconds += 100
+        bar.update()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_that_was_closed_is_no_error() -> None:
+    child, terminal = pty.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
+            sys.stderr = os.fdopen(2, "w", buffering=1)
+            was_open = not console.leave_closed_terminal()
+            os.write(1, b"!")
+            signal.sigwait([signal.SIGHUP])
+            console.say("nobody reads this")
+            code = 0 if was_open else 2
+        finally:
+            os._exit(code)
+    assert os.read(terminal, 1) == b"!"
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

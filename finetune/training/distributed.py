@@ -90,7 +90,7 @@ class RankErrors:
 
     Args:
         rank, world: this process and how many there are.
-        number: how many launches this process has seen; the same on every rank.
+        number: of this launch, the same on every rank; other launches may share the store.
         timeout_seconds: for which a rank waits for the others, for the message.
         launcher: when it has gone, so has the store.
     """
@@ -108,7 +108,7 @@ class RankErrors:
         self.world = world
         self._launcher = launcher
         self._timeout_seconds = timeout_seconds
-        self._prefix = f"finetune/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{number}"
+        self._prefix = f"finetune/{number}"
         self._explained: BaseException | None = None
         self._store: torch.distributed.TCPStore | None = None
         if world > 1 and "MASTER_ADDR" in os.environ:

@@ -5,11 +5,13 @@ The only file that starts Accelerate.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import os
+import signal
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,11 +58,10 @@ def launch(run: RunSection, *, out: Path | None = None) -> Accelerator:
     if not without_gpu:
         _check_gpus()
     launcher = this_launcher()
-    processes = PartialState(
-        cpu=without_gpu, timeout=datetime.timedelta(seconds=run.timeout_seconds)
-    )
-    if launcher is not None:
-        launcher.joined = True
+    with _joining(launcher):
+        processes = PartialState(
+            cpu=without_gpu, timeout=datetime.timedelta(seconds=run.timeout_seconds)
+        )
     _check_count(processes, run.num_processes)
     known = sorted(kind.value for kind in LoggerType)
     for tracker in run.trackers:
@@ -97,6 +98,30 @@ def launch(run: RunSection, *, out: Path | None = None) -> Accelerator:
             code="setup.missing_package",
         )
     return accelerator
+
+
+@contextlib.contextmanager
+def _joining(launcher: Launcher | None) -> Iterator[None]:
+    """Let SIGTERM kill a rank that waits for others in C, where no handler of Python's runs.
+
+    Raises: SetupError if they cannot be reached.
+    """
+    if launcher is None or launcher.joined:
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0][:200]
+        raise SetupError(
+            f"the processes of this launch cannot join ({reason}); if it "
+            "starts them again, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for it",
+            code="setup.lost_process",
+        ) from error
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    launcher.joined = True
 
 
 def _check_count(processes: PartialState, wanted: int | None) -> None:

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from finetune.console import leave_closed_terminal
 from finetune.errors import Interrupted
+from finetune.processes import stop_signals
 from finetune.training.distributed import Launcher
 
 __all__ = ["Meter", "StopSignals"]
@@ -97,21 +99,23 @@ class _Signalled(BaseException):
 
 
 class StopSignals:
-    """Turns the first SIGTERM or SIGINT into a request; the second one ends the process at once.
+    """Turns the first stop signal into a request; the second one ends the process at once.
 
     Args:
-        launcher: its end is a request like SIGTERM, and never the second one.
+        launcher: its end is a request like SIGTERM, and never the second one; nor is the signal
+            that it passes on, which Slurm or a terminal has sent to both.
     """
 
     def __init__(self, launcher: Launcher | None = None) -> None:
         self.received: int = 0
         self._launcher = launcher
+        self._passes_on = launcher is not None
         self._message: str | None = None
         self._before: dict[int, Any] = {}
         self._process = os.getpid()
 
     def __enter__(self) -> StopSignals:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in stop_signals():
             self._before[number] = signal.signal(number, self._handle)
         return self
 
@@ -145,9 +149,14 @@ class StopSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a worker that is still starting, with nothing to save
             os._exit(128 + number)
+        if number == signal.SIGHUP:
+            leave_closed_terminal()
         launcher_gone = self._launcher is not None and self._launcher.take_signal()
         if self.received:
             if launcher_gone:
+                return
+            if self._passes_on and number == self.received:
+                self._passes_on = False
                 return
             os._exit(128 + number)
         self.received = number

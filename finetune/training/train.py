@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from accelerate import Accelerator
 from finetune.console import bar, say, say_nothing
 from finetune.data.feature_loader import AnyLoader
 from finetune.errors import Interrupted
-from finetune.evaluation.evaluate import evaluate
+from finetune.evaluation.evaluate import Examination
+from finetune.models.adapter import load_plain
 from finetune.models.head import set_train_mode
 from finetune.processes import local_processes
 from finetune.recipe.load import Recipe
@@ -28,17 +29,18 @@ from finetune.text import counted, duration
 from finetune.training.banner import banner, size_notices
 from finetune.training.build_state import build_trainer_state
 from finetune.training.distributed import RankErrors
-from finetune.training.finalize import answer_anew, finish
+from finetune.training.finalize import answer_anew, can_keep, finish, validation
 from finetune.training.launch import launch, leave, on_main, this_launcher
 from finetune.training.meter import Meter, StopSignals
 from finetune.training.micro_batch import settle_micro_batch
 from finetune.training.resume import begin, note_plan
 from finetune.training.setup import TrainingSetup, open_setup
+from finetune.training.stages import folder_of, stage_recipes, weights_of
 from finetune.training.trainer_state import TrainerState
 
 __all__ = ["train"]
 
-_runs = itertools.count()  # of this process; all ranks count alike
+LOCK_SECONDS = 30.0  # for the rank 0 before, which a launcher gives as long to end
 
 
 def train(
@@ -60,18 +62,42 @@ def train(
     Returns: the content of results.json; with `dry_run` the plan.
     Raises: FinetuneError of the kind that DESIGN's exit codes list.
     """
+    before = None
+    if recipe.optim.stages:
+        accelerator = launch(recipe.run, out=Path(out))
+        if dry_run or not on_main(accelerator, RunDir(out).steps):  # else they are long done
+            for number, stage in enumerate(stage_recipes(recipe), start=1):
+                folder = folder_of(out, number)
+                _train(stage, folder, before, resume=resume, dry_run=dry_run, stay=True)
+                before = None if dry_run else folder
+    return _train(recipe, out, before, resume=resume, dry_run=dry_run, stay=stay)
+
+
+def _train(
+    recipe: Recipe,
+    out: str | Path,
+    before: Path | None,
+    *,
+    resume: bool,
+    dry_run: bool,
+    stay: bool,
+) -> dict[str, Any]:
+    """Do as `train`, from the weights that the stage before has left in its folder."""
     run = RunDir(out)
     accelerator = launch(recipe.run, out=run.path)
     rank, world = accelerator.process_index, accelerator.num_processes
     timeout_seconds, launcher = recipe.run.timeout_seconds, this_launcher()
+    number = on_main(accelerator, time.time_ns)
     ranks = RankErrors(
-        rank, world, number=next(_runs), timeout_seconds=timeout_seconds, launcher=launcher
+        rank, world, number=number, timeout_seconds=timeout_seconds, launcher=launcher
     )
     with contextlib.closing(run), StopSignals(launcher) as stop, ranks.in_order():
         with stop.at_once(_stopped(run)):
             # Before any data is decoded: a recipe that does not fit is refused here.
             setup = _open(recipe, accelerator)
             recipe = setup.recipe  # with what its nulls mean here
+            if before is not None:
+                load_plain(setup.built.model, on_main(accelerator, lambda: weights_of(before)))
             trainer = build_trainer_state(setup, accelerator, run)
             setup.sampler.micro_batches(0, rank=rank, world=world)
             precision = precision_of(accelerator)
@@ -80,7 +106,8 @@ def train(
                 setup = setup.with_num_samples(on_main(accelerator, setup.read_images))
                 _tell(setup, size_notices(setup))
                 return {**setup.plan(), "precision": precision, "num_processes": world}
-            on_main(accelerator, run.open)
+            patience = LOCK_SECONDS if resume and launcher is not None else 0.0
+            on_main(accelerator, lambda: run.open(patience_seconds=patience))
             facts = {"precision": precision, "num_processes": world, "resume": resume}
             start = on_main(accelerator, lambda: begin(run, setup, **facts, notice=say))
         if start is None:
@@ -90,9 +117,9 @@ def train(
             with status_kept(run, main=trainer.main), ranks.explained(), writer.at_work():
                 with stop.at_once(_stopped(run)):
                     train_loader, val_loader = _ready(trainer, start)
-                _loop(trainer, train_loader, val_loader, stop)
+                best = _loop(trainer, train_loader, val_loader, stop)
                 with stop.at_once(_stopped(run)):  # all steps are saved
-                    results = finish(trainer, val_loader)
+                    results = finish(trainer, train_loader, val_loader, best)
         with stop.at_once(_stopped(run)):
             for tracker in accelerator.trackers:
                 tracker.finish()
@@ -128,7 +155,8 @@ def _ready(trainer: TrainerState, start: int) -> tuple[AnyLoader, AnyLoader | No
     """
     accelerator, run, splits = trainer.accelerator, trainer.run, trainer.setup.source.splits
     train_loader = trainer.loader(splits["train"], train=True, dtype=dtype_of(accelerator))
-    trainer.setup = setup = trainer.setup.with_num_samples(train_loader.num_samples)
+    labels = train_loader.store.split.labels
+    trainer.setup = setup = trainer.setup.with_num_samples(len(labels), labels)
     on_main(accelerator, lambda: note_plan(run, setup, start=start))
     val_loader = trainer.loader(splits["val"], train=False) if "val" in splits else None
     if start:
@@ -147,8 +175,8 @@ def _tell(setup: TrainingSetup, lines: list[str]) -> None:
 
 def _loop(
     trainer: TrainerState, train_loader: AnyLoader, val_loader: AnyLoader | None, stop: StopSignals
-) -> None:
-    """Take the steps that are left, with logs, evaluations and checkpoints when they are due."""
+) -> tuple[int, Examination] | None:
+    """Take the steps that are left. Returns: the best validation and its step, if it is kept."""
     setup, accelerator, counters = trainer.setup, trainer.accelerator, trainer.counters
     log_every = trainer.recipe.run.log_every
     batches = train_loader.train(
@@ -161,6 +189,8 @@ def _loop(
     meter = Meter(accelerator.device, counters.seconds)
     first, began = counters.step + 1, meter.seconds
     forecast = _Forecast(setup.steps)
+    keeps = val_loader is not None and can_keep(trainer, val_loader)
+    kept: tuple[int, Examination] | None = None
     trainer.go_on(meter)
     with (
         contextlib.closing(batches) as steps,
@@ -180,7 +210,9 @@ def _loop(
             paused = meter.pause()
             best = False
             if val_loader is not None and setup.evaluates_after(step):
-                best = _validate(trainer, val_loader, meter)
+                examination = validation(trainer, val_loader, is_last=keeps)
+                if best := _validate(trainer, examination, meter):
+                    kept = (step, examination) if keeps else None
             signal_number = trainer.agree_to_stop(stop.received)
             if best or signal_number or setup.saves_after(step):
                 trainer.save(meter)
@@ -200,6 +232,7 @@ def _loop(
             f"{counted(counters.stale, 'evaluation')} in a row had no better {run.best} than that "
             f"of step {counters.best_step} (run.patience={run.patience})"
         )
+    return kept
 
 
 class _Forecast:
@@ -230,11 +263,11 @@ class _Forecast:
         return f"about {duration(elapsed / done * left)} for the {counted(left, 'step')} to come"
 
 
-def _validate(trainer: TrainerState, val_loader: AnyLoader, meter: Meter) -> bool:
+def _validate(trainer: TrainerState, examination: Examination, meter: Meter) -> bool:
     """Evaluate on the validation split and log it. Returns: True if it is the best so far."""
     trainer.share_statistics()
     batch_size = trainer.recipe.data.eval_batch_size
-    result = evaluate(trainer.evaluated(), val_loader, trainer.accelerator, batch_size=batch_size)
+    result = examination.measure(trainer.evaluated(), batch_size=batch_size)
     best = trainer.log_validation(result, meter)
     trainer.setup.notice(_validation(result, trainer.counters.step, best=best))
     set_train_mode(trainer.model)

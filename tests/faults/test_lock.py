@@ -137,6 +137,30 @@ def test_two_runs_of_one_process(tmp_path: Path, fault) -> None:
     fault("a second run in the same directory", SECOND)
 
 
+def test_a_process_that_is_just_ending(tmp_path: Path, fault) -> None:
+    """What a launcher starts anew may find the rank 0 before, on another machine perhaps."""
+    run, (reader, writer) = RunDir(tmp_path / "run"), os.pipe()
+
+    def ends_soon() -> None:
+        held = RunDir(run.path)
+        held.open()
+        os.write(writer, b"!")
+        time.sleep(2)
+
+    with tempfile.TemporaryFile() as said:
+        first = fork(ends_soon, said.fileno())
+    assert os.read(reader, 1) == b"!"
+    with refused("setup.in_use", run.path, first):
+        run.open(patience_seconds=0.3)
+    run.open(patience_seconds=60)
+    run.close()
+    os.waitpid(first, 0)
+    fault(
+        "a restart by torchrun while the rank 0 before still ends",
+        "it waits up to 30 seconds for the run directory",
+    )
+
+
 def test_many_runs_at_once(whole: Path, tmp_path: Path, fault) -> None:
     out = tmp_path / "run"
     with tempfile.TemporaryFile() as said:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from faults_launch import Launch, intact, launched, own_tracebacks
+from faults_launch import RECIPE, Launch, intact, launched, own_tracebacks
 
 FAULT = "SIGTERM or SIGINT to one process or to the group, accelerate launch and torchrun"
 PROMISE = (
@@ -78,6 +80,54 @@ def test_a_signal_stops_every_rank_at_the_same_step(
             codes = {128 + signal.SIGTERM}  # it ends without a word to its worker
         check_stopped(launch, codes)
     fault(FAULT, PROMISE)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_a_scheduler_signals_every_process(
+    number: signal.Signals, tmp_path: Path, fault: Any
+) -> None:
+    """Slurm sends it to torchrun, which passes it on, to its workers and to theirs."""
+    handled = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+    options = ("--standalone", "--nproc_per_node", "2", "--signals_to_handle", handled)
+    with launched(tmp_path, "data.keep=none", kind="torchrun", options=options) as launch:
+        launch.wait_for_steps()
+        everyone = launch.tree()
+        assert len(everyone) > 3, "torchrun, two ranks, and workers that decode"
+        for each in (signal.SIGCONT, number):
+            for pid in everyone:
+                os.kill(pid, each)
+        launch.wait_for_end()
+        check_stopped(launch, {128 + number})
+    fault(
+        "SIGCONT, then SIGTERM, SIGHUP or SIGUSR1 to every process of a torchrun, as by Slurm",
+        "all ranks stop at the same step and save: what torchrun passes on is no second signal",
+    )
+
+
+@pytest.mark.faults
+def test_the_terminal_is_closed(tmp_path: Path, fault: Any) -> None:
+    """From then on whatever is said is an error, and the run says much."""
+    recipe, out = tmp_path / "recipe.yaml", tmp_path / "run"
+    recipe.write_text(RECIPE)
+    child, terminal = pty.fork()
+    if child == 0:
+        words = ["train", str(recipe), "run.eval_every=1", "--out", str(out)]
+        os.execv(sys.executable, [sys.executable, "-m", "finetune", *words])
+    try:
+        said = b""
+        while b"step 5: val" not in said:
+            said += os.read(terminal, 1 << 16)  # an error if it ends before
+        os.close(terminal)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 129
+        child = 0
+    finally:
+        if child:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    assert json.loads((out / "run.json").read_text())["status"] == "stopped (129)"
+    assert intact(out)
+    fault("the terminal is closed", "the run saves its state; run.json says 129")
 
 
 @pytest.mark.faults

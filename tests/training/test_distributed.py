@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refused
 
 from finetune.errors import DataError, DivergedError, FinetuneError, Interrupted, SetupError
 from finetune.processes import end_with_parent, local_processes
@@ -23,6 +24,13 @@ from finetune.training.meter import StopSignals
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer [127.0.0.1]:1")
 LATE = RuntimeError("[gloo/transport/tcp/buffer.cc:1] Timed out waiting 5000ms for recv")
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look for the launcher, and wait for ranks that have ended without a word, less long."""
+    monkeypatch.setattr(distributed, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(distributed, "ANSWER_SECONDS", 1.0)
 
 
 def in_child(work: Callable[[], int]) -> int:
@@ -111,6 +119,31 @@ class TestLauncher:
             return 0
 
         assert in_child(work) == 143
+
+
+class TestJoining:
+    def test_a_rank_that_waits_for_the_others_ends_with_sigterm(self) -> None:
+        def work() -> int:
+            signal.signal(signal.SIGTERM, lambda *_: None)  # no handler runs while it waits in C
+            with launch._joining(Launcher(os.getppid())):
+                os.kill(os.getpid(), signal.SIGTERM)
+            return 0
+
+        assert in_child(work) == -signal.SIGTERM
+
+    def test_it_joins_once(self) -> None:
+        before, launcher = signal.getsignal(signal.SIGTERM), Launcher(os.getppid())
+        with launch._joining(launcher):
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert launcher.joined
+        with launch._joining(launcher):
+            assert signal.getsignal(signal.SIGTERM) is before
+
+    def test_others_that_cannot_be_reached(self) -> None:
+        launcher = Launcher(os.getppid())
+        with refused("setup.lost_process", "refused"), launch._joining(launcher):
+            raise RuntimeError("Gloo connectFullMesh failed: connection refused\nat line 7")
+        assert not launcher.joined
 
 
 def test_a_process_ends_with_its_parent() -> None:

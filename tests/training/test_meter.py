@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from finetune.errors import DataError, FinetuneError, Interrupted
+from finetune.training.distributed import Launcher
 from finetune.training.meter import Meter, StopSignals
 
 Captured = pytest.CaptureFixture[str]
@@ -43,13 +44,29 @@ def test_what_is_not_training_does_not_count_as_its_time() -> None:
     assert meter.line(meter.sums(), step=1, samples_seen=100, lr=0)["images_per_second"] > 400
 
 
-def test_the_first_signal_is_a_request_and_handlers_come_back() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with StopSignals() as stop:
-        assert stop.received == 0
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.received == signal.SIGTERM
-    assert signal.getsignal(signal.SIGTERM) is before
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
+def test_the_first_signal_is_a_request_and_handlers_come_back(name: str) -> None:
+    number = signal.Signals[name]
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        with StopSignals() as stop:
+            os.kill(os.getpid(), signal.SIGCONT)  # Slurm sends it first
+            assert stop.received == 0
+            os.kill(os.getpid(), number)
+            assert stop.received == number
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_hang_up_that_nohup_has_switched_off_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.received == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_where_nothing_is_to_be_saved_a_signal_ends_at_once() -> None:
@@ -76,6 +93,21 @@ def test_the_second_signal_ends_the_process_at_once() -> None:
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 130
+
+
+def test_what_a_launcher_passes_on_is_not_the_second_signal() -> None:
+    def end(*numbers: signal.Signals) -> int:
+        child = os.fork()
+        if child == 0:
+            with StopSignals(Launcher(os.getppid())):
+                for number in numbers:
+                    os.kill(os.getpid(), number)
+            os._exit(0)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    assert end(signal.SIGTERM, signal.SIGTERM) == 0
+    assert end(signal.SIGTERM, signal.SIGTERM, signal.SIGTERM) == 143
+    assert end(signal.SIGUSR1, signal.SIGTERM) == 143
 
 
 class Swallows:

@@ -37,10 +37,10 @@ BEFORE = {
     "decoding": (DECODE, 60),  # past the samples
 }
 AFTER = {
-    "final evaluation": ("finetune.training.finalize.examine", 1),
-    "evaluation of test": ("finetune.training.finalize.examine", 2),
+    "the temperature": ("finetune.evaluation.calibration.fit_temperature", 1),
+    "evaluation of test": ("finetune.training.finalize.examine", 1),
     "publishing": ("finetune.training.finalize.save_model", 1),
-    "publishing again": ("finetune.training.finalize.save_model", 2),
+    "publishing again": ("finetune.training.finalize.refresh", 1),
     "the report": ("finetune.report.page.write_report", 1),
 }
 

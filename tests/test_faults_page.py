@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = """
 import pytest
 
@@ -21,48 +23,42 @@ def test_trials(number, broken, fault):
 
 def test_alone(fault):
     fault("another", "nothing")
+
+def test_figure(figure):
+    figure("a question", "less than 1", "2.5 | 3")
+    assert 2.5 < 1, "too much"
 """
 
 
-def test_a_trial_that_fails_is_counted(tmp_path: Path) -> None:
-    (tmp_path / "test_it.py").write_text(TESTS)
-    here = Path(__file__).parent
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "faults_page", "--page", "page.md"]
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The page of faults and the page of figures that come out of TESTS."""
+    place = tmp_path_factory.mktemp("pages")
+    (place / "test_it.py").write_text(TESTS)
+    options = ["-q", "-p", "faults_page", "--page", "page.md", "--gpu-page", "gpu.md"]
+    here = str(Path(__file__).parent)
     done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(here), "PATH": "/usr/bin:/bin"},
+        [sys.executable, "-m", "pytest", *options],
+        cwd=place,
+        env={"PYTHONPATH": here, "PATH": "/usr/bin:/bin", "FINETUNE_COMMIT": "abc1234"},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
     assert done.returncode == 1, done.stdout + done.stderr
-    page = (tmp_path / "page.md").read_text()
+    return (place / "page.md").read_text(), (place / "gpu.md").read_text()
+
+
+def test_a_trial_that_fails_is_counted(pages: tuple[str, str]) -> None:
+    page, _ = pages
     assert "| a fault | a promise | 2 of 5 | as it came out |" in page
     assert "| another | nothing | 1 of 1 |  |" in page
     assert page.count("- `test_it.py::test_trials[") == 3
 
 
-def test_a_figure_outlives_its_test(tmp_path: Path) -> None:
-    (tmp_path / "test_it.py").write_text(
-        "def test_it(figure):\n"
-        "    figure('a question', 'less than 1', '2.5 | 3')\n"
-        "    assert 2.5 < 1, 'too much'\n"
-    )
-    here = Path(__file__).parent
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "faults_page", "--gpu-page", "page.md"]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(here), "PATH": "/usr/bin:/bin", "FINETUNE_COMMIT": "abc1234"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
-    page = (tmp_path / "page.md").read_text()
+def test_a_figure_outlives_its_test(pages: tuple[str, str]) -> None:
+    _, page = pages
     assert "| a question | less than 1 | 0 of 1 | 2.5 \\| 3 |" in page
-    assert "- `test_it.py::test_it`: AssertionError: too much" in page
+    assert "- `test_it.py::test_figure`: AssertionError: too much" in page
     assert "abc1234" in page

@@ -23,7 +23,8 @@ SHORT = ("optim.steps=2", "run.eval_every=2", "run.save_every=2", "data.batch_si
 ELSEWHERE = {
     "pip": "the two commands of tests/test_project.py, which CI runs",
     "accelerate": "several GPUs and machines: their words are read below",
-    "ACCELERATE_USE_CPU=true": "two processes: tests/training/test_launch.py",
+    "ACCELERATE_USE_CPU=true": "two processes: tests/faults/test_signals.py",
+    "finetune info recipes/quickstart.yaml --plan": "tests/commands/test_plan.py",
     "finetune demo": "serves until it is stopped: tests/demo",
     "finetune bench": "minutes: tests/bench",
     "finetune reproduce": "hours: tests/commands/test_reproduce.py",

@@ -5,13 +5,16 @@ from __future__ import annotations
 import glob
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from finetune.cli.runner import Answer, answers, checked
 from finetune.errors import DataError, RecipeError, WeightsError
-from finetune.recipe.local import check_model, check_source
+from finetune.recipe.local import check_model, check_source, names_images, source_of
+
+if TYPE_CHECKING:
+    from finetune.recipe.load import Recipe
 
 __all__ = ["VERBS", "data_option", "model_argument"]
 
@@ -64,23 +67,28 @@ def model_info(
 
 def _plan(recipe: str, overrides: tuple[str, ...], image_size: int | None) -> Answer:
     """The plan of a recipe; a run directory has one, too."""
-    from finetune.recipe.load import load_recipe
-    from finetune.recipe.validate import refuse_undone
-
     if image_size is not None:
         raise RecipeError(
             f"--image-size: not with --plan; write model.image_size={image_size} instead",
             code="recipe.conflict",
         )
-    refuse_undone(overrides)
-    own = Path(recipe) / "recipe.yaml"
-    path = str(own) if own.is_file() else recipe
-    load_recipe(path, overrides)
+    path, _ = _recipe(recipe, overrides)
 
     from finetune.commands.plan import describe, forecast
 
     prediction = forecast(path, overrides)
     return Answer(prediction, describe(prediction))
+
+
+def _recipe(name: str, overrides: tuple[str, ...]) -> tuple[str, Recipe]:
+    """The path of a recipe, or of a run's own, and what it says."""
+    from finetune.recipe.load import load_recipe
+    from finetune.recipe.validate import refuse_undone
+
+    refuse_undone(overrides)
+    own = Path(name) / "recipe.yaml"
+    path = str(own) if own.is_file() else name
+    return path, load_recipe(path, overrides)
 
 
 def _check_image(path: str) -> None:
@@ -89,17 +97,58 @@ def _check_image(path: str) -> None:
 
 
 @click.command("show")
-@model_argument
-@click.argument("images", metavar="[IMAGE]...", nargs=-1, callback=checked(_check_image))
-@click.option("--out", metavar="DIR", required=True, help="The folder for the pictures.")
+@click.argument("model", metavar="MODEL|SOURCE|RECIPE")
+@click.argument("words", metavar="[IMAGE|KEY=VALUE]...", nargs=-1)
+@click.option("--images", "of_images", is_flag=True, help="Draw images of SOURCE or RECIPE.")
+@click.option(
+    "--out",
+    metavar="PATH",
+    help="The folder for the pictures; with --images a .png or .jpg file, by default sheet.png.",
+)
 @answers
-def show(model: str, images: tuple[str, ...], out: str) -> Answer:
-    """Draw where MODEL looks, its filters, position embeddings and attention distances."""
+def show(model: str, words: tuple[str, ...], out: str | None, *, of_images: bool) -> Answer:
+    """Draw where MODEL looks, its filters, position embeddings and attention distances.
+
+    With --images, the images of SOURCE by class, or training images of RECIPE (or of a run) as the
+    network sees them: before the augmentation, in eight epochs, and in evaluation.
+    """
+    if of_images:
+        return _show_images(model, words, out or "sheet.png")
+    if out is None:
+        raise click.UsageError("Missing option '--out'.")
+    if model.endswith((".yaml", ".yml")):
+        raise RecipeError(
+            f"{model}: is a recipe; add --images for its training images, or name a model",
+            code="recipe.conflict",
+        )
+    check_model(model)
+    for word in words:
+        _check_image(word)
     from finetune.commands.show import show as draw
 
-    drawn = draw(model, images, out=out)
+    drawn = draw(model, words, out=out)
     skipped = [f"{name}: {why}" for name, why in drawn["skipped"].items()]
     return Answer(drawn, "\n".join([*drawn["files"], *skipped]))
+
+
+def _show_images(target: str, overrides: tuple[str, ...], out: str) -> Answer:
+    """Draw the sheet of a source, or of a recipe's training images."""
+    if names_images(target):
+        if overrides:
+            raise RecipeError(
+                f"{overrides[0]}: belongs to a recipe, and {target} is a source; remove it",
+                code="recipe.conflict",
+            )
+        source = source_of(target)
+        from finetune.commands.show_images import show_source
+
+        path = show_source(source, out)
+    else:
+        recipe = _recipe(target, overrides)[1]
+        from finetune.commands.show_images import show_training
+
+        path = show_training(recipe, out)
+    return Answer({"file": str(path)}, str(path))
 
 
 @click.command("probe")
@@ -153,8 +202,8 @@ def reproduce(
             )
         sources[source] = copy
 
+    from finetune.commands.reproduce import describe
     from finetune.commands.reproduce import reproduce as carry_out
-    from finetune.commands.reproduce_table import describe
 
     answer = carry_out(name, overrides=overrides, sources=sources, **options)
     pages = [str(answer[key]) for key in ("table", "comparison", "page") if answer[key]]
@@ -195,6 +244,7 @@ def _check_folder(path: str) -> None:
 @click.option("--private", is_flag=True, help="Make REPO a private repository.")
 @click.option("--revision", metavar="BRANCH", help="The branch to push to.  [default: main]")
 @click.option("--message", metavar="TEXT", help="The commit's message.")
+@click.option("--adapter", is_flag=True, help="Send only the adapter, in peft's format.")
 @answers
 def push(run_or_model: str, repository: str, **options: Any) -> Answer:
     """Push the model of RUN (a run directory or model folder) to REPO, owner/name on the hub.
@@ -208,6 +258,26 @@ def push(run_or_model: str, repository: str, **options: Any) -> Answer:
     if not pushed["changed"]:
         text += " (nothing has changed: no new commit)"
     return Answer(pushed, f"{pushed['url']}\n{text}")
+
+
+@click.command("average")
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, callback=checked(_check_folder))
+@click.option("--out", metavar="DIR", required=True, help="The folder for the model.")
+@click.option(
+    "--alpha", "alphas", metavar="A", multiple=True, type=float, help="0 to 1; may be repeated."
+)
+@click.option("--greedy", is_flag=True, help="Take only runs that validation gains by.")
+@answers
+def average(runs: tuple[str, ...], **options: Any) -> Answer:
+    """Average weights: of one RUN and its pretrained ones (--alpha, WiSE-FT), or of several (soup).
+
+    Of several --alpha the best on validation is kept. The result is a model folder.
+    """
+    from finetune.commands.average import average as average_weights
+    from finetune.commands.average import describe
+
+    result = average_weights(runs, **options)
+    return Answer(result, describe(result))
 
 
 @click.command("export")
@@ -290,4 +360,4 @@ def bench(recipe: str, overrides: tuple[str, ...], **options: Any) -> Answer:
     return Answer(result, describe(result))
 
 
-VERBS = (model_info, show, probe, reproduce, report, push, export, demo, bench)
+VERBS = (model_info, show, probe, reproduce, report, push, average, export, demo, bench)

@@ -6,6 +6,7 @@ Nothing heavy is imported before a verb needs it: `finetune --help` does not loa
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,8 +68,7 @@ def train(
 ) -> Answer:
     """Train as RECIPE says; KEY=VALUE changes one of its keys, such as optim.lr=1e-3.
 
-    For a SOURCE of images (a folder of class folders, folder:, parquet: or hub:) a recipe is made
-    first, as `finetune start` does, and shown.
+    For a SOURCE of images, as of `finetune start`, a recipe is made first, as that does, and shown.
 
     With --resume, RECIPE may be a run directory.
     """
@@ -92,6 +92,7 @@ def train(
 
 
 def _train(recipe: Recipe, folder: Path, *, resume: bool, dry_run: bool) -> Answer:
+    _announce(f"{recipe.model.name} on {recipe.data.source}, output in {folder}")
     from finetune.training.train import train as run_training
 
     results = run_training(recipe, folder, resume=resume, dry_run=dry_run)
@@ -110,6 +111,7 @@ def _train_source(
             "my.yaml first, then launch the training of my.yaml",
             code="recipe.unsupported",
         )
+    _announce(f"looking at {source}, for which a recipe is made")
     from finetune.commands.start import note, start
 
     started = start(source, overrides=overrides)
@@ -119,10 +121,18 @@ def _train_source(
     return _train(started.recipe, folder, resume=False, dry_run=dry_run)
 
 
+def _announce(line: str) -> None:
+    """Say what has begun, before the libraries that it needs are loaded: they take seconds."""
+    from finetune.console import say
+
+    if is_first_rank():
+        say(line)
+
+
 def _name_of(source: str) -> str:
     """A run's name for a source: the last part of its path, without what is no name of a folder."""
     last = source.rstrip("/").rpartition("/")[2].rpartition(":")[2]
-    return Path(last).stem.strip(".") or "run"
+    return re.sub(r"[*?{}\[\],]", "", Path(last).stem).strip(".-") or "run"
 
 
 @cli.command("start")
@@ -133,7 +143,8 @@ def _name_of(source: str) -> str:
 def start(source: str, overrides: tuple[str, ...], out: str | None) -> Answer:
     """Make a recipe for SOURCE, with a reason beside each choice; nothing is downloaded.
 
-    SOURCE is a folder of class folders, or folder:, parquet:, hub: or embedded: as in data.source.
+    SOURCE is a folder of class folders, a file (CSV with paths and labels, tar shard, parquet), or
+    folder:, csv:, tar:, parquet:, hub: or embedded: as in data.source.
     KEY=VALUE takes the place of a choice.
     """
     from finetune.recipe.validate import refuse_undone
@@ -158,7 +169,10 @@ def start(source: str, overrides: tuple[str, ...], out: str | None) -> Answer:
 @cli.command("eval")
 @model_argument
 @data_option
-@click.option("--split", help="train, val or test.  [default: test, or val where there is none]")
+@click.option(
+    "--split",
+    help="train, val or test.  [default: test, or val where there is none; of one split, all]",
+)
 @click.option("--out", metavar="DIR", help="Write results.json, per_class.csv and pictures.")
 @click.option(
     "--fit-temperature",
@@ -182,7 +196,12 @@ def evaluate(model: str, out: str | None, **options: Any) -> Answer:
 @click.option("--out", metavar="FILE", help="Write a .csv or .jsonl file.")
 @click.option("--sheet", metavar="FILE", help="Write a .png with the predictions under pictures.")
 @click.option("--calibrated", is_flag=True, help="Divide the logits by MODEL's temperature.")
-@click.option("--batch-size", default=64, show_default=True, type=click.IntRange(min=1))
+@click.option(
+    "--batch-size",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Images through the network at once.  [default: 8 on a CPU, else 64]",
+)
 @answers
 def predict(
     model: str, paths: tuple[str, ...], out: str | None, sheet: str | None, **options: Any
@@ -264,13 +283,19 @@ def data() -> None:
 
 @data.command("info")
 @click.argument("source", callback=checked(check_source))
+@click.option("--sheet", metavar="FILE", help="Write a .png or .jpg with images of each class.")
 @answers
-def info(source: str) -> Answer:
+def info(source: str, sheet: str | None) -> Answer:
     """Show the splits, classes and image sizes of SOURCE."""
     from finetune.data.decode_all import info as describe
     from finetune.data.source import open_source
 
-    facts = describe(open_source(source))
+    drawn = {}
+    if sheet:
+        from finetune.commands.show_images import show_source
+
+        drawn["sheet"] = str(show_source(source, sheet, option="--sheet"))
+    facts = {**describe(open_source(source)), **drawn}
     return Answer(facts, flat(facts))
 
 

@@ -388,7 +388,8 @@ def _measures(metrics: dict[str, Any]) -> str:
 
     shown = []
     images, classes = metrics.get("examples"), len(metrics.get("per_class") or [])
-    for key, name in (("top1", "accuracy"), ("top5", "top-5 accuracy")):
+    names = {"top1": "accuracy", "top5": "top-5 accuracy", "balanced_accuracy": "balanced accuracy"}
+    for key, name in names.items():
         share = metrics.get(key)
         if not isinstance(share, (int, float)) or (key == "top5" and 0 < classes <= 5):
             continue

@@ -35,7 +35,7 @@ class TestPublishing:
         replace(monkeypatch, "finetune.publish.push", push=double)
         arguments = ["--private", "--revision", "v2", "--message", "better"]
         assert main(["push", "runs/x", "a/b", *arguments]) == 0
-        asked = {"private": True, "revision": "v2", "message": "better"}
+        asked = {"private": True, "revision": "v2", "message": "better", "adapter": False}
         assert double.calls == [(("runs/x", "a/b"), asked)]
         assert capsys.readouterr().out == "http://hub/a/b\ncommit abc\n"
         pushed["changed"] = False
@@ -81,8 +81,9 @@ class TestPublishing:
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         double = Double({"table": "t.md", "comparison": None, "page": "p.md"})
-        replace(monkeypatch, "finetune.commands.reproduce", reproduce=double)
-        replace(monkeypatch, "finetune.commands.reproduce_table", describe=Double("# A"))
+        replace(
+            monkeypatch, "finetune.commands.reproduce", reproduce=double, describe=Double("# A")
+        )
         arguments = ["data.source=x", "--only", "a", "--only", "b", "--scale", "smoke"]
         arguments += ["--data", "hub:a/b=parquet:c=d", "--done", "--page", "p.md"]
         assert main(["reproduce", "grids", *arguments]) == 0

@@ -92,6 +92,25 @@ class TestStart:
         found = json.loads(done.stdout.splitlines()[-1])
         assert found == {line: [exit_code, False] for line, exit_code in cases.items()}
 
+    @pytest.mark.parametrize("words, said", [("mine.yaml", "runs/mine"), ("photos", "photos")])
+    def test_training_announces_itself_before_torch_is_loaded(
+        self, recipe: str, words: str, said: str
+    ) -> None:
+        Path("photos", "a").mkdir(parents=True)
+        code = (
+            "import os, sys; from finetune.cli.main import main\n"
+            "class Torch:\n"
+            "    def find_spec(self, name, path=None, target=None):\n"
+            "        if name == 'torch': os._exit(77)\n"
+            "sys.meta_path.insert(0, Torch())\n"
+            "main(['train', sys.argv[1], '--dry-run'])"
+        )
+        done = subprocess.run([sys.executable, "-c", code, words], capture_output=True, text=True)
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("finetune: ")
+        assert said in line
+        assert done.returncode == 77
+
     def test_as_a_module(self) -> None:
         done = subprocess.run(
             [sys.executable, "-m", "finetune", "trian"],
@@ -139,7 +158,7 @@ class TestStart:
             assert "--json" in options or name in ("recipes", "data"), name
             assert command.help, name
             found += 1
-        assert found == 21
+        assert found == 22
 
 
 def _below(group: str) -> dict[str, Any]:
@@ -288,7 +307,7 @@ class TestEvalAndPredict:
         (model, paths), kwargs = classify.calls[0]
         assert (model, list(paths)) == ("runs/x", ["a.png", "-"])
         asked = {"top_k": 2, "out": "o.csv", "sheet": "s.png", "calibrated": True}
-        assert kwargs == {**asked, "batch_size": 64}
+        assert kwargs == {**asked, "batch_size": None}
         assert capsys.readouterr().out == "a table\n"
 
         monkeypatch.setattr(

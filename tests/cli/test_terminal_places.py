@@ -25,6 +25,8 @@ VERBS = {
     **FOLDERS,
     "predict": ["predict", NET, "a.png", "--out"],
     "predict --sheet": ["predict", NET, "a.png", "--sheet"],
+    "show --images": ["show", "embedded:digits", "--images", "--out"],
+    "data info": ["data", "info", "embedded:digits", "--sheet"],
     "report of two": ["report", "a-run", "another", "--out"],
     "reproduce": ["reproduce", "plan.yaml", "--out"],
     "demo": ["demo", NET, "--export-space"],

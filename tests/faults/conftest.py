@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 
 
-@pytest.fixture(scope="module")
-def whole(no_pictures: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nothing has stopped."""
-    from faults_runs import SMALL, tiny
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing has stopped; whoever changes it changes a copy."""
+    from faults_runs import SMALL, tiny, without_pictures
 
     from finetune.training.train import train
 
     out = tmp_path_factory.mktemp("whole") / "run"
-    train(tiny(*SMALL), out)
+    with pytest.MonkeyPatch.context() as patch:
+        without_pictures(patch)
+        train(tiny(*SMALL), out)
     return out

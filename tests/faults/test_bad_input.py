@@ -58,6 +58,18 @@ USAGE = {
     "an option without its value": Bad("train r.yaml --out", "usage", "--out"),
     "train: an empty --out": Bad(["train", "r.yaml", "--out", ""], "recipe.wrong_value", "--out"),
     "train: a file for --out": Bad("train r.yaml --out file", "setup.not_writable", "file"),
+    "average: one run": Bad("average net --out o", "recipe.missing_option", "--alpha"),
+    "average: an alpha above 1": Bad(
+        "average net --alpha 1.5 --out o", "recipe.wrong_value", "--alpha"
+    ),
+    "average: an alpha that is no number": Bad(
+        "average net --alpha nan --out o", "recipe.wrong_value", "--alpha"
+    ),
+    "average: an alpha of a soup": Bad(
+        "average net d --alpha 0.5 --out o", "recipe.conflict", "--alpha"
+    ),
+    "average: a model folder": Bad("average net --alpha 0.5 --out o", "weights.unsupported", "net"),
+    "average: no such run": Bad("average gone --alpha 0.5 --out o", "weights.not_found", "gone"),
     "eval: no model": Bad("eval", "usage", "MODEL"),
     "eval: two models": Bad("eval net net", "usage", "net"),
     "eval: an unknown split": Bad(
@@ -153,6 +165,22 @@ USAGE = {
     "show: no --out": Bad("show net a.png", "usage", "--out"),
     "show: an empty --out": Bad(["show", "net", "--out", ""], "recipe.wrong_value", "--out"),
     "show: a file for --out": Bad("show net --out file", "setup.not_writable", "--out"),
+    "show: a recipe without --images": Bad("show r.yaml --out s", "recipe.conflict", "--images"),
+    "show --images: a model": Bad("show net --images", "data.empty", "folder:net"),
+    "show --images: no such recipe": Bad("show no.yaml --images", "recipe.not_found", "no.yaml"),
+    "show --images: no such table": Bad("show no.csv --images", "data.not_found", "no.csv"),
+    "show --images: a key of a source": Bad(
+        "show embedded:digits optim.lr=1 --images", "recipe.conflict", "optim.lr=1"
+    ),
+    "show --images: another kind of file": Bad(
+        "show embedded:digits --images --out s.gif", "recipe.wrong_value", ".png or .jpg"
+    ),
+    "show --images: no such folder": Bad(
+        "show embedded:digits --images --out no/s.png", "setup.not_writable", "'no'"
+    ),
+    "data info --sheet: another kind of file": Bad(
+        "data info embedded:digits --sheet s.gif", "recipe.wrong_value", "--sheet"
+    ),
     "show: no such picture": Bad("show net c.png --out s", "data.not_found", "c.png"),
     "show: a text": Bad("show net file --out s", "data.unreadable", "file:"),
     "show: weights that are not here": Bad(
@@ -240,6 +268,9 @@ USAGE = {
     ),
     "reproduce: a grid of one value": plan(
         PLAN.replace("}", ", grid: {optim.lr: 1}}"), "recipe.wrong_value", "optim.lr"
+    ),
+    "reproduce: a claim that lacks its figure": plan(
+        PLAN.replace("}", ", claims: [{value: 1}]}"), "recipe.missing_key", "metric"
     ),
     "reproduce: a run outside of its folder": plan(
         PLAN.replace("one", "../one"), "recipe.wrong_value", "plan.yaml"

@@ -210,6 +210,12 @@ NAMES = {
     "a slip in a name": Bad(
         "info vit_bse_patch16_224", "weights.unknown_name", "'vit_base_patch16_224'"
     ),
+    "a slip in a tag": Bad(
+        "info vit_base_patch16_224.augreg_in21", "weights.unknown_name", "augreg_in21k"
+    ),
+    "a slip in a name with a tag": Bad(
+        "info vit_bse_patch16_224.augreg_in21k", "weights.unknown_name", "'vit_base_patch16_224.aug"
+    ),
     "no tag of it": Bad("info vit_base_patch16_224.nobody", "weights.unknown_name", "'nobody'"),
     "no embedded ones": Bad("info embedded:vit_nana", "weights.unknown_name", "'vit_nano'"),
     "an empty name": Bad(["info", ""], "weights.unknown_name", "model.name"),
@@ -223,6 +229,9 @@ NAMES = {
     ),
     "a repository with a wrong prefix": Bad(
         "info hf:owner/name", "weights.unknown_name", "'hf-hub:owner/name'"
+    ),
+    "a repository with the prefix of data": Bad(
+        "info hub:a/b", "weights.unknown_name", "'hf-hub:a/b'"
     ),
     "no such file": Bad("info ./w.safetensors", "weights.not_found", "w.safetensors"),
     "no such folder": Bad("info nets/", "weights.not_found", "'nets/'"),

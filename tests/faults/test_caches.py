@@ -573,8 +573,8 @@ def test_times_that_tell_little(
     monkeypatch.setattr(fingerprint, "_SETTLED_NS", 2 * 10**9)
     if coarse:
         monkeypatch.setattr(fingerprint, "os", Os)
-    began = time.time_ns
-    monkeypatch.setattr(fingerprint.time, "time_ns", lambda: began() + step * 10**9)
+    clock, ahead = time.time_ns, [float(step)]  # seconds
+    monkeypatch.setattr(fingerprint.time, "time_ns", lambda: clock() + int(ahead[0] * 10**9))
 
     def prints() -> str:
         with monkeypatch.context() as patch:
@@ -588,7 +588,7 @@ def test_times_that_tell_little(
         seen.append(prints())
     assert len(set(seen)) == 6
     if step >= 0:
-        time.sleep(3.1)
+        ahead[0] += 3.1
         assert prints() == prints() == seen[-1]
         monkeypatch.setattr(FileItems, "content", lambda *_: pytest.fail("is read again"))
         assert prints() == seen[-1]
@@ -689,15 +689,15 @@ def test_a_file_that_is_cut_off_while_it_is_read(
 ) -> None:
     batch = pixel_file.Images.batch
 
-    def meanwhile(self: Any, indices: Any) -> Any:
+    def meanwhile(self: Any, *which: Any) -> Any:
         os.truncate(copy.only("pixels"), 100) if copy.only("pixels").stat().st_size > 100 else None
-        return batch(self, indices)
+        return batch(self, *which)
 
-    def careful(self: Any, indices: Any) -> Any:
+    def careful(self: Any, *which: Any) -> Any:
         try:
-            return meanwhile(self, indices)
+            return meanwhile(self, *which)
         except ValueError:  # it was removed as damaged
-            return batch(self, indices)
+            return batch(self, *which)
 
     monkeypatch.setattr(pixel_file.Images, "batch", careful)
     assert copy.losses() == warm[1]["pixels"]

@@ -95,10 +95,10 @@ def test_the_checkpoint_before_a_damaged_one_is_taken(
     def work() -> None:
         restore = checkpoint.restore
 
-        def noted(folder: Path, *trainer: object) -> object:
+        def noted(folder: Path, *trainer: object, **rest: object) -> object:
             with read.open("a") as file:
                 file.write(f"{folder.name}\n")
-            return restore(folder, *trainer)
+            return restore(folder, *trainer, **rest)
 
         checkpoint.restore = noted
         train(RECIPE, out, resume=True)

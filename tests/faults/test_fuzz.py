@@ -130,6 +130,15 @@ def accepts(call: Callable[[], object], *errors: type[Exception]) -> bool:
     return said == "-"
 
 
+def takes(text: str) -> bool:
+    """True for a recipe; its resolved text must be that of an equal one."""
+    taken = accepts(lambda: parse_recipe(text), RecipeError)
+    if taken:
+        recipe = parse_recipe(text)
+        assert parse_recipe(recipe.to_yaml()) == recipe
+    return taken
+
+
 @pytest.mark.parametrize("number", LENGTHS)
 def test_recipes_of_any_text(number: int, fault: Callable[..., None]) -> None:
     text = yaml.safe_dump(GOOD)
@@ -140,8 +149,7 @@ def test_recipes_of_any_text(number: int, fault: Callable[..., None]) -> None:
 
     splices = st.tuples(st.integers(0, len(text)), st.integers(0, 9), YAML).map(spliced)
     texts = st.one_of(st.text(), YAML, splices)
-    told = fuzz(texts, number, lambda text: accepts(lambda: parse_recipe(text), RecipeError))
-    tell(fault, "recipes of any text", told)
+    tell(fault, "recipes of any text", fuzz(texts, number, takes))
 
 
 @pytest.mark.parametrize("number", LENGTHS)
@@ -151,8 +159,7 @@ def test_recipes_of_any_values(number: int, fault: Callable[..., None]) -> None:
         for key, value in changes:
             section, _, name = key.partition(".")
             tree[section][name] = value
-        text = yaml.safe_dump(tree)
-        return accepts(lambda: parse_recipe(text), RecipeError)
+        return takes(yaml.safe_dump(tree))
 
     changes = st.lists(st.tuples(st.sampled_from(KEYS), VALUES), min_size=1, max_size=3)
     tell(fault, "recipes of any values", fuzz(changes, number, run))

@@ -29,6 +29,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from faults_runs import without_pictures
 from hub_samples import CARD, hub, slept
 from hub_server import HubServer
 from PIL import Image
@@ -156,7 +157,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps with its checkpoints."""
     top = tmp_path_factory.mktemp("trained")
     (top / "r.yaml").write_text(RECIPE)
-    assert cli.main(["train", str(top / "r.yaml"), "--out", str(top / "run")]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        without_pictures(patch)
+        assert cli.main(["train", str(top / "r.yaml"), "--out", str(top / "run")]) == 0
     return top / "run"
 
 

@@ -219,7 +219,7 @@ def test_the_sender_dies_with_its_parent(tmp_path: Path, fault: Callable[..., No
         push.process.kill()
         push.process.wait()
         gone = [Path(f"/proc/{child}") for child in children.split()]
-        wait_until(lambda: not any(map(_lives, gone)))
+        wait_until(lambda: not any(map(_lives, gone)), seconds=60)
         assert push.commits() == 0
     fault("SIGKILL of a push", "the process that sends the files ends with it")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -11,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from faults_launch import REPOSITORY, own_tracebacks
-from faults_runs import weights
+from faults_runs import check_done, command, in_child, weights, without_pictures
 from PIL import Image
 from recipe_texts import tiny_text
 from refusals import EXIT_CODES
+
+from finetune.cli.main import main
 
 RECIPE = tiny_text(optim="lr: 3e-3, steps: 4", run="precision: fp32, log_every: 1, save_every: 2")
 BROKEN_PIPE = 141  # what a shell reports of a program that SIGPIPE has ended
@@ -49,8 +52,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
     for number in range(1500):  # their rows are more than a pipe holds, 64 KiB
         Image.fromarray(pixels).save(folder / "images" / f"image-{number:04}.png")
-    done = shell(folder, "train recipe.yaml --out run")
-    assert done.returncode == 0, done.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        without_pictures(patch)
+        check_done(command("train", folder / "recipe.yaml", "--out", folder / "run"))
     return folder
 
 
@@ -59,12 +63,13 @@ def shell(
     words: str,
     behind: str = "",
     *,
+    before: str = "",
     program: str = "-m finetune",
     unbuffered: str = "",
 ) -> subprocess.CompletedProcess[str]:
     """Run a command line in bash; what stands behind it are redirections, or a pipe."""
     return subprocess.run(
-        ["bash", "-c", f"set -o pipefail; '{sys.executable}' {program} {words} {behind}"],
+        ["bash", "-c", f"set -o pipefail; {before} '{sys.executable}' {program} {words} {behind}"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": unbuffered},
         capture_output=True,
@@ -151,29 +156,25 @@ def test_a_list_from_a_closed_stream(place: Path, fault: Any) -> None:
     fault("predict - with standard input closed", "an error of ours: there is no image")
 
 
+READ = [
+    *("predict run images --json", "recipes schema", "recipes help"),
+    *(f"recipes list {REPOSITORY}/recipes", "train --help"),
+    "train recipe.yaml --json --out run2 --dry-run",
+    *("eval run --json", "info run --json", "info recipe.yaml --plan"),
+    "data info embedded:digits --json",
+    "probe run --data embedded:digits --shots 1 --seeds 1 --json",
+    *("report run", "trian"),
+]
+QUICK = ((READ[0], "| head -1"), (READ[1], "| head -1"), (READ[1], "| true"))
+
+
 @pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=_LONG)])
-@pytest.mark.parametrize("behind", ["| head -1", "| true"])
 @pytest.mark.parametrize(
-    "words",
+    "words, behind",
     [
-        pytest.param("predict run images --json", id="predict"),
-        *(
-            pytest.param(words, id=words.partition(" -")[0].replace(" ", "-"), marks=marks)
-            for words, marks in (
-                ("recipes schema", ()),
-                ("recipes help", _LONG),
-                (f"recipes list {REPOSITORY}/recipes", _LONG),
-                ("train --help", _LONG),
-                ("train recipe.yaml --json --out run2 --dry-run", _LONG),
-                ("eval run --json", _LONG),
-                ("info run --json", _LONG),
-                ("info recipe.yaml --plan", _LONG),
-                ("data info embedded:digits --json", _LONG),
-                ("probe run --data embedded:digits --shots 1 --seeds 1 --json", _LONG),
-                ("report run", _LONG),
-                ("trian", _LONG),
-            )
-        ),
+        pytest.param(words, behind, marks=[] if (words, behind) in QUICK else [_LONG])
+        for words in READ
+        for behind in ("| head -1", "| true")
     ],
 )
 def test_a_reader_that_leaves(
@@ -193,27 +194,23 @@ def test_a_reader_that_leaves(
     )
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=_LONG)])
 def test_an_answer_is_whole_or_refused(
     unbuffered: str, place: Path, tmp_path: Path, fault: Any
 ) -> None:
     """A limit on the size of a file is a disk that takes a part."""
-    limit = "ulimit -f 100; trap '' XFSZ; "  # KiB
-    done = shell(place, "predict run images --json", f"> {tmp_path}/answer", unbuffered=unbuffered)
-    assert done.returncode == 0
-    whole = (tmp_path / "answer").stat().st_size
-    assert whole > 200_000
-    program = f"-m finetune predict run images --json > {tmp_path}/part"
-    words = f"{limit} '{sys.executable}' {program}"
-    ended = subprocess.run(
-        ["bash", "-c", words],
-        cwd=place,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": unbuffered},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert (tmp_path / "part").stat().st_size == 100 * 1024
+    words, part = "predict run images --json", tmp_path / "part"
+
+    def work() -> None:
+        os.chdir(place)
+        with (tmp_path / "whole").open("w") as stream, contextlib.redirect_stdout(stream):
+            raise SystemExit(main(words.split()))
+
+    check_done(in_child(work))
+    assert (tmp_path / "whole").stat().st_size > 200_000
+    limit = "ulimit -f 100; trap '' XFSZ;"  # KiB
+    ended = shell(place, words, f"> {part}", before=limit, unbuffered=unbuffered)
+    assert part.stat().st_size == 100 * 1024
     assert ended.returncode == EXIT_CODES["setup"], ended.stderr
     assert len(ended.stderr.splitlines()) == 1
     fault(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faults_runs import without_plots
 from hub_samples import slept
 from hub_server import HubServer, point_at
 from huggingface_hub import constants
@@ -108,7 +109,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nobody has pushed."""
     top = tmp_path_factory.mktemp("trained")
     (top / "r.yaml").write_text(RECIPE.replace(", push_to: alice/net", ""))
-    assert cli.main(["train", str(top / "r.yaml"), "--out", str(top / "run")]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        without_plots(patch)
+        assert cli.main(["train", str(top / "r.yaml"), "--out", str(top / "run")]) == 0
     return top / "run"
 
 
@@ -126,11 +129,17 @@ def published(hub: HubServer, name: str) -> bytes:
 
 
 def test_training_with_a_push(
-    hub: HubServer, verbs: Verbs, tmp_path: Path, fault: Callable[..., None]
+    hub: HubServer,
+    verbs: Verbs,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[..., None],
 ) -> None:
+    without_plots(monkeypatch)
     verbs("train", "net.yaml", "--out", "run")
     assert not secrets_in(published(hub, "alice/net"))
-    hub.fail("POST .*/commit/", status=500, times=None, echo=True)
+    # the process that sends tries again at once
+    hub.fail("POST .*/commit/", status=500, times=None, echo=True, retry_after=0)
     verbs("train", "net.yaml", "--out", "second", "run.seed=1", code=7)
     files = assert_clean(tmp_path)
     assert files > 20
@@ -168,7 +177,7 @@ def test_push(
 ) -> None:
     """Failures first: a hub that echoes the header it was sent, as careless ones do."""
     for pattern, status, code in failures:
-        hub.fail(pattern, status=status, times=None, echo=True)
+        hub.fail(pattern, status=status, times=None, echo=True, retry_after=0)
         verbs("push", run, "alice/net", code=code)
         hub.faults.clear()
     verbs("push", run, "alice/net")

@@ -16,6 +16,7 @@ from faults_launch import command_of, launched, own_tracebacks, parent_of, proce
 from recipe_texts import tiny_text
 
 from finetune.cli.main import main
+from finetune.data import worker_pool
 from finetune.data.source import Split
 
 FAULT = "a data worker is killed, crashes or hangs"
@@ -34,7 +35,9 @@ def children_of(parent: int) -> list[int]:
     return [pid for pid in processes() if parent_of(pid) == parent]
 
 
-def ended(folder: Path, out: Path, prepare: Callable[[], None]) -> tuple[int, str, list[int]]:
+def ended(
+    folder: Path, out: Path, prepare: Callable[[], None], *overrides: str
+) -> tuple[int, str, list[int]]:
     """Train in a fork of this process. Returns: its exit code, what it said, who is left."""
     recipe = out.parent / "recipe.yaml"
     recipe.write_text(TEXT.replace("FOLDER", str(folder)))
@@ -46,7 +49,7 @@ def ended(folder: Path, out: Path, prepare: Callable[[], None]) -> tuple[int, st
             with log.open("w") as stream:
                 os.dup2(stream.fileno(), 1)
                 os.dup2(stream.fileno(), 2)
-            sys.argv = ["finetune", "train", str(recipe), "--out", str(out)]
+            sys.argv = ["finetune", "train", str(recipe), *overrides, "--out", str(out)]
             sys.stdout, sys.stderr = open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
             prepare()
             code = main()
@@ -75,8 +78,8 @@ CASES = {
     "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), 5, "was ended by SIGKILL while it"),
     "crash": (lambda: os.kill(os.getpid(), signal.SIGSEGV), 3, "red-1.png: crashes the decoder"),
     "exit": (lambda: os._exit(7), 5, "was ended with exit code 7 while it"),
-    "hang": (lambda: time.sleep(600), 5, "no batch came within 3 seconds; worker"),
-    "stop": (lambda: os.kill(os.getpid(), signal.SIGSTOP), 5, "no batch came within 3 seconds"),
+    "hang": (lambda: time.sleep(600), 5, "no batch came within 1.5 seconds; worker"),
+    "stop": (lambda: os.kill(os.getpid(), signal.SIGSTOP), 5, "no batch came within 1.5 seconds"),
 }
 
 
@@ -90,11 +93,13 @@ def test_a_worker_that_fails_ends_the_run(
 ) -> None:
     action, expected, message = CASES[case]
     started = time.monotonic()
+    overrides = ["run.timeout_seconds=3"] * ("no batch" in message)  # half of it for a batch
 
     def prepare() -> None:
+        monkeypatch.setattr(worker_pool, "POLL_SECONDS", 0.25)
         at_image("red-1.png", action, monkeypatch)
 
-    code, text, left = ended(image_folder, tmp_path / "run", prepare)
+    code, text, left = ended(image_folder, tmp_path / "run", prepare, *overrides)
     assert code == expected, text
     assert text.count(message) == 1, text
     assert "red-1.png" in text

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hub_samples import Failing
 from hub_server import HubServer, point_at
 from huggingface_hub import HfApi, close_session, get_session, hf_raise_for_status
 from huggingface_hub.errors import HfHubHTTPError
@@ -44,20 +45,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         hub.add_repo("someone/net", {"a.txt": b"one"})
         point_at(hub, monkeypatch, tmp_path / "home")
         yield hub
-
-
-class Failing:
-    """Something that fails as often as it is told to."""
-
-    def __init__(self, *faults: Exception) -> None:
-        self.faults = list(faults)
-        self.calls = 0
-
-    def __call__(self) -> str:
-        self.calls += 1
-        if self.faults:
-            raise self.faults.pop(0)
-        return "done"
 
 
 class TestClean:

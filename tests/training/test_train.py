@@ -127,8 +127,6 @@ def test_every_kind_of_run_ends_with_a_model_that_timm_loads(
 def test_a_tracker_that_is_not_there_is_not_left_out_silently(tmp_path: Path) -> None:
     with refused("setup.missing_package", "run.trackers", "comet_ml"):
         train(tiny("run.trackers=[comet_ml]"), tmp_path / "run")
-    with refused("recipe.unknown_name", "run.trackers", "'nosuch'"):
-        train(tiny("run.trackers=[nosuch]"), tmp_path / "run")
 
 
 def test_a_run_that_failed_before_its_first_step_can_be_begun_anew(
@@ -211,9 +209,7 @@ def test_a_signal_saves_and_resume_ends_the_same(plain, tmp_path: Path, monkeypa
     assert weights(out) == weights(plain[0])
 
 
-def test_resume_refuses_another_recipe_and_shows_the_difference(plain) -> None:
-    with refused("recipe.not_this_run", "optim.lr", "0.003", "0.002"):
-        train(tiny(*FULL, "optim.lr=2e-3"), plain[0], resume=True)
+def test_a_finished_run_is_not_begun_again(plain) -> None:
     with refused("setup.run_exists", plain[0], "done", "--resume"):
         train(tiny(*FULL), plain[0])
 
@@ -222,16 +218,6 @@ def test_resuming_a_finished_run_only_answers(plain) -> None:
     before = weights(plain[0])
     assert train(tiny(*FULL, "run.log_every=5"), plain[0], resume=True) == plain[1]
     assert weights(plain[0]) == before
-
-
-def test_another_image_is_noticed(image_folder: Path, tmp_path: Path) -> None:
-    keys = [f"data.source=folder:{image_folder}", "data.batch_size=6", "run.save_every=2"]
-    recipe = tiny(*keys, "optim.steps=4")
-    out = tmp_path / "run"
-    killed_before(4, recipe, out)
-    next((image_folder / "train" / "red").iterdir()).unlink()
-    with refused("data.changed", image_folder, out):
-        train(recipe, out, resume=True)
 
 
 def test_early_stopping_and_the_best_weights_are_kept(tmp_path: Path) -> None:
@@ -323,12 +309,6 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     plan = train(tiny(), tmp_path / "run", dry_run=True)
     assert plan["steps"] == 12
     assert plan["images"]["test"] == 355
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_wrong_number_of_processes_is_refused(tmp_path: Path) -> None:
-    with refused("setup.wrong_processes", "2 processes", "accelerate launch"):
-        train(tiny("run.num_processes=2"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

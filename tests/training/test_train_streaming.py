@@ -13,12 +13,11 @@ from faults_runs import TINY, killed_before, losses, weights
 from hub_server import HubServer, point_at
 from ranks import command_at, two_ranks
 from refusals import refused
-from streamed import NAME, bytes_sent, on_disk, shards
+from streamed import NAME, bytes_sent, on_disk, shards, without_waits
 
 from finetune.cli.main import main
 from finetune.data.streaming import remote_file as ranges
 from finetune.errors import DataError, HubError, RecipeError
-from finetune.hub import client as hub_reads
 from finetune.recipe.load import Recipe, parse_recipe
 from finetune.training.train import train
 from finetune.training.trainer_state import TrainerState
@@ -35,14 +34,7 @@ STREAMED = [
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    for owner, name, value in (
-        (hub_reads, "FIRST_WAIT_SECONDS", 0.01),
-        (hub_reads, "_said", set()),
-        (ranges, "PATIENCE_SECONDS", 0.0),
-        (ranges, "_PAUSE_SECONDS", 0.01),
-        (ranges, "_places", ranges._Places()),
-    ):
-        monkeypatch.setattr(owner, name, value)
+    without_waits(monkeypatch)
     with HubServer() as hub:
         hub.add_repo(NAME, FILES, kind="dataset")
         point_at(hub, monkeypatch, tmp_path / "home")
@@ -54,21 +46,33 @@ def recipe(*overrides: str) -> Recipe:
     return parse_recipe(TINY, overrides=[*STREAMED, *overrides])
 
 
+@pytest.fixture(scope="module")
+def whole(no_pictures: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing has disturbed."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    with pytest.MonkeyPatch.context() as patch, HubServer() as hub:
+        hub.add_repo(NAME, FILES, kind="dataset")
+        point_at(hub, patch, out.parent / "home")
+        train(recipe(), out)
+    return out
+
+
 def results(run: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((run / "results.json").read_text())
     return found
 
 
-def test_it_learns_the_same_wherever_the_files_are(hub: HubServer, tmp_path: Path) -> None:
-    train(recipe(), tmp_path / "hub")
+def test_it_learns_the_same_wherever_the_files_are(whole: Path, tmp_path: Path) -> None:
     local = on_disk(tmp_path, FILES)
     train(recipe(f"data.source={local}", "data.workers=0"), tmp_path / "local")
-    assert weights(tmp_path / "hub") == weights(tmp_path / "local")
-    assert losses(tmp_path / "hub") == losses(tmp_path / "local")
-    assert results(tmp_path / "hub")["test"]["examples"] == 20
-    assert results(tmp_path / "hub")["val"]["examples"] == 33  # 11 of each class
-    assert results(tmp_path / "hub")["test"]["top1"] > 0.6
-    assert not list((tmp_path / "home").rglob("*.parquet"))  # nothing was downloaded whole
+    assert weights(whole) == weights(tmp_path / "local")
+    assert losses(whole) == losses(tmp_path / "local")
+    assert results(whole)["test"]["examples"] == 20
+    assert results(whole)["val"]["examples"] == 33  # 11 of each class
+    assert results(whole)["test"]["top1"] > 0.6
+    home = whole.parent / "home"
+    assert any(home.rglob("*"))
+    assert not list(home.rglob("*.parquet"))  # nothing was downloaded whole
 
 
 def test_evaluation_is_that_of_the_same_set_in_memory(hub: HubServer, tmp_path: Path) -> None:
@@ -81,14 +85,15 @@ def test_evaluation_is_that_of_the_same_set_in_memory(hub: HubServer, tmp_path: 
     assert told[0]["loss"] == told[1]["loss"] != pytest.approx(math.log(3), abs=1e-3)
 
 
-def test_killed_and_resumed_it_ends_with_the_same_weights(hub: HubServer, tmp_path: Path) -> None:
-    train(recipe(), tmp_path / "whole")
+def test_killed_and_resumed_it_ends_with_the_same_weights(
+    hub: HubServer, whole: Path, tmp_path: Path
+) -> None:
     killed_before(9, recipe(), tmp_path / "killed")
     steps = [int(p.name[5:]) for p in (tmp_path / "killed/checkpoints").iterdir()]
     assert max(steps) < 9
     train(recipe(), tmp_path / "killed", resume=True)
-    assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert weights(tmp_path / "killed") == weights(whole)
+    assert losses(tmp_path / "killed") == losses(whole)
 
 
 def test_a_resumed_run_reads_what_is_left(hub: HubServer, tmp_path: Path) -> None:
@@ -121,9 +126,8 @@ def test_keys_that_streaming_excludes_are_refused(hub: HubServer, tmp_path: Path
 
 class TestFaults:
     def test_one_in_the_middle_changes_nothing(
-        self, hub: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+        self, hub: HubServer, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        train(recipe(), tmp_path / "whole")
         step = TrainerState.step
 
         def disturbed(self: TrainerState, *args: Any) -> None:
@@ -140,7 +144,7 @@ class TestFaults:
             train(recipe(), tmp_path / "disturbed")
         assert sum(fault.times == 0 for fault in hub.faults) >= 2
         assert "trying again" in capfd.readouterr().err
-        assert weights(tmp_path / "disturbed") == weights(tmp_path / "whole")
+        assert weights(tmp_path / "disturbed") == weights(whole)
 
     @pytest.mark.parametrize(
         "what, kind, code",
@@ -149,6 +153,7 @@ class TestFaults:
     def test_a_definite_loss_ends_the_run_and_can_be_gone_on_from(
         self,
         hub: HubServer,
+        whole: Path,
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
         what: str,
@@ -185,8 +190,7 @@ class TestFaults:
         hub.faults.clear()
         commit.files.update(before)
         train(recipe(), tmp_path / "run", resume=True)
-        train(recipe(), tmp_path / "whole")
-        assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+        assert weights(tmp_path / "run") == weights(whole)
 
     def test_another_set_is_not_gone_on_with(self, hub: HubServer, tmp_path: Path) -> None:
         killed_before(6, recipe(), tmp_path / "run")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import glob
+import hashlib
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +25,7 @@ from finetune.data.columns import (
     number_labels,
 )
 from finetune.data.decode import open_data
+from finetune.data.fingerprint import states_of
 from finetune.data.hub import load_hub
 from finetune.data.items import Chunk, Items, RowItems
 from finetune.data.notices import notice
@@ -268,9 +270,15 @@ def _load_mapped(files: Sequence[Path], column: str) -> list[Chunk]:
     """Return the same chunks as `_load_files`, memory-mapped from the cache of `datasets`."""
     import datasets
 
+    # `datasets` goes by name and mtime alone: another file in the place would give the old rows
+    state = hashlib.sha256(states_of(files).tobytes()).hexdigest()[:16]
     try:
         loaded = datasets.load_dataset(
-            "parquet", data_files=[str(file) for file in files], columns=[column], split="train"
+            "parquet",
+            name=f"finetune-{state}",
+            data_files=[str(file) for file in files],
+            columns=[column],
+            split="train",
         )
         pa.default_memory_pool().release_unused()  # of writing the files
         lengths = [pq.read_metadata(file).num_rows for file in files]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -164,6 +165,20 @@ def test_mapped_rows_take_no_memory(
     held = (pa.total_allocated_bytes() - before) / rows
     assert train.items.content(599) == images[599]["bytes"]
     assert held < 100 if limit == 10 else held > size  # the control
+
+
+def test_mapped_rows_are_those_of_todays_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another file of the same length in its place, its mtime restored."""
+    monkeypatch.setattr(tables, "_MEMORY_BYTES", 10)
+    rows = []
+    for shade in (10, 200):
+        images = [{"bytes": bytes([shade]) * 50, "path": None}] * 4
+        path = make_parquet(tmp_path / "train.parquet", [0, 1] * 2, images=images)
+        os.utime(path, ns=(10**18, 10**18))
+        rows.append(open_source(f"parquet:{tmp_path}").splits["train"].items.content(0)[0])
+    assert rows == [10, 200]
 
 
 def test_rows_that_cannot_be_laid_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

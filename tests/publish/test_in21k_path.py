@@ -78,6 +78,7 @@ CASES = {
     "paper_review/experiment_3": Case("augreg_in21k", 224, TWO_STEPS, 3e-4, (True, False)),
 }
 LAUNCHED = "cifar10/vit_b16_224"
+IN_THE_LONG_RUN = ("paper_review/experiment_2", "paper_review/experiment_3")  # as experiment 1
 
 
 def backbone(depth: int) -> int:
@@ -159,7 +160,10 @@ def test_both_names_give_the_weights_with_the_head_that_they_have(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", CASES)
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(c, marks=[pytest.mark.faults] * (c in IN_THE_LONG_RUN)) for c in CASES],
+)
 def test_from_the_name_to_the_push(
     hub: HubServer, depth: int, place: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:

@@ -96,13 +96,8 @@ def test_two_ranks_train_the_same(whole: tuple[Path, dict[str, Any]], tmp_path: 
 
 
 @pytest.mark.slow
-def test_it_is_computed_alike_however_the_network_is(
-    whole: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
-    train(recipe("model.grad_checkpointing=true", "data.micro_batch=8"), tmp_path / "parts")
-    # dropout is drawn by micro-batch: the first loss alone, of a head of zeros, is the same
-    assert losses(tmp_path / "parts")[0] == pytest.approx(losses(whole[0])[0], abs=1e-5)
-    plain = ["model.adapter.dropout=0"]
+def test_it_is_computed_alike_however_the_network_is(tmp_path: Path) -> None:
+    plain = ["model.adapter.dropout=0"]  # which is drawn by micro-batch
     train(recipe(*plain), tmp_path / "one")
     train(recipe(*plain, "model.grad_checkpointing=true", "data.micro_batch=8"), tmp_path / "two")
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-4)

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -191,6 +191,15 @@ def launched(
     command = [*before, *words, *program, "train", str(path), *overrides]
     command += ["--out", str(out)]
     variables = {"ACCELERATE_USE_CPU": "true", "PYTHONUNBUFFERED": "1", **(environment or {})}
+    with started(command, variables, out=out, log=log) as launch:
+        yield launch
+
+
+@contextlib.contextmanager
+def started(
+    command: Sequence[str], variables: dict[str, str], *, out: Path, log: Path
+) -> Iterator[Launch]:
+    """A command that trains into `out` and prints into `log`; its processes end with the block."""
     with log.open("ab") as stream, heeding_interrupts():
         process = subprocess.Popen(
             command,

@@ -6,9 +6,7 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import signal
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 import faults_samples
 import pytest
 from faults_launch import RECIPE, Launch, launched, own_tracebacks
+from faults_machines import ip, machines
 from faults_runs import Moments, end_ranks, in_child, start_ranks
 from faults_samples import record, trained_on
 
@@ -103,45 +102,23 @@ SLOW = "optim.lr=2e-4"  # where faster learning leaves its first plateau, roundi
 FIRST = "10.78.0.1"
 
 
-def ip(*words: str) -> str:
-    done = subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=30)
-    return done.stdout
-
-
-@contextlib.contextmanager
-def three_hosts() -> Iterator[list[str]]:
-    """Three network namespaces on a switch, which the first one has. Yields: their names."""
-    names = [f"finetune-{os.getpid()}-{letter}" for letter in "abc"]
-    try:
-        for name in names:
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
-        first = names[0]
-        ip("-n", first, "link", "add", "eth0", "type", "bridge")
-        for number, name in enumerate(names):
-            ip("-n", first, "link", "add", f"port{number}", "type", "veth", "peer", f"end{number}")
-            if number:
-                ip("-n", first, "link", "set", f"end{number}", "netns", name, "name", "eth0")
-            ip("-n", first, "link", "set", f"port{number}", "master", "eth0")
-            ip("-n", first, "link", "set", f"port{number}", "up")
-            ip("-n", name, "addr", "add", f"10.78.0.{number + 1}/24", "dev", "eth0")
-            ip("-n", name, "link", "set", "eth0", "up")
-        yield names
-    finally:
-        for name in names:
-            with contextlib.suppress(subprocess.CalledProcessError):  # it may not be there yet
-                ip("netns", "del", name)
+def switch(names: list[str]) -> None:
+    """A switch between three machines, which the first one has; eth0 on all."""
+    first = names[0]
+    ip("-n", first, "link", "add", "eth0", "type", "bridge")
+    for number, name in enumerate(names):
+        ip("-n", first, "link", "add", f"port{number}", "type", "veth", "peer", f"end{number}")
+        if number:
+            ip("-n", first, "link", "set", f"end{number}", "netns", name, "name", "eth0")
+        ip("-n", first, "link", "set", f"port{number}", "master", "eth0")
+        ip("-n", first, "link", "set", f"port{number}", "up")
+        ip("-n", name, "addr", "add", f"10.78.0.{number + 1}/24", "dev", "eth0")
+        ip("-n", name, "link", "set", "eth0", "up")
 
 
 @pytest.fixture
 def hosts() -> Iterator[list[str]]:
-    if shutil.which("ip") is None:
-        pytest.skip("no machines: the command ip (iproute2) is not installed")
-    with contextlib.ExitStack() as stack:
-        try:
-            names = stack.enter_context(three_hosts())
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no machines: {' '.join(error.cmd)}: {error.stderr.strip()}")
+    with machines("abc", switch) as names:
         yield names
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from faults_launch import REPOSITORY, Launch, intact, launched, own_tracebacks
+from faults_machines import ip, machines
 
 from finetune.run.directory import RunDir
 
@@ -24,29 +22,14 @@ SETTINGS = [f"optim.steps={STEPS}", "run.save_every=20", f"run.eval_every={STEPS
 SETTINGS += ["optim.name=sgd", "optim.lr=0.01", f"run.timeout_seconds={TIMEOUT_SECONDS}"]
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=30)
-
-
-@contextlib.contextmanager
-def two_hosts() -> Iterator[tuple[str, str]]:
-    """Two network namespaces with a cable between them, eth0 on both. Yields: their names."""
-    names = (f"finetune-{os.getpid()}-a", f"finetune-{os.getpid()}-b")
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ends = [("type", "veth"), ("peer",)]
-        words = [word for name, end in zip(names, ends, strict=True) for word in end_of(name, end)]
-        ip("link", "add", *words)
-        for name, address in zip(names, (FIRST, SECOND), strict=True):
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
-            for device in ("lo", "eth0"):
-                ip("-n", name, "link", "set", device, "up")
-        yield names
-    finally:
-        for name in names:
-            with contextlib.suppress(subprocess.CalledProcessError):  # it may not be there yet
-                ip("netns", "del", name)
+def cable(names: list[str]) -> None:
+    """A cable between two machines, eth0 on both."""
+    ends = [("type", "veth"), ("peer",)]
+    words = [word for name, end in zip(names, ends, strict=True) for word in end_of(name, end)]
+    ip("link", "add", *words)
+    for name, address in zip(names, (FIRST, SECOND), strict=True):
+        ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+        ip("-n", name, "link", "set", "eth0", "up")
 
 
 def end_of(name: str, kind: tuple[str, ...]) -> list[str]:
@@ -56,20 +39,14 @@ def end_of(name: str, kind: tuple[str, ...]) -> list[str]:
 
 
 @pytest.fixture
-def hosts() -> Iterator[tuple[str, str]]:
-    if shutil.which("ip") is None:
-        pytest.skip("no two machines: the command ip (iproute2) is not installed")
-    with contextlib.ExitStack() as stack:
-        try:
-            names = stack.enter_context(two_hosts())
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no two machines: {' '.join(error.cmd)}: {error.stderr.strip()}")
+def hosts() -> Iterator[list[str]]:
+    with machines("ab", cable) as names:
         yield names
 
 
 @contextlib.contextmanager
 def two_machines(
-    hosts: tuple[str, str], folder: Path, out: Path, *words: str, name: str
+    hosts: list[str], folder: Path, out: Path, *words: str, name: str
 ) -> Iterator[tuple[Launch, Launch]]:
     """Start the same run on both, as the header of recipes/accelerate/two_machines.yaml says."""
     with contextlib.ExitStack() as stack:
@@ -102,7 +79,7 @@ def weights(out: Path) -> bytes:
 
 @pytest.mark.faults
 def test_two_machines_train_as_one_and_a_cut_link_loses_nothing(
-    hosts: tuple[str, str], tmp_path: Path, fault: Any
+    hosts: list[str], tmp_path: Path, fault: Any
 ) -> None:
     with launched(tmp_path, *SETTINGS, kind="python", processes=1, name="one") as one:
         one.wait_for_end()

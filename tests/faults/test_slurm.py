@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,9 +21,9 @@ from faults_launch import (
     REPOSITORY,
     Launch,
     command_of,
-    heeding_interrupts,
     intact,
     own_tracebacks,
+    started,
 )
 
 SCRIPT = REPOSITORY / "recipes" / "accelerate" / "slurm.sh"
@@ -64,24 +63,9 @@ def submit(tmp_path: Path) -> Callable[..., contextlib.AbstractContextManager[La
         counts = {"SLURM_NTASKS": str(tasks), "SLURM_NTASKS_PER_NODE": str(tasks)}
         own = {"PATH": f"{programs}:{os.environ['PATH']}", "ASKED": str(tmp_path / "asked")}
         own |= {"ACCELERATE_USE_CPU": "true", **allocation, **counts, **variables}
-        with log.open("ab") as stream, heeding_interrupts():
-            process = subprocess.Popen(
-                ["bash", str(SCRIPT), str(tmp_path / "recipe.yaml"), *words, "--out", str(out)],
-                cwd=REPOSITORY,
-                env={**os.environ, **own},
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=stream,
-                start_new_session=True,
-            )
-        launch = Launch(process, out, log)
-        try:
+        command = ["bash", str(SCRIPT), str(tmp_path / "recipe.yaml"), *words, "--out", str(out)]
+        with started(command, own, out=out, log=log) as launch:
             yield launch
-        finally:
-            for pid in {process.pid, *launch.tree()}:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            process.wait()
 
     return start
 

@@ -48,13 +48,7 @@ def trained(
 ) -> tuple[dict[int, list[np.ndarray]], Loader]:
     """What the loader of training makes of each image, epoch after epoch, and the loader."""
     split = setup.source.splits["train"]
-    loader = Loader(
-        store_of(split),
-        setup.train_pipeline,
-        num_classes=setup.num_classes,
-        device=setup.device,
-        **changes,
-    )
+    loader = setup.loader(split, train=True, **changes)
     steps = range(-(-epochs * len(split) // setup.recipe.data.batch_size))
     found: dict[int, list[np.ndarray]] = {}
     for step, (_, batches) in zip(steps, loader.train(setup.sampler, steps), strict=True):
@@ -115,13 +109,7 @@ def test_in_the_numbers_of_the_run() -> None:
 def test_evaluation_is_shown_as_the_loader_makes_it() -> None:
     setup = setup_of("embedded:digits", SENTENCES[0])
     split = setup.source.splits["train"]
-    loader = Loader(
-        store_of(split),
-        setup.eval_pipeline,
-        num_classes=setup.num_classes,
-        device=setup.device,
-    )
-    (batch,) = loader.once()
+    (batch,) = setup.loader(split, train=False).once()
     (shown,) = augmented(setup, split, [7], one_size=True)
     assert np.array_equal(shown.evaluation, pixels(setup, batch.images_BCHW[7]))
     assert len(shown.epochs) == 8

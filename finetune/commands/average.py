@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from finetune.console import say, say_nothing
 from finetune.errors import DataError, RecipeError, SetupError, WeightsError
-from finetune.evaluation.evaluate import evaluate, examine
+from finetune.evaluation.evaluate import NUM_MISTAKES, evaluate, examine
 from finetune.files import make_folder
 from finetune.models.adapter import load_plain, plain_state
 from finetune.models.head import classifier_names
 from finetune.models.saved import save_model
+from finetune.models.weights.read import read_tensors
 from finetune.processes import local_processes
 from finetune.publish.artifacts import write_averaged
 from finetune.publish.contents import is_run
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 __all__ = ["average", "describe", "interpolated", "mean_of"]
 
 State = Mapping[str, Tensor]
-NUM_MISTAKES = 24
 
 
 @dataclass(frozen=True)
@@ -253,7 +252,7 @@ def _read(name: str) -> _Member:
             code="weights.unsupported",
         )
     run = RunDir(name)
-    return _Member(run, recipe, read_record(run), load_file(run.model / "model.safetensors"))
+    return _Member(run, recipe, read_record(run), read_tensors(run.model / "model.safetensors"))
 
 
 def _check_alike(first: _Member, other: _Member) -> None:

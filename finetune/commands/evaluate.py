@@ -22,7 +22,7 @@ from finetune.data.loader import Loader
 from finetune.data.source import Source, Split
 from finetune.errors import DataError, RecipeError, WeightsError, nearest
 from finetune.evaluation.confusion import DENSE_CLASSES, Confusion, read_confusion
-from finetune.evaluation.evaluate import examine
+from finetune.evaluation.evaluate import NUM_MISTAKES, examine
 from finetune.evaluation.features import identity_of
 from finetune.evaluation.intervals import TOO_FEW_IMAGES, interval
 from finetune.files import make_folder, write_atomically
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 __all__ = ["describe", "evaluate_model", "write_results"]
 
 SPLITS = ("train", "val", "test")
-NUM_MISTAKES = 24
 _SHOWN_PAIRS = 20
 
 

@@ -25,7 +25,9 @@ from finetune.evaluation.metrics import Counts, Mistakes, worst
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["Examination", "Watcher", "evaluate", "examine"]
+__all__ = ["NUM_MISTAKES", "Examination", "Watcher", "evaluate", "examine"]
+
+NUM_MISTAKES = 24  # of the test split, or of validation where there is none, in results
 
 
 class Watcher(Protocol):

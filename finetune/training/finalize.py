@@ -18,7 +18,7 @@ from finetune.data.feature_loader import AnyLoader
 from finetune.data.source import Split
 from finetune.errors import FinetuneError
 from finetune.evaluation.claims import answer
-from finetune.evaluation.evaluate import Examination, examine
+from finetune.evaluation.evaluate import NUM_MISTAKES, Examination, examine
 from finetune.files import write_atomically
 from finetune.models.adapter import save_adapter
 from finetune.models.saved import save_model
@@ -34,7 +34,6 @@ from finetune.training.verdict import refuse_exploded, warnings_of
 
 __all__ = ["answer_anew", "can_keep", "finish", "validation"]
 
-NUM_MISTAKES = 24  # of the test split, or of validation where there is none, in results.json
 _MOST_KEPT = 1 << 26  # logits of validation that are kept while training goes on: 256 MiB
 
 

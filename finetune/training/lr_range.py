@@ -6,7 +6,6 @@ import tempfile
 from dataclasses import dataclass
 
 import numpy as np
-from torch.nn.functional import cross_entropy
 
 from finetune.console import say_nothing
 from finetune.models.head import set_train_mode
@@ -62,22 +61,27 @@ def lr_range(recipe: Recipe, *, lowest: float, highest: float, steps: int) -> Lr
         train = setup.source.splits["train"]
         loader = trainer.loader(train, train=True, dtype=dtype_of(accelerator))
         labels = loader.store.split.labels
-        sampler = setup.with_num_samples(len(labels), labels).sampler
+        setup = setup.with_num_samples(len(labels), labels)
+        loss_sum = setup.make_loss()
         set_train_mode(model)
         curve, mean = LrRange([], [], []), 0.0
         rates = np.geomspace(lowest, highest, steps).tolist()
-        for lr, (_, batches) in zip(rates, loader.train(sampler, range(steps)), strict=True):
+        for lr, (_, batches) in zip(rates, loader.train(setup.sampler, range(steps)), strict=True):
+            total = 0.0
             for batch in batches:
-                loss = cross_entropy(model(batch.images_BCHW).float(), batch.labels_B)
+                logits_BK = model(batch.images_BCHW).float()
+                loss = loss_sum(logits_BK, batch.labels_B, batch.targets_BK)
+                loss = loss / recipe.data.batch_size
                 accelerator.backward(loss)
+                total += loss.item()
             set_lr(optimizer.optimizer, lr)
             optimizer.step()
             optimizer.zero_grad()
-            mean = _SMOOTHING * mean + (1 - _SMOOTHING) * loss.item()
+            mean = _SMOOTHING * mean + (1 - _SMOOTHING) * total
             smoothed = mean / (1 - _SMOOTHING ** (len(curve.lr) + 1))
             if not smoothed <= _EXPLODED * min([smoothed, *curve.smoothed]):  # it may be no number
                 break
             curve.lr.append(lr)
-            curve.loss.append(loss.item())
+            curve.loss.append(total)
             curve.smoothed.append(smoothed)
     return curve

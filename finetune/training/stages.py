@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from safetensors.torch import load_file
 from torch import Tensor
 
+from finetune.models.weights.read import read_tensors
 from finetune.recipe.load import Recipe
 
 __all__ = ["folder_of", "stage_recipes", "weights_of"]
@@ -45,4 +45,4 @@ def stage_recipes(recipe: Recipe) -> list[Recipe]:
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
     """Read the weights that a stage ended with, by the names of the network without an adapter."""
-    return load_file(folder / "model" / "model.safetensors")
+    return read_tensors(folder / "model" / "model.safetensors")

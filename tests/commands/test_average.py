@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,10 @@ def test_what_cannot_be_averaged_is_refused(runs: Path, tmp_path: Path) -> None:
         average([str(runs / "a" / "model"), b], out=out)
     with refused("weights.unsupported", "random weights"):
         average([str(runs / "first"), b], out=out)
+    cut = shutil.copytree(a, tmp_path / "cut") / "model" / "model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-100])
+    with refused("weights.damaged", "model.safetensors"):
+        average([str(tmp_path / "cut"), b], out=out)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     with refused("setup.exists", "--out"):

@@ -68,6 +68,16 @@ def test_it_is_repeatable_and_changes_no_training(tmp_path: Path, freeze: str) -
     assert before == after
 
 
+def test_the_loss_is_that_of_a_training_step() -> None:
+    """Its class weights count, and a step is the same in however many parts."""
+    plain, weighted, cut = (
+        lr_range(tiny("model.dropout=0", *overrides), **RATES).loss
+        for overrides in ([], ["optim.class_weights={'0': 3}"], ["data.micro_batch=8"])
+    )
+    assert cut == pytest.approx(plain, abs=1e-6)
+    assert weighted[0] > 1.1 * plain[0]
+
+
 def test_a_frozen_backbone_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[TrainerState] = []
 

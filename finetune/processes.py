@@ -14,6 +14,7 @@ __all__ = [
     "defer_garbage_collection",
     "end_with_parent",
     "free_bytes",
+    "is_first_here",
     "is_first_rank",
     "keep_freed_memory",
     "local_processes",
@@ -50,6 +51,11 @@ def stop_signals() -> list[signal.Signals]:
 def is_first_rank() -> bool:
     """True if this process is the one of a launch that prints and writes files."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def is_first_here() -> bool:
+    """True if this process is the one of a launch that writes caches and shows bars on its host."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def num_cores() -> int:

@@ -32,6 +32,7 @@ from finetune.console import terminal_bar
 from finetune.data.notices import notice
 from finetune.errors import DataError
 from finetune.files import CacheFolder, cache_folder
+from finetune.processes import is_first_here
 
 if TYPE_CHECKING:
     from finetune.data.items import Items
@@ -108,7 +109,7 @@ def fingerprint_of(items: Items, rows_N: Integers, labels_N: Integers) -> tuple[
     whole = everything.digest() + _WHOLE
     if index and are_known(states_F5) and (known := index.get(whole)):
         return known.hex(), states_F5
-    shown = total >= _SHOWN_BYTES and os.environ.get("LOCAL_RANK", "0") == "0"
+    shown = total >= _SHOWN_BYTES and is_first_here()
     with terminal_bar(total, label="hashing images", unit="B", shown=shown) as bar:
         if is_one:
             digest, is_whole = _hash_as_one(items, rows_N, labels_N, bar)

@@ -41,6 +41,7 @@ from finetune.data.shared_memory import shared_memory
 from finetune.data.source import Split
 from finetune.errors import DataError
 from finetune.files import CacheFolder, UntrustedCacheError, cache_folder
+from finetune.processes import is_first_here
 from finetune.text import byte_size
 
 __all__ = ["Decoded", "How", "cached_images", "decode_images"]
@@ -244,7 +245,7 @@ def _key(split: Split, unreadable: str) -> str:
 
 def _let_first_rank_begin(folder: CacheFolder, key: str) -> None:
     """Wait a little on the other ranks of a host, so that the one with the bar decodes."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if not is_first_here():
         until = time.monotonic() + _HEAD_START_SECONDS
         while time.monotonic() < until and not folder.is_begun(key):
             time.sleep(_POLL_SECONDS)

@@ -40,6 +40,7 @@ from finetune.data.streaming.remote_file import LocalFile, ShardFile
 from finetune.data.worker_pool import WorkerStatus, spread
 from finetune.errors import DataError, FinetuneError
 from finetune.files import CacheFolder, cache_folder
+from finetune.processes import is_first_here, num_cores
 from finetune.text import counted, printable
 
 __all__ = ["TarIndex", "index_shards"]
@@ -139,10 +140,9 @@ def _fill(
                 new.name = f"{key}.tarindex"
         return place, body
 
-    is_shown = os.environ.get("LOCAL_RANK", "0") == "0"
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(
-            terminal_bar(len(missing), label="indexing", unit="shard", shown=is_shown)
+            terminal_bar(len(missing), label="indexing", unit="shard", shown=is_first_here())
         )
         done = stack.enter_context(contextlib.closing(_spread(read, missing, files)))
         for place, body in done:
@@ -156,7 +156,7 @@ def _spread(
     read: Any, missing: list[int], files: Sequence[ShardFile]
 ) -> Generator[Any, None, None]:
     """Yield the results of reading shards, as they are done."""
-    workers = min(len(os.sched_getaffinity(0)), len(missing))
+    workers = min(num_cores(), len(missing))
     if not all(isinstance(file, LocalFile) for file in files):
         pool = ThreadPoolExecutor(_THREADS)
         try:

@@ -22,6 +22,7 @@ from PIL import Image
 
 def by_timm(name: str, revision: str | None, images_BCHW: Any, picture: str) -> dict[str, Any]:
     import timm
+    from huggingface_hub import hf_hub_download
 
     where = f"hf-hub:{name}" + (f"@{revision}" if revision else "")
     model = timm.create_model(where, pretrained=True).eval()
@@ -29,12 +30,14 @@ def by_timm(name: str, revision: str | None, images_BCHW: Any, picture: str) -> 
     prepared = timm.data.create_transform(**config, is_training=False)(Image.open(picture))
     with torch.inference_mode():
         logits, shown = model(images_BCHW), model(prepared[None])
+    several = json.loads(Path(hf_hub_download(name, "config.json", revision=revision)).read_text())
+    scores = shown.sigmoid() if several.get("problem_type") else shown.softmax(1)
     return {
         "logits": logits,
         "labels": model.pretrained_cfg["label_names"],
         "preprocessing": config,
         "prepared": prepared,
-        "confidences": shown.softmax(1)[0],
+        "confidences": scores[0],
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from finetune.errors import RecipeError
 from finetune.files import disk_errors, make_folder, open_regular, write_atomically
-from finetune.text import MISSING, aligned_table, markdown_table
+from finetune.text import MISSING, aligned_table, counted, markdown_table
 
 __all__ = ["check_page", "describe", "section", "write_section"]
 
@@ -29,7 +29,7 @@ def describe(result: dict[str, Any]) -> str:
     """Write the result for a terminal: what was measured, the table, and what it means."""
     lines = _facts(result)
     for rows, notes in _tables(result):
-        texts = 2 if rows[0][0] == _COLUMNS[0] else 1
+        texts = 2 if rows[0][1] == _COLUMNS[1] else 1
         lines += ["", *aligned_table(rows, texts=texts), *([""] if notes else []), *notes]
     return "\n".join([*lines, *([result["profile"]["trace"]] if result["profile"] else [])])
 
@@ -48,6 +48,9 @@ def section(result: dict[str, Any]) -> str:
 
 def _tables(result: dict[str, Any]) -> Iterator[tuple[_Rows, list[str]]]:
     """The tables of what was measured, each with what is to be said of it."""
+    if "jobs" in result:
+        yield _jobs(result)
+        return
     yield _loops(result), _notes(result)
     if losses := result["losses"]:
         yield _losses(losses)
@@ -110,6 +113,7 @@ def _heading(result: dict[str, Any]) -> str:
     machine = result["machine"]
     processes = machine["num_processes"]
     spread = "" if processes == 1 else f", {processes} processes"
+    spread += ", end to end" if "jobs" in result else ""
     return f"## {' '.join([result['recipe'], *changes])}, {machine['device']['name']}{spread}"
 
 
@@ -117,6 +121,8 @@ def _facts(result: dict[str, Any]) -> list[str]:
     machine, size = result["machine"], result["image_size"]
     device = machine["device"]
     on = f"{device['threads']} threads" if device["type"] == "cpu" else device["type"]
+    if sets := device.get("instructions"):
+        on += f", {' '.join(sets)}" + ("" if len(sets) > 1 else " without native bf16")
     if machine["num_processes"] > 1:
         on = f"{machine['num_processes']} processes ({machine['distributed']}), {on} each"
     versions = " ".join(f"{name} {number}" for name, number in machine["versions"].items())
@@ -124,9 +130,43 @@ def _facts(result: dict[str, Any]) -> list[str]:
         f"{result['architecture']} at {size[0]}×{size[1]}, {result['batch_size']} images a step, "
         f"{result['optimizer']}, {result['augmentation']}",
         f"{device['name']}, {on}; commit {machine['commit'] or 'unknown'}; {versions}",
-        f"median of {result['repeats']} turns of {result['steps']} steps, each after "
-        f"{result['warmup_steps']} that do not count, the loops in turn; load before "
+        f"median of {counted(result['repeats'], 'turn')} {_turn(result)}; load before "
         f"{result['load']:.1f}",
+    ]
+
+
+def _turn(result: dict[str, Any]) -> str:
+    if "jobs" in result:
+        return "of the whole job, from the start of a process to its end, in turn and in reverse"
+    return (
+        f"of {result['steps']} steps, each after {result['warmup_steps']} that do not count, the "
+        "loops in turn"
+    )
+
+
+def _jobs(result: dict[str, Any]) -> tuple[_Rows, list[str]]:
+    rows = [["command", "numbers", "seconds", "min–max", "finetune takes", "min–max"]]
+    rows[0] += ["CPU seconds", "min–max", "first step", "host"]
+    for row in result["jobs"]:
+        share, first = row["share"], row["first_step"]
+        shares = [f"{share['median']:.2f} ×", f"{share['min']:.2f}–{share['max']:.2f}"]
+        rows.append(
+            [
+                row["name"],
+                row["precision"],
+                *_rates(row["seconds"]),
+                *(["", ""] if row["name"] == "finetune" else shares),
+                *_rates(row["cpu_seconds"]),
+                MISSING if first is None else f"{first['median']:.1f} s",
+                _memory(row["host_bytes"]),
+            ]
+        )
+    images, epochs = result["images"], counted(result["epochs"], "epoch")
+    return rows, [
+        f"{images['train']:,} images of training, {epochs}, each followed by {images['val']:,} of "
+        "validation: one folder of images and one of the weights for all commands, empty caches",
+        f"{counted(result['workers'], 'loading process', 'loading processes')} each; the memory is "
+        "that of the largest process; a first step counts from the start of the process",
     ]
 
 

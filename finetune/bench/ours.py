@@ -13,7 +13,7 @@ import torch
 from finetune.bench.input_rate import input_rates
 from finetune.bench.matrix_rate import Product, matrix_rate, products
 from finetune.bench.timer import BATCHES_AHEAD, Clock, Loop
-from finetune.data.feature_loader import AnyLoader
+from finetune.data.feature_loader import AnyLoader, FeatureLoader
 from finetune.data.image_store import Store
 from finetune.data.loader import Loader
 from finetune.evaluation.evaluate import evaluate
@@ -28,7 +28,7 @@ from finetune.training.meter import Meter
 from finetune.training.micro_batch import settle_micro_batch
 from finetune.training.setup import TrainingSetup, open_setup
 
-__all__ = ["Ours", "over"]
+__all__ = ["Ours", "over", "zeros"]
 
 _MOST_EVALUATED = 4096  # images that are decoded for it, where there is no validation split
 _TOP = 10  # operations of a profile
@@ -103,8 +103,12 @@ class Ours(Loop):
         labels = self.loader.store.split.labels
         self.trainer.setup = setup.with_num_samples(len(labels), labels)
         self.trained: AnyLoader = self.loader
+        distillation = self.trainer.distillation
+        if distillation is not None and distillation.caches:
+            distillation.keep(zeros(self.loader, distillation.width))
+            notice("distill: train computes the teacher's answers once; here they take no time")
         settle_micro_batch(self.trainer, self.loader, lambda work: work())
-        self.meter = Meter(self.device, 0.0)
+        self.meter = Meter(self.device, 0.0, distills=distillation is not None)
         self.trainer.go_on(self.meter)
 
     def _distributed(self) -> str | None:
@@ -251,6 +255,13 @@ def _first(loader: Loader, images: int) -> Loader:
         size=store.size,
     )
     return over(loader, first)
+
+
+def zeros(loader: Loader, width: int) -> FeatureLoader:
+    """Vectors of zeros in the place of images; they take no memory."""
+    split = loader.store.split
+    values_ND = np.broadcast_to(np.zeros(width, np.float32), (len(split), width))
+    return FeatureLoader(split, values_ND, num_classes=loader.num_classes, device=loader.device)
 
 
 def over(loader: Loader, store: Store) -> Loader:

@@ -22,7 +22,7 @@ from finetune.recipe.load import Recipe
 from finetune.run.environment import DTYPES
 from finetune.training.setup import TrainingSetup
 
-__all__ = ["LOOPS", "Images", "Setting"]
+__all__ = ["LOOPS", "Images", "Setting", "trainer_arguments"]
 
 
 class Images(Dataset[tuple[Any, int]]):
@@ -120,7 +120,7 @@ def _with_transformers(setting: Setting, steps: int, on_step: Callable[[], None]
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    optim, preprocessing = setting.recipe.optim, setting.setup.preprocessing
+    preprocessing = setting.setup.preprocessing
     setting.images.transform = v2.Compose(
         [
             *setting.augment,
@@ -138,41 +138,51 @@ def _with_transformers(setting: Setting, steps: int, on_step: Callable[[], None]
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             on_step()
 
-    own: dict[str, Any] = {}
-    if optim.name == "adamw":  # the Trainer's default is a fused one
-        betas = optim.betas or (0.9, 0.999)
-        own = {"adam_beta1": betas[0], "adam_beta2": betas[1], "weight_decay": optim.weight_decay}
     arguments = TrainingArguments(
+        **trainer_arguments(setting.recipe, setting.precision, setting.device, setting.workers),
         output_dir=setting.folder,
         max_steps=steps,
         per_device_train_batch_size=setting.micro_batch,
         gradient_accumulation_steps=setting.parts,
-        learning_rate=optim.lr,
         lr_scheduler_type="constant",
-        max_grad_norm=optim.clip_norm or 0.0,
-        bf16=setting.precision == "bf16",
-        fp16=setting.precision == "fp16",
-        torch_compile=setting.compiled,
-        use_cpu=setting.device.type == "cpu",
-        dataloader_num_workers=setting.workers,
-        dataloader_pin_memory=setting.device.type != "cpu",
-        remove_unused_columns=False,
         save_strategy="no",
         logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        **own,
     )
+    theirs = setting.recipe.optim.name == "adamw"  # their default is a fused one
     trainer = Trainer(
         model=_WithLoss(setting.network, setting.loss()),
         args=arguments,
         train_dataset=setting.images,
         data_collator=collate,
-        optimizers=(None, None) if own else (_timms_optimizer(setting), None),
+        optimizers=(None, None) if theirs else (_timms_optimizer(setting), None),
         callbacks=[Steps()],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
+
+
+def trainer_arguments(
+    recipe: Recipe, precision: str, device: torch.device, workers: int
+) -> dict[str, Any]:
+    """The TrainingArguments by which the Trainer's AdamW and its loaders are the recipe's."""
+    optim, on_cpu = recipe.optim, device.type == "cpu"
+    betas = optim.betas or (0.9, 0.999)
+    return {
+        "learning_rate": optim.lr,
+        "adam_beta1": betas[0],
+        "adam_beta2": betas[1],
+        "weight_decay": optim.weight_decay,
+        "max_grad_norm": optim.clip_norm or 0.0,
+        "bf16": precision == "bf16",
+        "fp16": precision == "fp16",
+        "torch_compile": recipe.model.compile is True,
+        "use_cpu": on_cpu,
+        "dataloader_num_workers": workers,
+        "dataloader_pin_memory": not on_cpu,
+        "remove_unused_columns": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
 
 
 def _with_timm(setting: Setting, steps: int, on_step: Callable[[], None]) -> None:

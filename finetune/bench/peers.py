@@ -6,7 +6,6 @@ would cost them in every epoch.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from finetune.console import say_nothing
 from finetune.errors import RecipeError
 from finetune.models.head import set_train_mode
 from finetune.models.profile import count_operations
+from finetune.processes import num_cores
 from finetune.recipe.load import Recipe
 from finetune.training.setup import TrainingSetup, open_setup
 
@@ -56,6 +56,12 @@ class Peer(Loop):
         Raises: RecipeError if the recipe asks for what these loops have not.
         """
         recipe = self.recipe
+        if recipe.distill is not None:
+            raise RecipeError(
+                "distill: the loops that --against compares with have no teacher; give a recipe "
+                "without that section",
+                code="recipe.unsupported",
+            )
         if recipe.run.threads is not None:
             torch.set_num_threads(recipe.run.threads)
         setup = open_setup(recipe, device=self.device, notice=say_nothing, progress=False)
@@ -71,7 +77,7 @@ class Peer(Loop):
         )
         clock = self._run(_TRIAL_STEPS)
         operations = count_operations(lambda: self._run(0))
-        alone, self.setting.workers = clock.seconds, len(os.sched_getaffinity(0))
+        alone, self.setting.workers = clock.seconds, num_cores()
         if self._run(_TRIAL_STEPS).seconds > alone:
             self.setting.workers = 0
         return {

@@ -18,12 +18,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from finetune.bench.timer import synchronise
 from finetune.evaluation.features import at_once
+from finetune.models.batch_norm import choose_statistics
 from finetune.models.build import build
 from finetune.models.head import freeze_parameters
 from finetune.recipe.load import ModelSection, Recipe
 from finetune.run.environment import DTYPES, pick_precision
 from finetune.training.compile import choose_kernels
 from finetune.training.memory import (
+    NO_NEED,
     Need,
     checkpoint_bytes,
     need_of,
@@ -50,6 +52,7 @@ class Measured:
         features, width: bytes of the features that stand for all images, and of how many numbers
             each is; 0 where training needs the images themselves.
         in_memory: whether decoded images are kept.
+        teacher, teacher_pass: bytes of a teacher's weights, and the need of its pass in each step.
     """
 
     real: float
@@ -60,6 +63,8 @@ class Measured:
     features: int = 0
     width: int = 0
     in_memory: bool = True
+    teacher: int = 0
+    teacher_pass: Need = NO_NEED
 
 
 @dataclass(frozen=True)
@@ -69,8 +74,8 @@ class Prediction:
     Attributes:
         micro_batch: images at once in training.
         evaluated: images at once in evaluation, 0 if there is none.
-        parts: bytes of "program", "weights", "gradients", "moments", "average", "images",
-            "features" and "snapshot".
+        parts: bytes of "program", "weights", "gradients", "moments", "average", "teacher",
+            "images", "features" and "snapshot".
         phases: bytes in "training", "evaluation", "report", or while "features" are computed.
         need: beyond the parts, of a training step.
         images_per_second: None where the change is one that operations do not explain.
@@ -208,6 +213,7 @@ class Predictor:
         width = self.measured.width
         # a classifier's step takes its features, in float32 and in the dtype it computes with
         training = Need(0, 8 * width) if width else need(train=True)
+        training += self.measured.teacher_pass
         return _Passes(twin, training, need(train=False))
 
     def _network(
@@ -222,8 +228,10 @@ class Predictor:
         }
         if model.model_dump(exclude=changed_later) == own.model_dump(exclude=changed_later):
             return self.network, self.setup.preprocessing.image_size
-        settings = model.model_dump(exclude={"name", "compile"}) | {"pretrained": False}
+        settings = model.model_dump(exclude={"name", "compile", "sync_bn", "freeze_bn"})
+        settings["pretrained"] = False
         built = build(model.name, num_classes=self.setup.num_classes, **settings)
+        choose_statistics(built.model, model)
         choose_kernels(built.model.to(device), device=device, dtype=dtype)
         return built.model, built.preprocessing.image_size
 
@@ -236,6 +244,7 @@ class Predictor:
         return {
             "program": self._program,
             **kept,
+            "teacher": self.measured.teacher,
             "images": 0 if recipe.data.keep == "none" else self.measured.images,
             "features": self.measured.features,
             "snapshot": _snapshot(kept, recipe) if on_host and saves else 0,
@@ -245,7 +254,7 @@ class Predictor:
     def _program(self) -> int:
         """Bytes of interpreter, libraries and threads, and what the allocator keeps."""
         kept = step_bytes(self._own.twin, self.setup.recipe.optim)
-        held = kept["weights"] + kept["moments"] + kept["average"]
+        held = kept["weights"] + kept["moments"] + kept["average"] + self.measured.teacher
         return max(self.measured.resident - held - self.measured.images, 0)
 
     @property

@@ -28,13 +28,17 @@ from finetune.processes import is_first_rank
 from finetune.recipe.load import Recipe, load_recipe
 from finetune.run.environment import DTYPES
 
-__all__ = ["AGAINST", "WARMUP_STEPS", "bench"]
+__all__ = ["AGAINST", "OWN", "WARMUP_STEPS", "bench", "check_package", "command_of"]
 
-AGAINST = ("synthetic", "decode", "transformers", "timm-loop")
+OWN = "finetune"
+AGAINST = ("synthetic", "decode", OWN, "transformers", "timm-loop")
 _NO_LOOPS = {"synthetic", "decode"}
 WARMUP_STEPS = 3  # before the clock starts, each time that a loop has waited for another
-_OWN = "finetune"
-_PACKAGES = {"transformers": "transformers", "timm-loop": "timm"}
+_PACKAGES = {
+    "transformers": "transformers",
+    "timm-loop": "timm",
+    "transformers-trainer": "transformers",
+}
 
 
 def bench(
@@ -55,8 +59,8 @@ def bench(
         path: of the recipe.
         overrides: `section.key=value` each.
         against: of AGAINST; the same training without input, and in other loops, each in our
-            precision and in fp32 unless one is named (LOOP:PRECISION); "decode": as many processes
-            as there are workers that only decode.
+            precision and in fp32 unless one is named (LOOP:PRECISION), which our own needs;
+            "decode": as many processes as there are workers that only decode.
         steps: that are timed each time.
         repeats: how often each loop has its turn.
         losses: of that many first steps, beside those in float32; a multiple of `LOSSES_EVERY`.
@@ -85,7 +89,7 @@ def bench(
     result = {
         "recipe": path,
         "overrides": [masked(word) for word in overrides],
-        "command": _command(path, overrides, against, losses=losses, sizes=sizes, **counts),
+        "command": command_of(path, overrides, against, **counts, losses=losses, images=sizes),
         **counts,
         "warmup_steps": WARMUP_STEPS,
         "load": round(load, 2),
@@ -110,7 +114,7 @@ def _measured(
         session.prepare(against, steps=steps, repeats=repeats)
         for _ in range(repeats):
             session.take_turns(steps)
-        own, traced, inputs = session.hosts[_OWN], None, None
+        own, traced, inputs = session.hosts[OWN], None, None
         if "decode" in against:
             images = steps * recipe.data.batch_size
             inputs = own.ask("inputs", images=images, repeats=repeats)
@@ -135,8 +139,8 @@ class _Session:
 
     def prepare(self, against: Sequence[str], *, steps: int, repeats: int) -> None:
         """Start the processes, one after the other, each up to its first steps."""
-        self._start(_OWN, Ours, recipe=self.recipe)
-        facts = self.facts[_OWN]
+        self._start(OWN, Ours, recipe=self.recipe)
+        facts = self.facts[OWN]
         if facts["of_features"]:
             self.notice(
                 "model.freeze: train computes each image's features once and trains on them; here "
@@ -150,12 +154,23 @@ class _Session:
             loop, _, one = wish.partition(":")
             for precision in dict.fromkeys((one,) if one else (own, "fp32")):
                 name = loop if precision == own else f"{loop}:{precision}"
+                if loop == OWN:
+                    self._start_own(name, precision)
+                    continue
                 self._start(name, Peer, loop=loop, precision=precision, **same)
                 self.facts[name]["precision"] = precision
         ahead = sum(2 * facts.get("workers", 0) for facts in self.facts.values())
         turns = (len(self.hosts) + 1) * (WARMUP_STEPS + steps) + ahead
         self.shown.total = self.shown.n + repeats * turns
         self.shown.refresh()
+
+    def _start_own(self, name: str, precision: str) -> None:
+        """Start our own training in another precision."""
+        if name in self.hosts:
+            self.notice(f"--against {OWN}:{precision}: that is what {OWN} computes with here")
+            return
+        run = self.recipe.run.model_copy(update={"precision": precision})
+        self._start(name, Ours, recipe=self.recipe.model_copy(update={"run": run}))
 
     def _start(self, name: str, make: type, **arguments: Any) -> None:
         self.shown.set_description(f"preparing {name}")
@@ -174,10 +189,10 @@ class _Session:
             self._measure(name, host, "train", **timed)
             if "memory" not in self.facts[name]:  # evaluation and other turns are not training
                 self.facts[name]["memory"] = host.ask("memory")
-            if name == _OWN:
+            if name == OWN:
                 self._measure("synthetic", host, "train", synthetic=True, **timed)
             host.ask("rest")
-        own, images = self.hosts[_OWN], max(steps * self.recipe.data.batch_size // 2, 1)
+        own, images = self.hosts[OWN], max(steps * self.recipe.data.batch_size // 2, 1)
         self._measure("evaluation", own, "evaluate", images=images)
         self._measure("matrix", own, "matrix_rate")
         own.ask("rest")
@@ -189,8 +204,8 @@ class _Session:
 
     def result(self, *, shown_synthetic: bool) -> dict[str, Any]:
         """The measurements in plain values."""
-        facts, rates = self.facts[_OWN], self.rates
-        pairs = zip(rates[_OWN], rates["synthetic"], strict=True)
+        facts, rates = self.facts[OWN], self.rates
+        pairs = zip(rates[OWN], rates["synthetic"], strict=True)
         shares = [max(0.0, 1 - real / without) for real, without in pairs]  # noise is not negative
         matrix = None if None in rates["matrix"] else spread(rates["matrix"])
         kept = ("architecture", "precision", "compiled", "batch_size", "image_size", "num_images")
@@ -213,7 +228,7 @@ class _Session:
         }
 
     def _row(self, name: str, matrix: dict[str, Any] | None) -> dict[str, Any]:
-        own, train = self.facts[_OWN], spread(self.rates[name])
+        own, train = self.facts[OWN], spread(self.rates[name])
         nothing = {"seconds_to_first_step": None, "memory": {"host": None, "device": None}}
         facts = {**own, **nothing, **self.facts.get(name, {})}
         per_image = facts["operations"] / self.recipe.data.batch_size
@@ -225,37 +240,33 @@ class _Session:
             "precision": facts["precision"],
             "compiled": facts["compiled"],
             "train": train,
-            "evaluation": spread(self.rates["evaluation"]) if name == _OWN else None,
+            "evaluation": spread(self.rates["evaluation"]) if name == OWN else None,
             "seconds_to_first_step": facts["seconds_to_first_step"],
             "host_bytes": facts["memory"]["host"],
             "device_bytes": facts["memory"]["device"],
             "workers": facts.get("workers"),
             "operations_per_image": per_image,
-            "ratio": statistics.median(self.rates[_OWN]) / train["median"],
+            "ratio": statistics.median(self.rates[OWN]) / train["median"],
             "fraction": fraction,
         }
 
 
-def _command(
+def command_of(
     path: str,
     overrides: Sequence[str],
     against: Sequence[str],
-    *,
-    steps: int,
-    repeats: int,
-    losses: int | None,
-    sizes: Sequence[int],
+    *flags: str,
+    **options: int | Sequence[int] | None,
 ) -> str:
-    """The command that measures these figures again."""
-    words = ["finetune", "bench", path, *overrides]
+    """The command that measures these figures again; `options`: one value each, several or none."""
+    words = ["finetune", "bench", path, *overrides, *flags]
     if (started := os.environ.get("WORLD_SIZE", "1")) != "1":
         on_cpu = os.environ.get("ACCELERATE_USE_CPU") == "true"
         launch = ["accelerate", "launch", "--multi_gpu", "--num_processes", started, "-m"]
         words = [*(["env", "ACCELERATE_USE_CPU=true"] if on_cpu else []), *launch, *words]
-    values = {"against": against, "steps": (steps,), "repeats": (repeats,)}
-    values |= {"losses": () if losses is None else (losses,), "images": sizes}
-    for option, given in values.items():
-        words += [word for value in given for word in (f"--{option}", str(value))]
+    for option, given in {"against": against, **options}.items():
+        values = [given] if isinstance(given, int) else given or ()
+        words += [word for value in values for word in (f"--{option}", str(value))]
     return masked(shlex.join(words))
 
 
@@ -268,18 +279,21 @@ def _check(recipe: Recipe, against: Sequence[str], *, alone: bool, losses: int |
         )
     for loop in against:
         name, colon, precision = loop.partition(":")
-        if name not in AGAINST or (colon and (name in _NO_LOOPS or precision not in DTYPES)):
+        needs_colon, has_none = name == OWN and not colon, colon and name in _NO_LOOPS
+        if name not in AGAINST or needs_colon or has_none or (colon and precision not in DTYPES):
             raise RecipeError(
                 f"--against: unknown '{loop}'{nearest(name, AGAINST)}; choose from "
-                f"{', '.join(AGAINST)}; a loop in one precision: transformers:{'|'.join(DTYPES)}",
+                f"{', '.join(AGAINST)}; a loop in one precision: {OWN}:{'|'.join(DTYPES)}; whole "
+                "trainings by others need --end-to-end",
                 code="recipe.unknown_name",
             )
-        package = _PACKAGES.get(name)
-        if package and importlib.util.find_spec(package) is None:
-            raise SetupError(
-                f"--against {name}: {package} is not installed; pip install 'finetune[{package}]'",
-                code="setup.missing_package",
-            )
+        check_package(name)
+    if recipe.data.task == "multilabel" and set(against) - _NO_LOOPS:
+        raise RecipeError(
+            "--against: the loops of others have one label for each image, the recipe "
+            "data.task=multilabel; leave it out",
+            code="recipe.conflict",
+        )
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started > 1 and (set(against) - _NO_LOOPS or alone):
         raise SetupError(
@@ -296,8 +310,19 @@ def _check(recipe: Recipe, against: Sequence[str], *, alone: bool, losses: int |
     if "decode" in against and (recipe.data.keep != "none" or not recipe.data.workers):
         raise RecipeError(
             "--against decode: is for images that workers decode in every epoch; add "
-            "data.keep=none data.workers=2",
+            "data.keep=none data.workers=auto",
             code="recipe.conflict",
         )
-    if set(against) - _NO_LOOPS and recipe.data.train is not None:
+    theirs = [loop for loop in against if loop.partition(":")[0] not in (*_NO_LOOPS, OWN)]
+    if theirs and recipe.data.train is not None:
         translate(recipe.data.train, image_size=(1, 1), interpolation="bicubic")
+
+
+def check_package(name: str) -> None:
+    """Refuse a peer whose package is not installed. Raises: SetupError with the line for pip."""
+    package = _PACKAGES.get(name)
+    if package and importlib.util.find_spec(package) is None:
+        raise SetupError(
+            f"--against {name}: {package} is not installed; pip install 'finetune[{package}]'",
+            code="setup.missing_package",
+        )

@@ -110,7 +110,7 @@ class Grown(Ours):
                 code="recipe.unsupported",
             )
         mapped = self._mapped(own, images)
-        labels = np.resize(loader.store.split.labels, images)
+        labels = np.take(loader.store.split.labels, np.arange(images), axis=0, mode="wrap")
         self.trainer.setup = setup.with_num_samples(images, labels)
         tracemalloc.start()  # after the mapping, which is no memory of this process
         split = loader.store.split.subset(np.resize(np.arange(len(loader.store.split)), images))

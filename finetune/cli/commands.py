@@ -158,6 +158,9 @@ def _show_images(target: str, overrides: tuple[str, ...], out: str) -> Answer:
 @click.option("--shots", default="1,5,10,25", show_default=True, help="Images of each class.")
 @click.option("--seeds", default=3, show_default=True, type=click.IntRange(min=1))
 @click.option("--linear", is_flag=True, help="Also logistic regression on all of train.")
+@click.option(
+    "--linear-sgd", is_flag=True, help="Also linear heads at 13 learning rates, as DINOv2 does."
+)
 @click.option("--knn", metavar="K", type=click.IntRange(min=1), help="Also K nearest neighbours.")
 @click.option("--out", metavar="DIR", help="Write probe.json.")
 @answers
@@ -329,9 +332,15 @@ def demo(model: str, host: str, port: int, share: bool, export_space: str | None
     metavar="NAME",
     multiple=True,
     help="synthetic (no input), decode, transformers or timm-loop, which may name one precision "
-    "(timm-loop:bf16); may be repeated.",
+    "(timm-loop:bf16, finetune:fp32); with --end-to-end timm-train:PATH or transformers-trainer; "
+    "may be repeated.",
 )
-@click.option("--steps", default=20, show_default=True, type=click.IntRange(min=1))
+@click.option(
+    "--end-to-end",
+    is_flag=True,
+    help="Time the whole training as a command, and the same by timm's train.py or the Trainer.",
+)
+@click.option("--steps", show_default="20", type=click.IntRange(min=1))
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(min=1))
 @click.option("--losses", metavar="STEPS", type=int, help="Compare the first losses with fp32's.")
 @click.option(
@@ -345,18 +354,32 @@ def demo(model: str, host: str, port: int, share: bool, export_space: str | None
 @click.option("--profile", metavar="DIR", help="Write a trace, and list the costliest operations.")
 @click.option("--out", metavar="FILE", help="Add the figures to a page such as BENCHMARKS.md.")
 @answers
-def bench(recipe: str, overrides: tuple[str, ...], **options: Any) -> Answer:
+def bench(recipe: str, overrides: tuple[str, ...], *, end_to_end: bool, **options: Any) -> Answer:
     """Measure how fast RECIPE trains on this machine, and the same training in other loops."""
     from finetune.recipe.load import load_recipe
     from finetune.recipe.validate import refuse_undone
 
     refuse_undone(overrides)
     load_recipe(recipe, overrides)
+    given = {name: value for name, value in options.items() if value not in (None, ())}
+    of_steps = sorted({"steps", "losses", "sizes", "profile"} & given.keys())
+    if end_to_end and of_steps:
+        names = ", ".join("--images" if name == "sizes" else f"--{name}" for name in of_steps)
+        raise RecipeError(
+            f"bench: {names} count steps, and --end-to-end times a whole training; leave them out",
+            code="recipe.conflict",
+        )
 
     from finetune.bench.markdown import describe
-    from finetune.bench.run import bench as measure
 
-    result = measure(recipe, overrides, **options)
+    if end_to_end:
+        from finetune.bench.end_to_end import bench_jobs
+
+        result = bench_jobs(recipe, overrides, **given)
+    else:
+        from finetune.bench.run import bench as measure
+
+        result = measure(recipe, overrides, **given)
     return Answer(result, describe(result))
 
 

@@ -179,6 +179,11 @@ def start(source: str, overrides: tuple[str, ...], out: str | None) -> Answer:
     is_flag=True,
     help="Fit a temperature on val (or --split) and write it into MODEL's config.json.",
 )
+@click.option(
+    "--corrupt",
+    metavar="KIND",
+    help="Measure corrupted images, too: all, noise, blur, jpeg or contrast; noise:3 is one of 5.",
+)
 @answers
 def evaluate(model: str, out: str | None, **options: Any) -> Answer:
     """Measure MODEL on a split: a run directory, a model folder, hf-hub:owner/name or timm name."""
@@ -196,6 +201,12 @@ def evaluate(model: str, out: str | None, **options: Any) -> Answer:
 @click.option("--out", metavar="FILE", help="Write a .csv or .jsonl file.")
 @click.option("--sheet", metavar="FILE", help="Write a .png with the predictions under pictures.")
 @click.option("--calibrated", is_flag=True, help="Divide the logits by MODEL's temperature.")
+@click.option(
+    "--threshold",
+    metavar="T",
+    type=float,
+    help="0 to 1, of every class of a MODEL that gives an image several labels, not its own.",
+)
 @click.option(
     "--batch-size",
     metavar="N",
@@ -281,11 +292,17 @@ def data() -> None:
     """Look into data sets."""
 
 
+multilabel_option = click.option(
+    "--multilabel", is_flag=True, help="An image has any number of labels, as data.task says."
+)
+
+
 @data.command("info")
 @click.argument("source", callback=checked(check_source))
 @click.option("--sheet", metavar="FILE", help="Write a .png or .jpg with images of each class.")
+@multilabel_option
 @answers
-def info(source: str, sheet: str | None) -> Answer:
+def info(source: str, sheet: str | None, *, multilabel: bool) -> Answer:
     """Show the splits, classes and image sizes of SOURCE."""
     from finetune.data.decode_all import info as describe
     from finetune.data.source import open_source
@@ -294,20 +311,22 @@ def info(source: str, sheet: str | None) -> Answer:
     if sheet:
         from finetune.commands.show_images import show_source
 
-        drawn["sheet"] = str(show_source(source, sheet, option="--sheet"))
-    facts = {**describe(open_source(source)), **drawn}
+        path = show_source(source, sheet, option="--sheet", multilabel=multilabel)
+        drawn["sheet"] = str(path)
+    facts = {**describe(open_source(source, multilabel=multilabel)), **drawn}
     return Answer(facts, flat(facts))
 
 
 @data.command("scan")
 @click.argument("source", callback=checked(check_source))
+@multilabel_option
 @answers
-def scan(source: str) -> Answer:
+def scan(source: str, *, multilabel: bool) -> Answer:
     """Decode every image of SOURCE and list those that cannot be read."""
     from finetune.data.decode_all import scan as find_unreadable
     from finetune.data.source import open_source
 
-    opened = open_source(source)
+    opened = open_source(source, multilabel=multilabel)
     unreadable = find_unreadable(opened)
     problem = None
     if unreadable:

@@ -389,6 +389,8 @@ def _measures(metrics: dict[str, Any]) -> str:
     shown = []
     images, classes = metrics.get("examples"), len(metrics.get("per_class") or [])
     names = {"top1": "accuracy", "top5": "top-5 accuracy", "balanced_accuracy": "balanced accuracy"}
+    if "map" in metrics:
+        names = {"map": "mAP", "macro_f1": "macro F1", "micro_f1": "micro F1"}
     for key, name in names.items():
         share = metrics.get(key)
         if not isinstance(share, (int, float)) or (key == "top5" and 0 < classes <= 5):

@@ -95,7 +95,7 @@ def average(
     def measured(state: State) -> dict[str, float]:
         load_plain(network, state)
         figures = evaluate(network, val_loader, accelerator, batch_size=size)
-        return {key: figures[key] for key in ("top1", "loss")}
+        return {key: figures[key] for key in (_lead(figures), "loss")}
 
     if alphas:
         kind, tried, chosen, state = _wise(setup, start, first.state, alphas, measured)
@@ -104,10 +104,10 @@ def average(
     load_plain(network, state)
     settings: dict[str, Any] = {"batch_size": size}
     val = examine(network, val_loader, accelerator, fit=True, **settings)
-    temperature = val.pop("temperature")
-    results: dict[str, Any] = {"val": val, "temperature": temperature}
+    fitted = "thresholds" if setup.multilabel else "temperature"
+    results: dict[str, Any] = {"val": val, fitted: val.pop(fitted)}
     if (test := setup.source.splits.get("test")) is not None:
-        settings |= {"temperature": temperature, "num_mistakes": NUM_MISTAKES}
+        settings |= {fitted: results[fitted], "num_mistakes": NUM_MISTAKES}
         loader = setup.loader(test, train=False)
         results["test"] = examine(network, loader, accelerator, **settings)
     names = [member.run.path.resolve().name for member in members]
@@ -118,15 +118,22 @@ def average(
 
 def describe(result: Mapping[str, Any]) -> str:
     """List what was tried and chosen, and the figures of what was written, for people."""
-    lines = [f"{'validation':32}{'top1':>8}{'loss':>10}"]
-    lines += [f"{row['name']:32}{row['top1']:8.4f}{row['loss']:10.4f}" for row in result["tried"]]
+    lead = _lead(result["val"])
+    lines = [f"{'validation':32}{lead:>8}{'loss':>10}"]
+    lines += [f"{row['name']:32}{row[lead]:8.4f}{row['loss']:10.4f}" for row in result["tried"]]
     lines.append(f"{result['kind']}: {result['chosen']}")
     for split in ("val", "test"):
         if figures := result.get(split):
             images = counted(figures["examples"], "image")
-            text = "  ".join(f"{key} {figures[key]:.4f}" for key in ("top1", "loss", "ece"))
+            shown = [key for key in (lead, "loss", "ece") if key in figures]
+            text = "  ".join(f"{key} {figures[key]:.4f}" for key in shown)
             lines.append(f"{split}: {text}  ({images})")
     return "\n".join([*lines, result["folder"]])
+
+
+def _lead(figures: Mapping[str, Any]) -> str:
+    """Name the figure that chooses: the accuracy or, of several labels an image, the mAP."""
+    return "map" if "map" in figures else "top1"
 
 
 # --- averages -------------------------------------------------------------------------------------
@@ -175,8 +182,9 @@ def _wise(
     for alpha in sorted(set(alphas)):
         state = interpolated(start, end, alpha, head=head)
         tried.append({"name": f"alpha {alpha:g}", "alpha": alpha, **measured(state)})
-        if tried[-1]["top1"] >= best:  # of equals the one nearer to the fine-tuned weights
-            best, best_state, chosen = tried[-1]["top1"], state, tried[-1]["name"]
+        score = tried[-1][_lead(tried[-1])]
+        if score >= best:  # of equals the one nearer to the fine-tuned weights
+            best, best_state, chosen = score, state, tried[-1]["name"]
     of = "the head, too" if kept else "the fine-tuned head"
     return "WiSE-FT", tried, f"{chosen}, {of}", best_state
 
@@ -191,13 +199,14 @@ def _soup(
         state = mean_of([member.state for member in members])
         tried.append({"name": "mean", **measured(state)})
         return "uniform soup", tried, f"all {len(members)} runs", state
-    order = sorted(range(len(members)), key=lambda index: -tried[index]["top1"])
-    taken, best = order[:1], tried[order[0]]["top1"]
+    lead = _lead(tried[0])
+    order = sorted(range(len(members)), key=lambda index: -tried[index][lead])
+    taken, best = order[:1], tried[order[0]][lead]
     for index in order[1:]:
         figures = measured(mean_of([members[i].state for i in [*taken, index]]))
         tried.append({"name": f"with {tried[index]['name']}", **figures})
-        if figures["top1"] >= best:
-            taken, best = [*taken, index], figures["top1"]
+        if figures[lead] >= best:
+            taken, best = [*taken, index], figures[lead]
     names = ", ".join(tried[index]["name"] for index in taken)
     return "greedy soup", tried, names, mean_of([members[index].state for index in taken])
 
@@ -322,7 +331,9 @@ def _write(
             state,
             class_names=setup.source.class_names,
             preprocessing=setup.preprocessing,
-            temperature=results["temperature"],
+            temperature=results.get("temperature"),
+            multilabel=setup.multilabel,
+            thresholds=results.get("thresholds"),
         )
         shutil.copymode(made / "config.json", made / "model.safetensors")  # it is written as 0600
         write_averaged(made, first.run, results)

@@ -42,6 +42,7 @@ _PAD, _GAP, _MARGIN = 12, 16, 32
 _CARD = _BOX + 2 * _PAD
 _LINE = 19
 _RANKS = 3  # predictions under a picture
+_LABELS = 6  # labels under a picture, where it may have several
 _MIN_COLUMNS, _MAX_COLUMNS = 3, 10
 
 PAGE, _WHITE, _EDGE, MOUNT = "#f4f4f5", "#ffffff", "#dcdce0", "#f7f7f8"
@@ -119,9 +120,9 @@ class ContactSheet:
         facts = wrapped(self._facts(remark), small, width - 2 * _MARGIN, lines=4)
         top = _MARGIN + 44 + 22 * len(facts) + 14
 
-        ranks = max((len(row.get("predictions", ())) for row in self._rows), default=0)
+        ranks = max((len(_below(row)) for row in self._rows), default=0)
         # one line more for the bar or the cause, one for the name
-        height = _BOX + 2 * _PAD + (min(max(ranks, 1), _RANKS) + 1) * _LINE + 24
+        height = _BOX + 2 * _PAD + (max(ranks, 1) + 1) * _LINE + 24
         rows = -(-len(self._rows) // columns)
         page = Image.new("RGB", (width, top + rows * (height + _GAP) + _MARGIN - _GAP), PAGE)
         draw = ImageDraw.Draw(page)
@@ -182,7 +183,7 @@ class _Tile:
             self.pen.rectangle(frame, fill=MOUNT)
             x = self.left + (_BOX - picture.width) // 2
             self.page.paste(picture, (x, self.top + (_BOX - picture.height) // 2))
-            self._predictions(row["predictions"][:_RANKS])
+            self._predictions(_below(row))
         wrong = bool(truth) and "error" not in row and row["predictions"][0]["label"] != truth
         if wrong:
             self.pen.rectangle(frame, outline=_RED, width=3)
@@ -196,7 +197,8 @@ class _Tile:
         for rank, one in enumerate(predictions):
             font = self.fonts.size(14 if rank == 0 else 13, bold=rank == 0)
             colour = INK if rank == 0 else GREY
-            share = confidence(one["confidence"])
+            sure = one["confidence"]
+            share = "" if sure is None else confidence(sure)
             room = _BOX - font(share).getlength(share) - 10
             label = fitted(one_line(one["label"]), font, room)
             self.pen.text((self.left, y + 14), label, colour, font(label), anchor="ls")
@@ -204,7 +206,7 @@ class _Tile:
             self.pen.text((right, y + 14), share, colour, font(share), anchor="rs")
             y += _LINE
             if rank == 0:
-                self._bar(y + 2, one["confidence"])
+                self._bar(y + 2, sure or 0.0)
                 y += 10
 
     def _bar(self, y: int, confidence: float) -> None:
@@ -300,10 +302,21 @@ def _sureness(row: Row) -> float:
     return float(row["predictions"][0]["confidence"]) if row.get("predictions") else 2.0
 
 
+def _below(row: Row) -> list[Row]:
+    """Of a row what stands under its picture: its best predictions, or all its labels."""
+    best: list[Row] = row.get("predictions", [])
+    if (labels := row.get("labels")) is None:
+        return best[:_RANKS]
+    if len(labels) > _LABELS:
+        more = {"label": f"and {len(labels) - _LABELS + 1} more", "confidence": None}
+        return [*labels[: _LABELS - 1], more]
+    return labels or [{"label": "no label", "confidence": None}]
+
+
 def _texts(rows: Iterable[Row]) -> Iterable[str]:
     for row in rows:
         yield row.get("error", "")
-        yield from (one["label"] for one in row.get("predictions", ())[:_RANKS])
+        yield from (one["label"] for one in _below(row))
 
 
 def _short_names(paths: Sequence[str]) -> list[str]:

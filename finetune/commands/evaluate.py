@@ -6,25 +6,28 @@ import csv
 import dataclasses
 import io
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from finetune.commands.predict_io import marked, one_line
-from finetune.console import say
+from finetune.console import bar, say
 from finetune.data.feature_loader import AnyLoader
 from finetune.data.from_recipe import data_of, section_of, whole_data_of
-from finetune.data.image_store import open_store
+from finetune.data.image_store import Store, open_store
 from finetune.data.loader import Loader
 from finetune.data.source import Source, Split
 from finetune.errors import DataError, RecipeError, WeightsError, nearest
 from finetune.evaluation.confusion import DENSE_CLASSES, Confusion, read_confusion
-from finetune.evaluation.evaluate import NUM_MISTAKES, examine
+from finetune.evaluation.evaluate import NUM_MISTAKES, evaluate, examine
 from finetune.evaluation.features import identity_of
 from finetune.evaluation.intervals import TOO_FEW_IMAGES, interval
+from finetune.evaluation.multilabel import DEFAULT_THRESHOLD
 from finetune.files import make_folder, write_atomically
 from finetune.models.build import build
 from finetune.models.features import accept_features
@@ -32,14 +35,15 @@ from finetune.models.saved import Built
 from finetune.models.weights.resolve import locate
 from finetune.processes import local_processes
 from finetune.recipe.identity import recipe_of
-from finetune.recipe.load import DataSection, RunSection
+from finetune.recipe.load import DataSection, Recipe, RunSection
 from finetune.run.directory import json_text
 from finetune.run.environment import dtype_of
 from finetune.text import TOO_FEW, counted, percent_range
 from finetune.training.compile import choose_kernels
 from finetune.training.frozen_backbone import feature_loader
 from finetune.training.launch import launch
-from finetune.transforms.evaluation import make_pipeline
+from finetune.transforms.evaluation import corrupted, default_eval, make_pipeline
+from finetune.transforms.operations import CORRUPTIONS, SEVERITIES
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -48,6 +52,9 @@ __all__ = ["describe", "evaluate_model", "write_results"]
 
 SPLITS = ("train", "val", "test")
 _SHOWN_PAIRS = 20
+_SHOWN_LABELS = 100
+TASKS = ("multiclass", "multilabel")
+_FIGURES = ("top1", "map", "loss", "ece")  # of corrupted images
 
 
 def evaluate_model(
@@ -56,6 +63,7 @@ def evaluate_model(
     data: str | None = None,
     split: str | None = None,
     fit_temperature: bool = False,
+    corrupt: str | None = None,
     out: str | None = None,
 ) -> dict[str, Any]:
     """Measure a saved model on a split, each image counted once.
@@ -68,45 +76,59 @@ def evaluate_model(
             test, or for val where the data has no test split; of other data than the run's with
             one split alone, for all of it.
         fit_temperature: fit a temperature on the split and write it into the model's config.json.
+        corrupt: measure corrupted images, too: "all", one kind of CORRUPTIONS, or "noise:3".
         out: a folder that `write_results` will be given; checked before the work begins.
-    Returns: as `examine`, with "model", "data", "split" and "class_names".
+    Returns: as `examine`, with "model", "data", "split" and "class_names"; with `corrupt`, too,
+        "corrupted" {"rows": [{"kind", "severity", "top1", "loss", "ece"}], "mean": {"top1", …}}.
     Raises: RecipeError if the data is not known, DataError if its classes are not the model's or
         it has no such split, SetupError if the temperature cannot be written.
     """
     split = _checked("val" if split is None and fit_temperature else split)
+    corruptions = _corruptions(corrupt)
     config = _config_of(model) if fit_temperature else None
     if out is not None:
         make_folder(Path(out), option="--out")
     recipe = recipe_of(model)
     section, seed = section_of(model, recipe, data)
-    built = build(model)
-    num_classes = int(getattr(built.model, "num_classes", 0) or 0)
-    if not num_classes:
-        raise WeightsError(
-            f"{model}: these weights have no classifier; fine-tune them first",
-            code="weights.no_classifier",
-        )
-    settings = {} if recipe is None else recipe.run.model_dump(include={"precision", "threads"})
-    accelerator = launch(RunSection(**settings))
+    built, num_classes = _classifier(model, fit_temperature=fit_temperature)
+    section = section.model_copy(update={"task": TASKS[built.multilabel]})
+    accelerator = _launched(recipe)
     own = recipe is not None and section.source == recipe.data.source
     source, split = _open(section, split, seed=seed, own=own, shown=accelerator.is_main_process)
     labelled, names = _by_the_models_classes(model, built.class_names, num_classes, source, split)
     frozen = recipe is not None and recipe.model.freeze == "backbone"
-    network = built.model.to(accelerator.device, torch.float32)
-    choose_kernels(network, device=accelerator.device, dtype=dtype_of(accelerator))
+    network = _on_device(built, accelerator)
+    feed = _feed_of(labelled, built, section, accelerator, num_classes=num_classes, frozen=frozen)
     result = examine(
         network,
-        _feed_of(labelled, built, section, accelerator, num_classes=num_classes, frozen=frozen),
+        feed,
         accelerator,
         batch_size=section.eval_batch_size,
         temperature=None if fit_temperature else built.temperature,
+        thresholds=built.thresholds or [DEFAULT_THRESHOLD] * num_classes,
         fit=fit_temperature,
         num_mistakes=NUM_MISTAKES,
     )
     if config is not None and accelerator.is_main_process:
         _store_temperature(config, result["temperature"], split)
-    facts = {"model": model, "data": section.source, "split": split}
-    return {**facts, **result, "class_names": names}
+    if corruptions:
+        store = feed.store if isinstance(feed, Loader) else _images(labelled, section, accelerator)
+        result["corrupted"] = _corrupted(
+            corruptions, network, store, built, section, accelerator, num_classes=num_classes
+        )
+    return {"model": model, "data": section.source, "split": split, **result, "class_names": names}
+
+
+def _launched(recipe: Recipe | None) -> Accelerator:
+    """Accelerate, in the precision and with the threads of the run."""
+    settings = {} if recipe is None else recipe.run.model_dump(include={"precision", "threads"})
+    return launch(RunSection(**settings))
+
+
+def _on_device(built: Built, accelerator: Accelerator) -> nn.Module:
+    network = built.model.to(accelerator.device, torch.float32)
+    choose_kernels(network, device=accelerator.device, dtype=dtype_of(accelerator))
+    return network
 
 
 def _checked(split: str | None) -> str | None:
@@ -118,13 +140,48 @@ def _checked(split: str | None) -> str | None:
     return split
 
 
+def _classifier(model: str, *, fit_temperature: bool) -> tuple[Built, int]:
+    """A model, and the number of its classes."""
+    built = build(model)
+    num_classes = int(getattr(built.model, "num_classes", 0) or 0)
+    if not num_classes:
+        raise WeightsError(
+            f"{model}: these weights have no classifier; fine-tune them first",
+            code="weights.no_classifier",
+        )
+    if built.multilabel and fit_temperature:
+        raise RecipeError(
+            f"--fit-temperature: {model} gives an image any number of labels, by thresholds that "
+            "training has fitted; remove the option",
+            code="recipe.conflict",
+        )
+    return built, num_classes
+
+
+def _corruptions(wanted: str | None) -> list[tuple[str, int]]:
+    """The kinds and severities that --corrupt names, in order."""
+    if wanted is None:
+        return []
+    names = {kind: [(kind, severity) for severity in SEVERITIES] for kind in CORRUPTIONS}
+    names["all"] = [each for rows in names.values() for each in rows]
+    names |= {f"{k}:{s}": [(k, s)] for k, s in names["all"]}
+    if wanted not in names:
+        raise RecipeError(
+            f"--corrupt: unknown '{wanted}'{nearest(wanted, names)}; known: all, "
+            f"{', '.join(CORRUPTIONS)}, of each all five severities, or one: noise:3",
+            code="recipe.unknown_name",
+        )
+    return names[wanted]
+
+
 def write_results(result: Mapping[str, Any], folder: str | Path) -> list[str]:
     """Write an evaluation into a folder.
 
     Args:
         result: of `evaluate_model`.
         folder: made if it is not there.
-    Returns: the files: results.json, per_class.csv, confusion.png, reliability.png.
+    Returns: the files: results.json, per_class.csv and, of one label an image, confusion.png and
+        reliability.png.
     Raises: SetupError if the folder cannot be written.
     """
     from finetune.report import figures  # matplotlib takes a second to load
@@ -135,10 +192,12 @@ def write_results(result: Mapping[str, Any], folder: str | Path) -> list[str]:
     write_atomically(folder / "results.json", json_text(result))
     write_atomically(folder / "per_class.csv", _per_class_csv(names, result["per_class"]))
     after = result.get("calibrated", {}).get("calibration")
-    pictures = {
-        "confusion.png": figures.confusion(_confusion(result), names),
-        "reliability.png": figures.reliability(result["calibration"], after),
-    }
+    pictures = {}
+    if "confusion" in result:
+        pictures = {
+            "confusion.png": figures.confusion(_confusion(result), names),
+            "reliability.png": figures.reliability(result["calibration"], after),
+        }
     for name, figure in pictures.items():
         figures.save_png(figure, folder / name)
     return [str(folder / name) for name in ("results.json", "per_class.csv", *pictures)]
@@ -146,13 +205,14 @@ def write_results(result: Mapping[str, Any], folder: str | Path) -> list[str]:
 
 def describe(result: Mapping[str, Any]) -> str:
     """The figures and the per-class report as text for people."""
-    keys = ("top1", "top5", "balanced_accuracy", "macro_f1", "loss", "ece")
+    every = ("top1", "top5", "map", "balanced_accuracy", "macro_f1", "micro_f1", "loss", "ece")
+    keys = [key for key in every if key in result]
     lines = [
         f"{result['split']}: "
         + "  ".join(f"{key} {result[key]:.4f}" for key in keys)
         + f"  ({result['examples']} images)"
     ]
-    if ends := interval(result["top1"], result["examples"]):
+    if "top1" in result and (ends := interval(result["top1"], result["examples"])):
         few = f"; {TOO_FEW} to judge by" if result["examples"] < TOO_FEW_IMAGES else ""
         lines.append(f"95 % interval of top1: {percent_range(*ends)}{few}")
     if scaled := result.get("calibrated"):
@@ -162,7 +222,24 @@ def describe(result: Mapping[str, Any]) -> str:
         )
     if "temperature" in result:
         lines.append(f"temperature {result['temperature']:.4g}, written into config.json")
-    return "\n".join([*lines, "", _per_class(result)])
+    lines += _corrupted_lines(result.get("corrupted", {}))
+    table = _per_class(result) if "confusion" in result else _per_label(result)
+    return "\n".join([*lines, "", table])
+
+
+def _corrupted_lines(found: Mapping[str, Any]) -> list[str]:
+    """A row for each kind and figure of corrupted images, with a column for each severity."""
+    if not found:
+        return []
+    rows = found["rows"]
+    severities = sorted({row["severity"] for row in rows})
+    lines = [f"{'corrupted, severity':20}" + "".join(f"{each:8}" for each in severities)]
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        for key in found["mean"]:
+            values = "".join(f"{row[key]:8.4f}" for row in rows if row["kind"] == kind)
+            lines.append(f"{kind:14}{key:6}{values}")
+    mean = "  ".join(f"{key} {value:.4f}" for key, value in found["mean"].items())
+    return ["", *lines, f"mean of {counted(len(rows), 'corruption')}: {mean}"]
 
 
 def _per_class(result: Mapping[str, Any]) -> str:
@@ -186,6 +263,21 @@ def _per_class(result: Mapping[str, Any]) -> str:
     return report.rstrip("\n")
 
 
+def _per_label(result: Mapping[str, Any]) -> str:
+    """A line for each class of several labels an image, those with most images first."""
+    keys = ("precision", "recall", "f1", "ap", "threshold")
+    pairs = zip(result["class_names"], result["per_class"], strict=True)
+    rows = sorted(pairs, key=lambda pair: -pair[1]["support"])[:_SHOWN_LABELS]
+    width = max(len(one_line(name)) for name, _ in rows)
+    lines = [f"{'':{width}}" + "".join(f"{key:>10}" for key in (*keys, "support"))]
+    for name, row in rows:
+        cells = ("-" if row[key] is None else f"{row[key]:.4f}" for key in keys)
+        figures = "".join(f"{cell:>10}" for cell in (*cells, str(row["support"])))
+        lines.append(f"{one_line(name):{width}}{figures}")
+    more = ["", "every class: per_class.csv, with --out DIR"]
+    return "\n".join(lines + more * (len(result["per_class"]) > _SHOWN_LABELS))
+
+
 def _confusion(result: Mapping[str, Any]) -> Confusion:
     counts = read_confusion(result)
     assert counts is not None  # of an evaluation that this process made
@@ -204,11 +296,11 @@ def _most_confused(counts: Confusion, names: Sequence[str]) -> str:
 def _per_class_csv(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
     text = io.StringIO()
     writer = csv.writer(text)
-    writer.writerow(["class", "support", "recall", "precision", "f1"])
+    every = ("support", "recall", "precision", "f1", "ap", "threshold")
+    keys = [key for key in every if key in rows[0]]
+    writer.writerow(["class", *keys])
     for name, row in zip(names, rows, strict=True):
-        writer.writerow(
-            [marked(name), *(row[key] for key in ("support", "recall", "precision", "f1"))]
-        )
+        writer.writerow([marked(name), *(row[key] for key in keys)])
     return text.getvalue()
 
 
@@ -265,17 +357,49 @@ def _feed_of(
             num_classes=num_classes,
         )
         return loader
-    store = open_store(
+    store = _images(split, section, accelerator)
+    return Loader(store, pipeline, num_classes=num_classes, device=device)
+
+
+def _images(split: Split, section: DataSection, accelerator: Accelerator) -> Store:
+    """The pixels of a split."""
+    return open_store(
         split,
         keep=section.keep,
-        device=device,
+        device=accelerator.device,
         workers=section.workers,
         unreadable=section.unreadable,
         local_processes=local_processes(accelerator.num_processes),
         progress=accelerator.is_main_process,
         notice=say,
     )
-    return Loader(store, pipeline, num_classes=num_classes, device=device)
+
+
+def _corrupted(
+    corruptions: Sequence[tuple[str, int]],
+    network: nn.Module,
+    store: Store,
+    built: Built,
+    section: DataSection,
+    accelerator: Accelerator,
+    *,
+    num_classes: int,
+) -> dict[str, Any]:
+    """The figures of each corruption, and their means."""
+    sentence = section.eval or default_eval(built.preprocessing)
+    rows: list[dict[str, Any]] = []
+    shown = accelerator.is_main_process
+    with bar(total=len(corruptions), start=0, shown=shown) as progress:
+        for kind, severity in corruptions:
+            pipeline = make_pipeline(built.preprocessing, corrupted(sentence, kind, severity))
+            loader = Loader(store, pipeline, num_classes=num_classes, device=accelerator.device)
+            size = section.eval_batch_size
+            figures = evaluate(network, loader, accelerator, batch_size=size)
+            kept = {key: figures[key] for key in _FIGURES if key in figures}
+            rows.append({"kind": kind, "severity": severity, **kept})
+            progress.update()
+    mean = {key: statistics.fmean(row[key] for row in rows) for key in kept}
+    return {"rows": rows, "mean": mean}
 
 
 def _by_the_models_classes(
@@ -309,7 +433,11 @@ def _by_the_models_classes(
         return source.splits[split], names
     place = np.array([number[name] for name in theirs], dtype=np.int64)
     chosen = source.splits[split]
-    return dataclasses.replace(chosen, labels=place[chosen.labels]), names
+    if not chosen.is_multilabel:
+        return dataclasses.replace(chosen, labels=place[chosen.labels]), names
+    labels_NK = np.zeros((len(chosen), len(names)), dtype=np.uint8)
+    labels_NK[:, place] = chosen.labels
+    return dataclasses.replace(chosen, labels=labels_NK), names
 
 
 def _config_of(model: str) -> Path:

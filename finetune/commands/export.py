@@ -38,9 +38,11 @@ from finetune.data.decode import decode, planes
 from finetune.data.from_recipe import whole_data_of
 from finetune.data.source import Source, open_source
 from finetune.errors import DataError, FinetuneError, RecipeError, WeightsError
+from finetune.evaluation.multilabel import DEFAULT_THRESHOLD
 from finetune.files import sha256_of
 from finetune.models.build import build
 from finetune.models.saved import Built
+from finetune.models.weights.timm_config import MULTILABEL
 from finetune.recipe.identity import recipe_of
 from finetune.text import byte_size, counted
 from finetune.transforms.evaluation import as_published
@@ -257,8 +259,17 @@ def _facts(model: str, built: Built, pipeline: Pipeline, names: list[str]) -> di
         },
         "class_names": names,
         "temperature": built.temperature,
+        **_of_several(built, len(names)),
         "versions": _versions(),
     }
+
+
+def _of_several(built: Built, classes: int) -> dict[str, Any]:
+    """That scores are sigmoids, and their thresholds; empty where an image has one label."""
+    if not built.multilabel:
+        return {}
+    thresholds = built.thresholds or [DEFAULT_THRESHOLD] * classes
+    return {"problem_type": MULTILABEL, "thresholds": thresholds}
 
 
 def _versions() -> dict[str, str]:

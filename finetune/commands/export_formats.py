@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timm.models.hiera import MaskUnitAttention
 from torch import Tensor, nn
 
 from finetune.errors import SetupError, WeightsError
@@ -94,6 +95,9 @@ def write(
 
 
 def _convert_to_onnx(network: nn.Module, example: Tensor) -> tuple[Callable[[Path], None], int]:
+    for module in network.modules():
+        if isinstance(module, MaskUnitAttention):  # Hiera's has five axes, fused ONNX's has four
+            module.fused_attn = False  # type: ignore[misc]
     # traced here: torch.onnx would go on with a fixed batch where a dynamic one fails
     program: Any = torch.onnx.export(
         _traced(network, example),

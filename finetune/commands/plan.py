@@ -7,6 +7,7 @@ afterwards. Other settings are overrides of the recipe, sent through the same pr
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import gc
 import importlib
 import os
@@ -15,16 +16,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from finetune.bench.ours import Ours
+from finetune.bench.ours import Ours, zeros
 from finetune.bench.predictor import Measured, Prediction, Predictor
 from finetune.bench.subprocess import Host
 from finetune.bench.timer import synchronise
 from finetune.console import bar, say
-from finetune.data.feature_loader import AnyLoader, FeatureLoader
+from finetune.data.feature_loader import FeatureLoader
 from finetune.data.image_store import Store
 from finetune.errors import FinetuneError, RecipeError, SetupError
 from finetune.evaluation.evaluate import evaluate
@@ -42,6 +42,7 @@ _PARTS = {
     "gradients": "",
     "moments": "the optimiser's",
     "average": "optim.ema_decay",
+    "teacher": "distill.teacher",
     "images": "decoded and kept",
     "features": "computed once, in memory",
     "snapshot": "a checkpoint that is being written",
@@ -248,7 +249,7 @@ class Trial(Ours):
         rate, without = (sum(rates) / len(rates) for rates in (real, synthetic))
         count = min(max(int(3 * rate * _SECONDS), 1), _MOST_EVALUATED)
         evaluated_per_second = self.evaluate(images=count)
-        self.measured = Measured(
+        measured = Measured(
             real=rate,
             synthetic=max(without, rate),
             resident=resident,
@@ -258,6 +259,7 @@ class Trial(Ours):
             width=self.width,
             in_memory=self.loader.store.images is not None,
         )
+        self.measured = self._with_teacher(measured)
         setup = self.setup
         evaluations = sum(setup.evaluates_after(step) for step in range(1, setup.steps + 1))
         splits = {name: len(split) for name, split in setup.source.splits.items()}
@@ -290,12 +292,25 @@ class Trial(Ours):
         (batch, *_) = self.val_loader.once(batch_size=1, world=len(self.val_loader.labels))
         with torch.inference_mode():
             width = pre_logits(self.setup.built.model, batch.images_BCHW).shape[1]
-        self.trained = _rows(self.loader, width)
-        self.rows = _rows(self.val_loader, width)
+        self.trained = zeros(self.loader, width)
+        self.rows = zeros(self.val_loader, width)
         counts = [len(split) for name, split in self.setup.source.splits.items() if name != "train"]
         number = self.setup.num_samples + sum(counts)
         self.feature_bytes, self.width = 4 * width * number, width
         return number / rate
+
+    def _with_teacher(self, measured: Measured) -> Measured:
+        """Add a teacher beside each step, or its answers where they are computed once."""
+        distillation = self.trainer.distillation
+        if distillation is None:
+            return measured
+        answers = 4 * distillation.width * self.setup.num_samples * distillation.caches
+        return dataclasses.replace(
+            measured,
+            features=measured.features + answers,
+            teacher=distillation.weight_bytes,
+            teacher_pass=distillation.need(self.recipe.data.batch_size),
+        )
 
     def evaluate(self, *, images: int) -> float:
         """Evaluate a number of images, or all rows of features. Returns: images a second."""
@@ -437,13 +452,6 @@ def decoded_bytes(store: Store, device: torch.device) -> int:
     if images is None:
         return 0
     return images.nbytes if images.device.type == device.type else 0
-
-
-def _rows(loader: AnyLoader, width: int) -> FeatureLoader:
-    """Features of zeros in the place of images; they take no memory."""
-    split = loader.store.split
-    values_ND = np.broadcast_to(np.zeros(width, np.float32), (len(split), width))
-    return FeatureLoader(split, values_ND, num_classes=loader.num_classes, device=loader.device)
 
 
 def _resident() -> int:

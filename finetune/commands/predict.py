@@ -31,6 +31,7 @@ from finetune.commands.predict_io import (
 from finetune.console import terminal_bar
 from finetune.data.decode import decode, planes
 from finetune.errors import DataError, FinetuneError, RecipeError, SetupError, WeightsError
+from finetune.evaluation.multilabel import DEFAULT_THRESHOLD, probabilities
 from finetune.models.build import build
 from finetune.models.fast_blocks import compute_class_token, multiply_by_onednn
 from finetune.models.saved import Built
@@ -63,6 +64,8 @@ class Classifier:
         class_names: one for each of the K logits.
         device: where to compute; None takes a GPU if there is one.
         temperature: what logits are divided by before they become confidences; None for 1.
+        thresholds: K of them, where an image has any number of labels: a class is one from this
+            confidence on, which is then the sigmoid of its logit; None where it has one.
     """
 
     def __init__(
@@ -73,12 +76,14 @@ class Classifier:
         *,
         device: torch.device | str | None = None,
         temperature: float | None = None,
+        thresholds: Sequence[float] | None = None,
     ) -> None:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.network = network.to(self.device).eval()
         self.pipeline = pipeline
         self.class_names = list(class_names)
         self.temperature = temperature
+        self.thresholds = None if thresholds is None else list(thresholds)
         # a GPU computes in the numbers it is made for, a CPU always in float32
         gpu = self.device.type == "cuda"
         self.precision = pick_precision("auto", self.device) if gpu else "fp32"
@@ -94,6 +99,7 @@ class Classifier:
         *,
         device: torch.device | str | None = None,
         calibrated: bool = False,
+        threshold: float | None = None,
     ) -> Classifier:
         """Load a run directory, a model folder, `hf-hub:owner/name@revision` or a timm name.
 
@@ -106,10 +112,14 @@ class Classifier:
             device: where to compute; None takes a GPU if there is one.
             calibrated: divide logits by the temperature that is stored with the model; False
                 gives the plain softmax, as timm and transformers do.
-        Raises: WeightsError if there is no such model, it has no classifier, or no temperature.
+            threshold: of every class in place of those that are stored with the model, from 0 to
+                1; for a model that gives an image several labels.
+        Raises: WeightsError if there is no such model, it has no classifier, or no temperature;
+            RecipeError for a threshold or a temperature where there can be none.
         """
         built = build(str(model))
         pipeline, class_names = evaluation(model, built)
+        thresholds = _thresholds(model, built, len(class_names), threshold, calibrated=calibrated)
         temperature = built.temperature
         if calibrated and temperature is None:
             raise WeightsError(
@@ -118,7 +128,14 @@ class Classifier:
                 code="weights.no_temperature",
             )
         chosen = temperature if calibrated else None
-        return cls(built.model, pipeline, class_names, device=device, temperature=chosen)
+        return cls(
+            built.model,
+            pipeline,
+            class_names,
+            device=device,
+            temperature=chosen,
+            thresholds=thresholds,
+        )
 
     def logits(self, images_BCHW: Tensor) -> Tensor:
         """Compute raw logits, never divided by a temperature.
@@ -132,6 +149,24 @@ class Classifier:
         with torch.inference_mode(), half:
             logits_BK: Tensor = self.network(images_BCHW).float()
         return logits_BK
+
+    def confidences(self, logits_BK: Tensor) -> Tensor:
+        """Turn logits into confidences: their softmax, or of several labels the sigmoid of each.
+
+        Args:
+            logits_BK: (B, K), of `logits`.
+        Returns: (B, K) float64.
+        Raises: WeightsError if a logit is not finite.
+        """
+        if not bool(logits_BK.isfinite().all()):
+            raise WeightsError(
+                "the model's outputs are not finite: its weights are damaged; train or download "
+                "it again",
+                code="weights.not_finite",
+            )
+        if self.thresholds is not None:
+            return torch.from_numpy(probabilities(logits_BK))
+        return (logits_BK.double() / (self.temperature or 1.0)).softmax(1)
 
     def predict(
         self,
@@ -149,7 +184,9 @@ class Classifier:
             batch_size: images through the network at once; None for 8 on a CPU, else 64.
             progress: show a bar on standard error.
         Returns: in the order of the files, {"path", "predictions": [{"label", "index",
-            "confidence"}]}, or {"path", "error"} for one that cannot be read.
+            "confidence"}]}, or {"path", "error"} for one that cannot be read. A model that gives an
+            image several labels adds "labels", of the same kind: the classes whose confidence is
+            at or above their threshold, the most probable first.
         Raises: RecipeError if top_k or batch_size is below 1; WeightsError if an output is not
             finite.
         """
@@ -259,27 +296,29 @@ class Classifier:
         """Write the predictions of a batch into its rows."""
         try:
             with self._turn:
-                logits_BK = self.logits(torch.stack([image for _, image in waiting])).double()
+                logits_BK = self.logits(torch.stack([image for _, image in waiting]))
         except torch.OutOfMemoryError as error:
             raise SetupError(
                 f"the memory of {self.device} does not hold {len(waiting)} images at once; take "
                 "fewer with --batch-size",
                 code="setup.memory",
             ) from error
-        if not bool(logits_BK.isfinite().all()):
-            raise WeightsError(
-                "the model's outputs are not finite; its weights are damaged",
-                code="weights.not_finite",
-            )
-        scaled_BK = logits_BK / (1.0 if self.temperature is None else self.temperature)
         # stable, so that equal classes come by index on every device
-        confidence_BK, index_BK = scaled_BK.softmax(1).sort(dim=1, descending=True, stable=True)
-        best = zip(confidence_BK[:, :top_k].tolist(), index_BK[:, :top_k].tolist(), strict=True)
-        for (row, _), (confidences, indices) in zip(waiting, best, strict=True):
-            row["predictions"] = [
-                {"label": self.class_names[index], "index": index, "confidence": confidence}
-                for confidence, index in zip(confidences, indices, strict=True)
-            ]
+        ranked = self.confidences(logits_BK).sort(dim=1, descending=True, stable=True)
+        several = self.thresholds is not None
+        depth = len(self.class_names) if several else top_k
+        both = zip(ranked.values[:, :depth].cpu(), ranked.indices[:, :depth].cpu(), strict=True)
+        for (row, _), (confidence_K, index_K) in zip(waiting, both, strict=True):
+            row["predictions"] = self._named(confidence_K[:top_k], index_K[:top_k])
+            if several:
+                said_K = confidence_K >= torch.tensor(self.thresholds, dtype=torch.float64)[index_K]
+                row["labels"] = self._named(confidence_K[said_K], index_K[said_K])
+
+    def _named(self, confidence_K: Tensor, index_K: Tensor) -> list[Row]:
+        return [
+            {"label": self.class_names[index], "index": index, "confidence": confidence}
+            for confidence, index in zip(confidence_K.tolist(), index_K.tolist(), strict=True)
+        ]
 
 
 def evaluation(
@@ -314,6 +353,7 @@ def predict(
     out: str | Path | None = None,
     sheet: str | Path | None = None,
     calibrated: bool = False,
+    threshold: float | None = None,
     batch_size: int | None = None,
     device: str | None = None,
 ) -> Rows:
@@ -326,9 +366,9 @@ def predict(
         top_k: predictions per image.
         out: a .csv or .jsonl file, replaced in one step. Cells of the CSV that a spreadsheet would
             run as a formula, or that begin with an apostrophe, get an apostrophe in front; JSONL
-            has every name as it is.
+            has every name as it is. Several labels of an image stand in one cell, as `cat|dog`.
         sheet: a .png file, replaced in one step: the first pictures with their predictions.
-        calibrated: see `Classifier.load`.
+        calibrated, threshold: see `Classifier.load`.
         batch_size: see `Classifier.predict`.
         device: None takes a GPU if there is one.
     Returns: the rows of `Classifier.predict`; `unreadable` finds the errors among them.
@@ -339,10 +379,12 @@ def predict(
     picture = None if sheet is None else check_target(sheet, option="--sheet", suffixes=[".png"])
     files = list_files(paths)
     refuse_inputs((path for path, _ in files), {"--out": target, "--sheet": picture})
-    classifier = Classifier.load(model, device=device, calibrated=calibrated)
+    classifier = Classifier.load(model, device=device, calibrated=calibrated, threshold=threshold)
     compute_class_token(classifier.network)
-    rows = Rows(classifier.class_names)
-    drawing = ContactSheet(classifier.class_names) if picture is not None else None
+    several = classifier.thresholds is not None
+    rows = Rows(classifier.class_names, several=several)
+    # a folder names one class, which says little of an image's labels
+    drawing = ContactSheet(() if several else classifier.class_names) if picture else None
     look = None if drawing is None else drawing.look
     stream = classifier.rows(files, top_k=top_k, batch_size=batch_size, progress=True, look=look)
     depth = min(top_k, len(classifier.class_names))
@@ -351,7 +393,7 @@ def predict(
         if drawing is not None:
             takers.append(drawing.add)
         if target is not None:
-            takers.append(stack.enter_context(writing(target, depth=depth)))
+            takers.append(stack.enter_context(writing(target, depth=depth, several=several)))
         for row in stream:
             for take in takers:
                 take(row)
@@ -361,6 +403,28 @@ def predict(
         name = Path(model).resolve().name if os.path.exists(model) else model
         drawing.save(picture, title=name, remark=remark)
     return rows
+
+
+def _thresholds(
+    model: str | Path, built: Built, classes: int, threshold: float | None, *, calibrated: bool
+) -> list[float] | None:
+    """The threshold of each class where an image has any number of labels. Args: as for `load`."""
+    problem, code = "", "recipe.conflict"
+    if threshold is not None and not 0 <= threshold <= 1:
+        problem, code = f"threshold: {threshold:g}; give a number from 0 to 1", "recipe.wrong_value"
+    elif threshold is not None and not built.multilabel:
+        problem = f"threshold: {model} gives an image one label, the most probable; leave it out"
+    elif calibrated and built.multilabel:
+        problem = (
+            f"calibrated: {model} gives an image several labels, each by its own threshold, and "
+            "has no temperature; leave it out"
+        )
+    if problem:
+        raise RecipeError(problem, code=code)
+    if not built.multilabel:
+        return None
+    stored = built.thresholds or [DEFAULT_THRESHOLD] * classes
+    return stored if threshold is None else [threshold] * classes
 
 
 class _Stopped(Exception):

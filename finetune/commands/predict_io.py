@@ -52,13 +52,15 @@ class Rows(Sequence[Row]):
 
     Args:
         class_names: in the order of the logits.
+        several: the rows have "labels", too.
     """
 
-    def __init__(self, class_names: Sequence[str]) -> None:
+    def __init__(self, class_names: Sequence[str], *, several: bool = False) -> None:
         self._names = list(class_names)
+        self._keys = ("predictions", "labels") if several else ("predictions",)
         self._paths: list[str] = []
         self._errors: dict[int, str] = {}
-        # of all rows, one behind the other; the row at a place begins where _starts says
+        # of all rows and keys, one behind the other; each list begins where _starts says
         self._indices = array.array("i")
         self._confidences = array.array("d")
         self._starts = array.array("q", [0])
@@ -67,11 +69,12 @@ class Rows(Sequence[Row]):
         """Keep a row, as `Classifier.rows` gives it."""
         if "error" in row:
             self._errors[len(self)] = row["error"]
-        for one in row.get("predictions", ()):
-            self._indices.append(one["index"])
-            self._confidences.append(one["confidence"])
+        for key in self._keys:
+            for one in row.get(key, ()):
+                self._indices.append(one["index"])
+                self._confidences.append(one["confidence"])
+            self._starts.append(len(self._indices))
         self._paths.append(row["path"])
-        self._starts.append(len(self._indices))
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -87,15 +90,15 @@ class Rows(Sequence[Row]):
         path = self._paths[numbers]
         if numbers in self._errors:
             return {"path": path, "error": self._errors[numbers]}
-        own = slice(self._starts[numbers], self._starts[numbers + 1])
-        best = zip(self._indices[own], self._confidences[own], strict=True)
-        return {
-            "path": path,
-            "predictions": [
-                {"label": self._names[index], "index": index, "confidence": confidence}
-                for index, confidence in best
-            ],
-        }
+        lists = enumerate(self._keys, numbers * len(self._keys))
+        return {"path": path, **{key: self._named(number) for number, key in lists}}
+
+    def _named(self, number: int) -> list[Row]:
+        own = slice(self._starts[number], self._starts[number + 1])
+        return [
+            {"label": self._names[index], "index": index, "confidence": confidence}
+            for index, confidence in zip(self._indices[own], self._confidences[own], strict=True)
+        ]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, (Rows, list, tuple)):
@@ -186,18 +189,20 @@ def replacing(path: Path, *, option: str) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def writing(path: Path, *, depth: int) -> Iterator[Callable[[Row], None]]:
+def writing(path: Path, *, depth: int, several: bool = False) -> Iterator[Callable[[Row], None]]:
     """Write rows to a .csv or .jsonl file one by one; the file is there once all of them are.
 
     Args:
         path: replaced in one step.
         depth: predictions per row.
+        several: the rows have "labels", too.
     Returns: a function that writes one row.
     Raises: SetupError if the system refuses.
     """
     as_text, head = _jsonl_line, ""
     if path.suffix.lower() == ".csv":
-        as_text, head = _csv_line, _cells(["path", *_pairs(depth), "error"])
+        sets = ["labels", "confidences"] if several else []
+        as_text, head = _csv_line, _cells(["path", *sets, *_pairs(depth), "error"])
     with replacing(path, option="--out") as temporary:
         with refusals(path, "--out"):
             # names that are not UTF-8 keep their bytes
@@ -205,7 +210,7 @@ def writing(path: Path, *, depth: int) -> Iterator[Callable[[Row], None]]:
 
         def write(row: Row) -> None:
             with refusals(path, "--out"):
-                file.write(as_text(row, depth))
+                file.write(as_text(row, depth, several))
 
         try:
             file.write(head)
@@ -232,12 +237,15 @@ def _pairs(depth: int) -> list[str]:
     return [f"{name}_{rank}" for rank in range(1, depth + 1) for name in ("label", "confidence")]
 
 
-def _csv_line(row: Row, depth: int) -> str:
-    """A row per file: path, label_1, confidence_1, …, error."""
+def _csv_line(row: Row, depth: int, several: bool) -> str:
+    """A row per file: path, all labels with their confidences, label_1, confidence_1, …, error."""
     cells: list[str] = []
+    if several and (found := row.get("labels")) is not None:  # as `data.csv_file` reads them
+        cells = [marked("|".join(one["label"] for one in found) or "[]")]
+        cells.append("|".join(f"{one['confidence']:.6f}" for one in found))
     for one in row.get("predictions", ()):
         cells += [marked(one["label"]), f"{one['confidence']:.6f}"]
-    cells += [""] * (2 * depth - len(cells))
+    cells += [""] * (2 * (depth + several) - len(cells))
     return _cells([marked(row["path"]), *cells, marked(row.get("error", ""))])
 
 
@@ -252,7 +260,7 @@ def marked(text: str) -> str:
     return f"'{text}" if text.startswith(_MARKED) else text
 
 
-def _jsonl_line(row: Row, depth: int) -> str:
+def _jsonl_line(row: Row, depth: int, several: bool) -> str:
     # ASCII only: names that are not UTF-8 come back from \udc.. escapes as they were
     return json.dumps(row, allow_nan=False) + "\n"
 
@@ -293,10 +301,16 @@ def describe(
 
 
 def _table_line(row: Row, width: int) -> str:
-    labels = (
-        f"{one_line(one['label'])} {confidence(one['confidence'])}" for one in row["predictions"]
-    )
-    return f"{one_line(row['path']):{width}}  " + "  ".join(labels)
+    shown = [_with_share(one) for one in row["predictions"]]
+    if "labels" in row:  # those below their thresholds stand in brackets
+        others = [_with_share(one) for one in row["predictions"] if one not in row["labels"]]
+        shown = [_with_share(one) for one in row["labels"]] or ["no label"]
+        shown += [f"({'  '.join(others)})"] if others else []
+    return f"{one_line(row['path']):{width}}  " + "  ".join(shown)
+
+
+def _with_share(one: Row) -> str:
+    return f"{one_line(one['label'])} {confidence(one['confidence'])}"
 
 
 def one_line(text: str) -> str:

@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +20,17 @@ from finetune.data.source import Source
 from finetune.data.splits import split_train
 from finetune.errors import DataError, RecipeError, nearest
 from finetune.evaluation.features import Features, identity_of, places_of, split_features
-from finetune.evaluation.linear_probe import BIAS, L2, few_shot, logistic_regression, neighbours
+from finetune.evaluation.linear_probe import (
+    BIAS,
+    L2,
+    few_shot,
+    logistic_regression,
+    neighbours,
+    sgd_heads,
+)
 from finetune.files import make_folder, write_atomically
 from finetune.models.build import build
+from finetune.models.features import pre_logits, token_columns, token_features
 from finetune.recipe.identity import recipe_of
 from finetune.recipe.load import DataSection, RunSection
 from finetune.run.environment import describe_machine, dtype_of
@@ -48,6 +57,7 @@ def probe_model(
     shots: Sequence[int] = SHOTS,
     seeds: int = 3,
     linear: bool = False,
+    linear_sgd: bool = False,
     knn: int | None = None,
     out: str | Path | None = None,
 ) -> dict[str, Any]:
@@ -65,11 +75,14 @@ def probe_model(
         shots: images of each class to learn from, all from train.
         seeds: how many draws of them: seeds 0, 1, …
         linear: also logistic regression on all of train, its C chosen on validation.
+        linear_sgd: also, as DINOv2's evaluation does, the best of many linear classifiers by SGD:
+            13 learning rates, class tokens with and without patches (or pre-logits).
         knn: also this many nearest neighbours in train.
         out: a folder for probe.json.
     Returns: {"model", "data", "split", "protocol", "shots": {n: {"accuracy", "std", "seeds"}},
-        "linear", "knn", "features", "machine"}; "std" is over seeds (n - 1), None for one seed;
-        "linear" and "knn" are None unless asked for. On other ranks than 0 "shots" is empty.
+        "linear", "linear_sgd", "knn", "features", "machine"}; "std" is over seeds (n - 1), None
+        for one seed; "linear", "linear_sgd" and "knn" are None unless asked for. On other ranks
+        than 0 "shots" is empty.
     Raises: RecipeError for arguments, DataError for data that does not fit them, SetupError if
         `out` cannot be written.
     """
@@ -80,11 +93,14 @@ def probe_model(
     task = _open(model, data, split)
     _check_counts(task.source, task.source.splits["train"].labels, shots, knn)
     accelerator = launch(RunSection(precision="fp32", threads=task.threads))
-    identity, features = _features(model, task, accelerator, with_val=linear)
+    with_val = linear or linear_sgd
+    identity, features, columns = _features(model, task, accelerator, with_val, linear_sgd)
     facts = {"model": model, "data": task.section.source, "split": task.split}
     if not features:
         return {**facts, "shots": {}}
-    figures = _figures(task, features, shots=shots, seeds=seeds, linear=linear, knn=knn)
+    figures = _figures(task, features, columns, shots=shots, seeds=seeds, linear=linear, knn=knn)
+    if linear_sgd:
+        figures["linear_sgd"] = _linear_sgd(task, features, columns, accelerator.device)
     figures["protocol"] |= {key: identity[key] for key in ("eval", "weights")}
     machine = describe_machine(accelerator.device, accelerator.num_processes)
     result = {**facts, **figures, "machine": machine}
@@ -111,6 +127,12 @@ def describe(result: Mapping[str, Any]) -> str:
         lines.append(
             f"linear (logistic regression, C {linear['c']:g} from {linear['chosen_on']}): "
             f"{linear['accuracy']:.4f}{edge}{stopped}"
+        )
+    if sgd := result.get("linear_sgd"):
+        edge = "; the best rate is at the edge of the grid" if sgd["at_edge"] else ""
+        lines.append(
+            f"linear (SGD, the best of {len(sgd['grid'])} on {sgd['chosen_on']}: learning rate "
+            f"{sgd['lr']:g} on {sgd['features']}): {sgd['accuracy']:.4f}{edge}"
         )
     if knn := result.get("knn"):
         lines.append(
@@ -169,6 +191,12 @@ def _open(model: str, data: str | None, split: str | None) -> _Task:
     recipe = recipe_of(model)
     section, seed = section_of(model, recipe, data)
     source = data_of(section, seed) if split == "val" else whole_data_of(section, seed)
+    if section.task == "multilabel":
+        raise DataError(
+            f"{source.name}: its images have several labels (data.task), and a probe counts one "
+            "right or wrong; measure them with: finetune eval",
+            code="data.wrong_labels",
+        )
     have = ", ".join(source.splits)
     if "train" not in source.splits:
         raise DataError(
@@ -221,14 +249,15 @@ def _check_counts(
 
 
 def _features(
-    model: str, task: _Task, accelerator: Accelerator, *, with_val: bool
-) -> tuple[dict[str, Any], dict[str, Features]]:
-    """The features of each split, and what they depend on; on rank 0 alone."""
+    model: str, task: _Task, accelerator: Accelerator, with_val: bool, tokens: bool
+) -> tuple[dict[str, Any], dict[str, Features], dict[str, slice]]:
+    """The features of each split, what they depend on, and their columns; on rank 0 alone."""
     built = build(model)
     identity = identity_of(built, task.section.eval) if accelerator.is_main_process else {}
     pipeline = make_pipeline(built.preprocessing, task.section.eval)
     network = built.model.to(accelerator.device, torch.float32)
-    choose_kernels(network, device=accelerator.device, dtype=dtype_of(accelerator))
+    if not tokens:  # the fastest way computes no more than the classifier reads
+        choose_kernels(network, device=accelerator.device, dtype=dtype_of(accelerator))
     names = dict.fromkeys(["train", task.split])
     if with_val and "val" in task.source.splits:
         names["val"] = None
@@ -240,23 +269,31 @@ def _features(
             identity=identity,
             section=task.section,
             accelerator=accelerator,
+            read=token_features if tokens else pre_logits,
         )
         for name in names
     }
-    return identity, {name: one for name, one in features.items() if one is not None}
+    kept = {name: one for name, one in features.items() if one is not None}
+    width = kept["train"].values_ND.shape[1] if kept else 0
+    columns = token_columns(network, width) if tokens else {"pre-logits": slice(0, width)}
+    return identity, kept, columns
 
 
 def _figures(
     task: _Task,
     features: Mapping[str, Features],
+    columns: Mapping[str, slice],
     *,
     shots: Sequence[int],
     seeds: int,
     linear: bool,
     knn: int | None,
 ) -> dict[str, Any]:
-    """Everything that is computed from features."""
-    source = task.source
+    """Everything that is computed from pre-logits."""
+    source, read = task.source, columns["pre-logits"]
+    features = {
+        name: replace(one, values_ND=one.values_ND[:, read]) for name, one in features.items()
+    }
     train, test = (
         (one.values_ND, one.labels_N) for one in (features["train"], features[task.split])
     )
@@ -281,7 +318,8 @@ def _figures(
     return {
         "protocol": protocol,
         "shots": few_shot(train, test, num_classes=num_classes, shots=shots, seeds=seeds),
-        "linear": _linear(task, features) if linear else None,
+        "linear": _linear(task, features, logistic_regression) if linear else None,
+        "linear_sgd": None,
         "knn": votes,
         "features": {
             name: {"images": len(one.labels_N), "cached": one.cached, "seconds": one.seconds}
@@ -290,8 +328,23 @@ def _figures(
     }
 
 
-def _linear(task: _Task, features: Mapping[str, Features]) -> dict[str, Any]:
-    """Logistic regression; C is chosen on the source's val split, or on a part of train."""
+def _linear_sgd(
+    task: _Task,
+    features: Mapping[str, Features],
+    columns: Mapping[str, slice],
+    device: torch.device,
+) -> dict[str, Any]:
+    """Linear classifiers by SGD, on the tokens if there are any beside the pre-logits."""
+    inputs = {name: part for name, part in columns.items() if name != "pre-logits"} or columns
+    count = len(task.source.class_names)
+    fit = partial(sgd_heads, columns=inputs, num_classes=count, device=device)
+    return _linear(task, features, fit)
+
+
+def _linear(
+    task: _Task, features: Mapping[str, Features], fit: Callable[..., dict[str, Any]]
+) -> dict[str, Any]:
+    """A linear classifier that is chosen on the source's val split, or on a part of train."""
     train, test, source = features["train"], features[task.split], task.source
     if task.split != "val" and "val" in features:
         val, places = features["val"], np.arange(len(train.labels_N))
@@ -304,5 +357,5 @@ def _linear(task: _Task, features: Mapping[str, Features]) -> dict[str, Any]:
         places = np.flatnonzero(~in_val)
         chosen_on, choose = f"{_VAL_FRACTION:.0%} of train", train.at(np.flatnonzero(in_val))
     pairs = ((one.values_ND, one.labels_N) for one in (train, test))
-    fitted = logistic_regression(next(pairs), (places, choose), next(pairs))
+    fitted = fit(next(pairs), (places, choose), next(pairs))
     return {**fitted, "chosen_on": chosen_on, "val_images": len(choose[1])}

@@ -47,7 +47,10 @@ SMOKE = (
     "A smoke test of the whole path in minutes. It is not the experiment, and its figures say "
     "nothing about it."
 )
-_FIGURES = {"top1": "top-1, %", "top5": "top-5, %", "loss": "loss", "ece": "calibration error"}
+_FIGURES = {
+    **{"top1": "top-1, %", "top5": "top-5, %", "map": "mAP, %"},
+    **{"loss": "loss", "ece": "calibration error"},
+}
 
 _Results = dict[str, Any]  # the content of results.json
 
@@ -244,7 +247,8 @@ def _answer(title: str, scale: str, folder: Path, outcomes: Sequence[Outcome]) -
         ],
         "probes": {one.entry.name: one.probe for one in outcomes if one.probe},
     }
-    page = folder / "comparison.html" if len(every) > 1 else None
+    tasks = {"map" in (results.get("test") or results.get("val") or {}) for _, results in every}
+    page = folder / "comparison.html" if len(every) > 1 and len(tasks) == 1 else None
     if is_first_rank():
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "table.md", describe(answer))
@@ -261,7 +265,7 @@ def _summary(outcome: Outcome) -> dict[str, Any]:
     row["reported"] = outcome.entry.reported
     if tests:
         row["examples"] = tests[0]["examples"]
-        for key in _FIGURES:
+        for key in [key for key in _FIGURES if key in tests[0]]:
             mean, std, _ = mean_std(test[key] for test in tests)
             row[key] = {"mean": mean, "std": std}
     return row
@@ -278,17 +282,19 @@ def describe(answer: Mapping[str, Any]) -> str:
     if smoke:
         lines += [f"**{SMOKE}**", ""]
     reported = ["reported"] if any(row.get("reported") for row in answer["runs"]) else []
+    measured = [key for key in _FIGURES if any(key in row for row in answer["runs"])]
     rows = [
         [
             row["name"],
             str(row["seeds"]),
             f"{row['examples']:,}" if "examples" in row else MISSING,
-            *(_cell(key, row[key]) if key in row else MISSING for key in _FIGURES),
+            *(_cell(key, row[key]) if key in row else MISSING for key in measured),
             *(row[key] or MISSING for key in reported),
         ]
         for row in answer["runs"]
     ]
-    lines += markdown_table(["run", "seeds", "images", *_FIGURES.values(), *reported], rows)
+    heads = ["run", "seeds", "images", *(_FIGURES[key] for key in measured), *reported]
+    lines += markdown_table(heads, rows)
     for name, choices in answer["choices"].items():
         by = next(key for key in choices[0] if key.startswith("val."))
         rows = [
@@ -311,6 +317,6 @@ def describe(answer: Mapping[str, Any]) -> str:
 
 def _cell(key: str, figure: Mapping[str, Any]) -> str:
     """A mean with its spread, accuracies in per cent."""
-    factor, digits = (100, 2) if key.startswith("top") else (1, 4)
+    factor, digits = (100, 2) if key.startswith(("top", "map")) else (1, 4)
     mean, std = figure["mean"], figure["std"]
     return mean_and_std(factor * mean, None if std is None else factor * std, digits)

@@ -122,7 +122,9 @@ def _runs_table(outcomes: Sequence[Outcome], path: Path, *, judged: bool) -> lis
             continue
         split = one.runs[0].shown_split
         figures = [run.figures(split) for run in one.runs]
-        top1, images = ([row.get(key) for row in figures] for key in ("top1", "examples"))
+        shares = [row.get("top1", row.get("map")) for row in figures]
+        name = "mAP " if one.runs[0].is_multilabel else ""
+        images = [row.get("examples") for row in figures]
         seconds = [run.figures("train").get("seconds") for run in one.runs]
         named = recipe_for(one.entry, path).data.source
         rows.append(
@@ -130,7 +132,7 @@ def _runs_table(outcomes: Sequence[Outcome], path: Path, *, judged: bool) -> lis
                 f"`{one.entry.name}`",
                 in_words(one.runs[0].recipe, named=named),
                 _expected(one.runs, judged=judged),
-                f"{_percent(top1)} on {_joined(images)} {split} images",
+                f"{name}{_percent(shares)} on {_joined(images)} {split} images",
                 _joined(run.recipe.run.seed for run in one.runs),
                 _spread(seconds, 0),
                 _joined((", ".join(place_of(machine)) for machine in one.machines), "; "),

@@ -99,9 +99,15 @@ class Entry(Section):
     )
     overrides: tuple[Text, ...] = Field((), description="key=value, as on the command line")
     grid: Arguments = Field({}, description="keys and the values to choose among")
-    by: Literal["val.top1", "val.top5", "val.balanced_accuracy", "val.macro_f1", "val.loss"] = (
-        Field("val.top1", description="what chooses among the grid")
-    )
+    by: Literal[
+        "val.top1",
+        "val.top5",
+        "val.balanced_accuracy",
+        "val.macro_f1",
+        "val.loss",
+        "val.map",
+        "val.micro_f1",
+    ] = Field("val.top1", description="what chooses among the grid")
     final: tuple[Text, ...] = Field(
         (), description="overrides once the grid has chosen; data.val_fraction=0 trains on it all"
     )

@@ -29,7 +29,7 @@ from finetune.commands.contact_sheet import (
 from finetune.commands.predict_io import check_target, one_line
 from finetune.console import say
 from finetune.data.decode_all import expected_size
-from finetune.data.source import Source, open_source
+from finetune.data.source import Source, Split, open_source
 from finetune.errors import DataError
 from finetune.recipe.load import Recipe
 from finetune.run.environment import DTYPES, pick_precision
@@ -53,19 +53,22 @@ class Strip(NamedTuple):
     pictures: Sequence[NDArray[np.uint8] | Image.Image | None]
 
 
-def show_source(source: str, out: str | Path, *, option: str = "--out") -> Path:
+def show_source(
+    source: str, out: str | Path, *, option: str = "--out", multilabel: bool = False
+) -> Path:
     """Draw some images of each class of a source, spread over it, with the numbers of images.
 
     Args:
         source: as `data.source` takes it; of its splits the first is shown, train where it is.
         out: a .png or .jpg file, replaced in one step.
         option: what the user wrote it behind.
+        multilabel: an image has any number of labels; it stands beside each of them.
     Returns: the file.
     Raises: DataError if the source cannot be opened; RecipeError or SetupError if the sheet cannot
         be written.
     """
     path = check_target(out, option=option, suffixes=SUFFIXES)
-    opened = open_source(source, decode_size=_BOX)
+    opened = open_source(source, decode_size=_BOX, multilabel=multilabel)
     strips = _by_class(opened)
     facts = [counted(len(opened.class_names), "class", "classes")]
     facts += [f"{len(split):,} {name}" for name, split in opened.splits.items()]
@@ -79,7 +82,7 @@ def _by_class(source: Source) -> list[Strip]:
     split = next(iter(source.splits.values()))
     strips = []
     for label, name in enumerate(source.class_names[:_CLASSES]):
-        members = np.flatnonzero(split.labels == label)
+        members = np.flatnonzero(_has(split, label))
         places = np.linspace(0, len(members) - 1, min(_EACH, len(members))).round().astype(int)
         pictures: list[Image.Image | None] = []
         for index in members[places].tolist():
@@ -88,10 +91,15 @@ def _by_class(source: Source) -> list[Strip]:
             except DataError:
                 pictures.append(None)
         of_splits = [
-            f"{int((one.labels == label).sum()):,} {split}" for split, one in source.splits.items()
+            f"{int(_has(one, label).sum()):,} {name}" for name, one in source.splits.items()
         ]
         strips.append(Strip(name, " · ".join(of_splits), pictures))
     return strips
+
+
+def _has(split: Split, label: int) -> NDArray[np.bool_]:
+    """True for the images of a class, (N,)."""
+    return split.labels[:, label] == 1 if split.is_multilabel else split.labels == label
 
 
 def show_training(recipe: Recipe, out: str | Path) -> Path:
@@ -127,7 +135,7 @@ def show_training(recipe: Recipe, out: str | Path) -> Path:
         raise DataError(f"{error}; {hint}", code="data.unreadable") from None
     strips = [
         Strip(
-            setup.source.class_names[one.label],
+            ", ".join(setup.source.class_names[label] for label in one.labels),
             one.name,
             [one.decoded, *one.epochs, one.evaluation],
         )

@@ -5,6 +5,7 @@ computes; nothing is downloaded. `finetune train SOURCE` makes the recipe and tr
 
 Two ways are looked at: the most promising weights that can be trained as a whole in time, and the
 most promising ones whose head alone can. A short trial decides between them where that is in doubt.
+Long because each choice leans on the others.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.nn.functional import cross_entropy
 
 from finetune.console import say
 from finetune.data.decode_all import sample_sizes
+from finetune.data.sampling import class_counts
 from finetune.data.source import Source, open_source
 from finetune.data.streaming.row_groups import ShardItems
 from finetune.errors import DataError
@@ -134,11 +136,13 @@ def start(
     """
     asked, others = _asked(overrides)
     image, label = asked.get("data.image_column"), asked.get("data.label_column")
+    columns = tuple(map(str, label)) if isinstance(label, list) else None
     opened = open_source(
         source_of(source),
         image_column=image if isinstance(image, str) else None,  # what is no text is refused below
-        label_column=label if isinstance(label, str) else None,
+        label_column=label if isinstance(label, str) else columns,
         streaming=asked.get("data.streaming") is True,
+        multilabel=asked.get("data.task") == "multilabel",
     )
     if "train" not in opened.splits:
         raise DataError(
@@ -231,16 +235,17 @@ def _decide(choices: _Choices, ways: list[Way], notice: Callable[[str], None]) -
     epochs = min(_TRIAL_EPOCHS, max(1, _TRIAL_IMAGES // max(train, 1)))
     notice(f"trying whether fine-tuning pays: {counted(epochs, 'epoch')} each way")
     short: dict[str, Any] = {"optim__epochs": epochs, "optim__steps": None, "run__test": False}
-    (frozen_top1, images), (top1, _) = (
+    (frozen_score, images), (score, _) = (
         _score(choices.made(way, "", **short).recipe) for way in (head, whole)
     )
+    name = "mAP" if choices.asked.get("data.task") == "multilabel" else "top-1"
     why = (
-        f"a trial of {counted(epochs, 'epoch')}: val top-1 {frozen_top1:.3f} with the backbone of "
-        f"{head.candidate.name} frozen, {top1:.3f} with all of {whole.candidate.name} trained"
+        f"a trial of {counted(epochs, 'epoch')}: val {name} {frozen_score:.3f} with the backbone "
+        f"of {head.candidate.name} frozen, {score:.3f} with all of {whole.candidate.name} trained"
     )
     # on few images a lead may be chance; features cannot overfit as far
-    standard_error = math.sqrt(frozen_top1 * (1 - frozen_top1) / images)
-    return (whole if top1 > frozen_top1 + standard_error else head), why
+    standard_error = math.sqrt(frozen_score * (1 - frozen_score) / images)
+    return (whole if score > frozen_score + standard_error else head), why
 
 
 def _with_measured_lr(
@@ -301,7 +306,7 @@ def look(source: Source, val_fraction: float) -> Facts:
     return Facts(
         images={name: len(split) for name, split in source.splits.items()},
         train=round(len(split) * (1 - val_fraction)),
-        per_class=np.bincount(split.labels, minlength=len(source.class_names)),
+        per_class=class_counts(split.labels, len(source.class_names)),
         side=int(np.median(sides)),
     )
 
@@ -477,12 +482,12 @@ def _optim(
 
 
 def _score(recipe: Recipe) -> tuple[float, int]:
-    """Train a recipe in a folder of its own. Returns: val top-1, and on how many images."""
+    """Train a recipe in a folder of its own. Returns: val top-1 or mAP, and on how many images."""
     from finetune.training.train import train
 
     with tempfile.TemporaryDirectory(prefix="finetune-start-") as folder:
         val = train(recipe, Path(folder) / "trial")["val"]
-        return float(val["top1"]), int(val["examples"])
+        return float(val["map" if "map" in val else "top1"]), int(val["examples"])
 
 
 def _yaml(name: str, sections: dict[str, list[Choice]], asked: Mapping[str, Any]) -> str:
@@ -495,6 +500,8 @@ def _yaml(name: str, sections: dict[str, list[Choice]], asked: Mapping[str, Any]
         for full in [key for key in asked if key.startswith(f"{section}.")]:
             values[full.partition(".")[2]] = asked.pop(full), "as asked"
         for key, (value, reason) in values.items():
-            written = yaml.safe_dump(value, allow_unicode=True, width=math.inf).splitlines()[0]
+            written = yaml.safe_dump(
+                value, allow_unicode=True, width=math.inf, default_flow_style=True
+            ).splitlines()[0]
             lines.append(f"  {key}: {written}" + (f" # {printable(reason)}" if reason else ""))
     return "\n".join(lines) + "\n"

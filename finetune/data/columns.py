@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -48,18 +48,35 @@ def _features(schema: pa.Schema) -> dict[str, dict[str, Any]]:
             f"the metadata that `datasets` left in this table is damaged ({error}); write it again",
             code="data.damaged",
         ) from error
-    return {name: entry for name, entry in features.items() if isinstance(entry, dict)}
+    listed = {  # an older way to write a list
+        name: {"_type": "List", "feature": entry[0]} if isinstance(entry, list) and entry else entry
+        for name, entry in features.items()
+    }
+    return {name: entry for name, entry in listed.items() if isinstance(entry, dict)}
 
 
-def find_columns(schema: pa.Schema, image: str | None, label: str | None) -> tuple[str, str]:
-    """Find the image and the label column: as named, else by usual names, else by type."""
+def find_columns(
+    schema: pa.Schema,
+    image: str | None,
+    label: str | Sequence[str] | None,
+    *,
+    multilabel: bool = False,
+) -> tuple[str, list[str]]:
+    """Find the image and the label column: as named, else by usual names, else by type.
+
+    Args:
+        multilabel: the labels may be several columns, of 0 and 1: as named, else all that are left.
+    """
     typed = {name: feature.get("_type") for name, feature in _features(schema).items()}
     images = [name for name in schema.names if typed.get(name) == "Image"]
     classes = [name for name in schema.names if typed.get(name) == "ClassLabel"]
-    return (
-        _column("image_column", image, _IMAGE_NAMES, images, schema.names),
-        _column("label_column", label, _LABEL_NAMES, classes, schema.names),
-    )
+    place = _column("image_column", image, _IMAGE_NAMES, images, schema.names)
+    if multilabel and label is None and not {*map(str.lower, schema.names)} & {*_LABEL_NAMES}:
+        label = [name for name in schema.names if name.lower() not in (place.lower(), "split")]
+    named: list[str | None] = [label] if isinstance(label, str) else [*(label or (None,))]
+    return place, [
+        _column("label_column", one, _LABEL_NAMES, classes, schema.names) for one in named
+    ]
 
 
 def _column(
@@ -82,6 +99,8 @@ def _column(
 def declared_names(schema: pa.Schema, label: str) -> list[str] | None:
     """Return the class names that the data set declares, in its order; None if it has none."""
     feature = _features(schema).get(label, {})
+    if isinstance(inner := feature.get("feature"), dict):  # of a list
+        feature = inner
     if feature.get("_type") != "ClassLabel":
         return None
     number = feature.get("num_classes")
@@ -96,13 +115,16 @@ def declared_names(schema: pa.Schema, label: str) -> list[str] | None:
 
 
 def number_labels(
-    columns: dict[str, pa.ChunkedArray], declared: dict[str, list[str] | None]
+    columns: dict[str, pa.ChunkedArray],
+    declared: dict[str, list[str] | None],
+    rows: Mapping[str, np.ndarray] | None = None,
 ) -> tuple[dict[str, np.ndarray], list[str]]:
     """Turn label columns into indices of class names.
 
     Args:
         columns: (N,) labels by split.
         declared: class names by split as the source declares them; all alike, or None.
+        rows: (N,) by split, for messages, where a row has any number of labels.
     Returns: labels by split, (N,) int64; class names: the declared ones in their order, else
         the sorted unique labels. A split whose labels are all -1 (withheld) is left out.
     """
@@ -114,9 +136,10 @@ def number_labels(
                 "with the same names in the same order",
                 code="data.split_mismatch",
             )
-    arrays = {split: _label_array(column, split) for split, column in columns.items()}
+    rows = rows or {split: np.arange(len(column)) for split, column in columns.items()}
+    arrays = {split: _label_array(column, split, rows[split]) for split, column in columns.items()}
     if names is None:
-        return _number_unnamed(arrays)
+        return _number_unnamed(arrays, rows)
     for split, array in list(arrays.items()):
         if split != "train" and array.dtype.kind == "i" and (array == -1).all():
             notice(f"split '{split}' is left out: its labels are withheld (all are -1)")
@@ -126,8 +149,8 @@ def number_labels(
         if len(wrong):
             raise DataError(
                 f"split '{split}': {len(wrong)} of {len(array)} labels are outside 0 to "
-                f"{len(names) - 1}; the first is {array[wrong[0]]} in row {wrong[0]}; correct the "
-                "labels or leave these rows out",
+                f"{len(names) - 1}; the first is {array[wrong[0]]} in row {rows[split][wrong[0]]}; "
+                "correct the labels or leave these rows out",
                 code="data.wrong_labels",
             )
     return {split: array.astype(np.int64) for split, array in arrays.items()}, list(names)
@@ -138,7 +161,7 @@ def integers(array: pa.Array) -> np.ndarray:
     return np.from_dlpack(array).astype(np.int64)
 
 
-def _label_array(column: pa.ChunkedArray, split: str) -> np.ndarray:
+def _label_array(column: pa.ChunkedArray, split: str, rows: np.ndarray) -> np.ndarray:
     """Return a label column as (N,) int64 or as (N,) objects of str."""
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
@@ -149,7 +172,7 @@ def _label_array(column: pa.ChunkedArray, split: str) -> np.ndarray:
         row = np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0]
         raise DataError(
             f"split '{split}': {column.null_count} of {len(column)} labels are missing; "
-            f"the first in row {row}; add the labels or leave these rows out",
+            f"the first in row {rows[row]}; add the labels or leave these rows out",
             code="data.no_labels",
         )
     if pa.types.is_integer(column.type):
@@ -160,12 +183,15 @@ def _label_array(column: pa.ChunkedArray, split: str) -> np.ndarray:
         return np.asarray(column.to_pylist(), dtype=object)
     raise DataError(
         f"split '{split}': labels of type {column.type}; expected integers or strings, one for "
-        "each image; convert the column, or name another with data.label_column",
+        "each image (lists: data.task=multilabel); convert the column, or name another with "
+        "data.label_column",
         code="data.wrong_labels",
     )
 
 
-def _number_unnamed(arrays: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], list[str]]:
+def _number_unnamed(
+    arrays: dict[str, np.ndarray], rows: Mapping[str, np.ndarray]
+) -> tuple[dict[str, np.ndarray], list[str]]:
     """Number labels that have no declared names, by their sorted order."""
     if len({array.dtype.kind for array in arrays.values()}) > 1:
         raise DataError(
@@ -179,7 +205,8 @@ def _number_unnamed(arrays: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray
         if len(wrong):
             raise DataError(
                 f"split '{split}': {len(wrong)} of {len(array)} labels are below 0; the first is "
-                f"{array[wrong[0]]} in row {wrong[0]}; correct the labels or leave these rows out",
+                f"{array[wrong[0]]} in row {rows[split][wrong[0]]}; correct the labels or leave "
+                "these rows out",
                 code="data.wrong_labels",
             )
     refuse_alike([str(label) for label in every], "the label column")

@@ -1,5 +1,8 @@
 """CSV files of images: a header, and for each image a line with its path and its label.
 
+Where an image has several, the label is `cat|dog`, or `[]` for none of them, and lines of the same
+path are joined; or each class has a column of 0 and 1.
+
 Paths start at the folder of the file and must stay in it: a table from elsewhere is not to name any
 file of this machine. Links in that folder are followed, as those of a folder of classes are.
 """
@@ -11,7 +14,7 @@ import io
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from finetune.data.columns import SPLITS, in_order
 from finetune.data.decode import open_data
@@ -19,18 +22,23 @@ from finetune.data.notices import notice
 from finetune.errors import DataError, nearest
 from finetune.text import byte_size, counted, printable
 
-__all__ = ["labels_file", "read_csv"]
+__all__ = ["Label", "labels_file", "read_csv"]
 
 _IMAGE_NAMES = ("path", "image", "file_name", "filename", "file", "filepath", "image_path", "img")
 _LABEL_NAMES = ("label", "labels", "class", "class_name", "target", "category")
 _FILES = ("metadata.csv", "labels.csv")  # in a folder of images
 _MOST_BYTES = 2**28  # of a file: millions of lines
+_FLAGS = {"0": False, "1": True, "0.0": False, "1.0": True}  # pandas writes the latter
 _LISTED = 60  # characters of a text in a message
+
+
+Columns: TypeAlias = tuple[str | None, str | tuple[str, ...] | None]
+Label: TypeAlias = str | tuple[str, ...]  # a class, or all those of an image, sorted
 
 
 class _Row(NamedTuple):
     path: str
-    label: str
+    label: Label
     split: str
     line: int
 
@@ -41,14 +49,19 @@ def labels_file(folder: Path) -> Path | None:
 
 
 def read_csv(
-    file: Path, columns: tuple[str | None, str | None] = (None, None), *, split: str | None = None
-) -> dict[str, list[tuple[str, str]]]:
+    file: Path,
+    columns: Columns = (None, None),
+    *,
+    split: str | None = None,
+    multilabel: bool = False,
+) -> dict[str, list[tuple[str, Label]]]:
     """Read the paths and the labels of images.
 
     Args:
         file: UTF-8, with commas, semicolons or tabs between fields.
         columns: of paths and of labels; None to find them by their usual names.
         split: that all images belong to; None for that of the column `split`, or train.
+        multilabel: an image has any number of labels.
     Returns: (path in the file's folder, label) by split, sorted.
     Raises: DataError naming the line.
     """
@@ -58,46 +71,79 @@ def read_csv(
     if not header:
         message = "has no rows; expected a header such as path,label and a line for each image"
         raise DataError(f"{printable(file)}: {message}", code="data.empty")
-    image = _find(file, header, "image_column", columns[0], _IMAGE_NAMES)
-    label = _find(file, header, "label_column", columns[1], _LABEL_NAMES)
-    lowered = [name.lower() for name in header]
-    chooser = lowered.index("split") if "split" in lowered else None
+    image, chooser, labels = _places(file, header, columns, multilabel=multilabel)
     folder = os.path.join(os.path.abspath(file.parent), "")
     rows: dict[str, _Row] = {}
     repeated = 0
     for line, fields in records:
         if len(fields) != len(header):
-            raise _refused(
-                file,
-                line,
-                f"{counted(len(fields), 'field')}, and the header has {len(header)}; quote fields "
-                "that have a separator in them",
-                "data.wrong_format",
-            )
+            message = f"{counted(len(fields), 'field')}, and the header has {len(header)}; quote "
+            message += "fields that have a separator in them"
+            raise _refused(file, line, message, "data.wrong_format")
         row = _Row(
             _inside(file, line, folder, fields[image]),
-            fields[label].strip(),
+            _labels(file, line, header, fields, labels, multilabel=multilabel),
             split or "train" if chooser is None else _split(file, line, fields[chooser], split),
             line,
         )
-        if not row.label:
-            raise _refused(
-                file, line, "the label is missing; fill it or remove the line", "data.no_labels"
-            )
         if (other := rows.setdefault(row.path, row)) is not row:
+            if multilabel and len(labels) == 1 and row.label and other.label:
+                rows[row.path] = other = other._replace(label=_joined(row.label, other.label))
+                row = row._replace(label=other.label)
             _refuse_contradiction(file, row, other)
-            repeated += 1
+            repeated += not multilabel
     if not rows:
         message = "has no rows below its header; add a line for each image"
         raise DataError(f"{printable(file)}: {message}", code="data.empty")
     _refuse_missing(file, list(rows.values()))
+    flags = {header[place] for place in labels if len(labels) > 1}
+    if unused := sorted(flags.difference(*(row.label for row in rows.values() if flags))):
+        notice(f"{printable(file)}: columns without a 1 are no classes: {', '.join(unused[:5])}")
     if repeated:
         lines = counted(repeated, "repeated line")
         notice(f"{printable(file)}: {lines} left out; each image counts once")
-    found: dict[str, list[tuple[str, str]]] = {}
+    found: dict[str, list[tuple[str, Label]]] = {}
     for row in sorted(rows.values()):
         found.setdefault(row.split, []).append((row.path, row.label))
     return in_order(found)
+
+
+def _labels(
+    file: Path,
+    line: int,
+    header: Sequence[str],
+    fields: Sequence[str],
+    places: Sequence[int],
+    *,
+    multilabel: bool,
+) -> Label:
+    """The label of a line, or with `multilabel` all of them. Raises: DataError for what is none."""
+    texts = [fields[place].strip() for place in places]
+    if len(places) > 1:
+        wrong = [place for place, text in zip(places, texts, strict=True) if text not in _FLAGS]
+        if wrong:
+            column, got = header[wrong[0]], fields[wrong[0]][:_LISTED]
+            message = f"column {column!r} holds {got!r}; expected 0 or 1 for each class, or a "
+            message += "column of labels named by data.label_column"
+            raise _refused(file, line, message, "data.wrong_labels")
+        pairs = zip(places, texts, strict=True)
+        return tuple(sorted(header[place] for place, text in pairs if _FLAGS[text]))
+    (text,) = texts
+    if not text:
+        none = ", write [] for an image without any" if multilabel else ""
+        message = f"the label is missing; fill it{none} or remove the line"
+        raise _refused(file, line, message, "data.no_labels")
+    if not multilabel:
+        return text
+    names = () if text == "[]" else tuple(name.strip() for name in text.split("|"))
+    if not all(names):
+        message = f"the labels {text[:_LISTED]!r} have an empty name; write them as cat|dog"
+        raise _refused(file, line, message, "data.wrong_labels")
+    return tuple(sorted({*names}))
+
+
+def _joined(*labels: Label) -> Label:
+    return tuple(sorted({name for each in labels for name in each}))
 
 
 def _refused(file: Path, line: int, message: str, code: str) -> DataError:
@@ -166,6 +212,20 @@ def _find(
     return header.index(column)
 
 
+def _places(
+    file: Path, header: Sequence[str], columns: Columns, *, multilabel: bool
+) -> tuple[int, int | None, list[int]]:
+    """The places of the path, of the split if there is one, and of the labels."""
+    image = _find(file, header, "image_column", columns[0], _IMAGE_NAMES)
+    lowered, named = [name.lower() for name in header], columns[1]
+    chooser = lowered.index("split") if "split" in lowered else None
+    if multilabel and named is None and not {*lowered} & {*_LABEL_NAMES}:
+        named = tuple(name for n, name in enumerate(header) if n not in (image, chooser))
+    wanted: list[str | None] = [named] if isinstance(named, str) else [*(named or (None,))]
+    labels = [_find(file, header, "label_column", one, _LABEL_NAMES) for one in wanted]
+    return image, chooser, labels
+
+
 def _split(file: Path, line: int, text: str, only: str | None) -> str:
     """The split that a line names. Raises: DataError for an unknown one, or another than `only`."""
     split = SPLITS.get(text.strip().lower())
@@ -205,7 +265,11 @@ def _refuse_contradiction(file: Path, row: _Row, other: _Row) -> None:
     """Refuse an image that has two labels, or is in two splits."""
     name = row.path[:_LISTED]
     if row.label != other.label:
-        both = f"{row.label[:_LISTED]!r}, and {other.label[:_LISTED]!r} in line {other.line}"
+        this, that = (
+            one.label if isinstance(one.label, str) else "|".join(one.label) or "[]"
+            for one in (row, other)
+        )
+        both = f"{this[:_LISTED]!r}, and {that[:_LISTED]!r} in line {other.line}"
         message = f"{name!r} is {both}; keep one"
         raise _refused(file, row.line, message, "data.wrong_labels")
     if row.split != other.split:

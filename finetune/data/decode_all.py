@@ -14,7 +14,7 @@ import numpy as np
 
 from finetune.console import terminal_bar
 from finetune.data.notices import notice, relay_notices
-from finetune.data.sampling import imbalance
+from finetune.data.sampling import class_counts, imbalance
 from finetune.data.source import Source, Split
 from finetune.data.worker_pool import WorkerStatus, spread
 from finetune.errors import DataError
@@ -67,17 +67,22 @@ def info(source: Source) -> dict[str, Any]:
     """Counts and classes, and the image sizes of a sample.
 
     Returns: {"name", "description", "class_names", "splits": {split: {"images", "per_class": (K,),
-        "sampled", "unreadable_in_sample", "min_size", "max_size": [H, W] or None}}}, and
-        "imbalance", a line, if a class is rare in training. Smallest and largest are taken for
-        height and width each. Ready for JSON.
+        "without_label" (images, where they may have several), "sampled", "unreadable_in_sample",
+        "min_size", "max_size": [H, W] or None}}}, and "imbalance", a line, if a class is rare in
+        training. Smallest and largest are taken for height and width each. Ready for JSON.
     """
     splits = {}
     for name, split in source.splits.items():
         sizes, unreadable = sample_sizes(split, 64)
-        counts = np.bincount(split.labels, minlength=len(source.class_names))
+        counts = class_counts(split.labels, len(source.class_names))
         splits[name] = {
             "images": len(split),
             "per_class": counts.tolist(),
+            **(
+                {"without_label": int((split.labels.sum(axis=1) == 0).sum())}
+                if split.is_multilabel
+                else {}
+            ),
             "sampled": len(sizes) + unreadable,
             "unreadable_in_sample": unreadable,
             "min_size": np.min(sizes, axis=0).tolist() if sizes else None,
@@ -184,7 +189,7 @@ def scan(source: Source, workers: int = 2, *, progress: bool = True) -> list[dic
                     "split": split.name,
                     "index": index,
                     "name": name,
-                    "class": source.class_names[split.labels[index]],
+                    "class": "|".join(source.class_names[k] for k in split.classes_of(index)),
                     "error": message.removeprefix(f"{name}: "),
                 }
             )
@@ -229,7 +234,8 @@ def without_unreadable(split: Split, failed: list[tuple[int, str]], unreadable: 
     if failed and unreadable == "stop":
         raise DataError(_unreadable_message(split, failed), code="data.unreadable")
     kept = np.setdiff1d(np.arange(len(split)), [index for index, _ in failed]).astype(np.int64)
-    emptied = np.setdiff1d(split.labels, split.labels[kept])
+    before = class_counts(split.labels, 0)
+    emptied = np.flatnonzero((before > 0) & (class_counts(split.labels[kept], len(before)) == 0))
     if len(emptied):
         raise DataError(
             f"split '{split.name}': no readable image is left of "

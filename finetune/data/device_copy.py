@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 
@@ -44,13 +45,16 @@ def pack(images: Sequence[NDArray[np.uint8]], device: torch.device) -> Ragged:
 
 
 def of_one_size(images: Ragged, size: tuple[int, int] | None) -> Pixels:
-    """Return packed images as (B, H, W, 3) if they have the size of all images of their split.
+    """Return packed images as (B, H, W, 3) if they have their split's size.
 
     Args:
-        size: (H, W); None if the split has several, or might have.
+        size: (H, W); None if the split has several. Where a batch has both, its images of this size
+            are still processed as those of other batches.
     """
-    if size is None or not np.array_equal(images.sizes_B2, [size] * len(images)):
+    if size is None:
         return images
+    if not np.array_equal(images.sizes_B2, [size] * len(images)):
+        return dataclasses.replace(images, usual=size)
     num_bytes = 3 * len(images) * size[0] * size[1]
     return images.pixels[:num_bytes].view(len(images), *size, 3)
 
@@ -108,4 +112,4 @@ def _with(batch: Pixels, pixels: Tensor) -> Pixels:
     """Return the batch with its pixels in another place."""
     if isinstance(batch, Tensor):
         return pixels
-    return Ragged(pixels, batch.sizes_B2, batch.starts_B, batch.strides_B)
+    return dataclasses.replace(batch, pixels=pixels)

@@ -33,7 +33,7 @@ class FeatureLoader:
 
     Attributes:
         store: the split, whose pixels are never read.
-        labels: (N,) int64 on the device.
+        labels: (N,) int64 on the device, or (N, K) uint8; see `Batch`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class FeatureLoader:
         self.store = Store(split, None)
         self.num_classes = num_classes
         self.device = device
-        self.labels = torch.from_numpy(np.asarray(split.labels, dtype=np.int64)).to(device)
+        self.labels = torch.from_numpy(np.array(split.labels)).to(device)
         self._values_ND: NDArray[np.float32] | Tensor = values_ND
         if device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
@@ -80,13 +80,15 @@ class FeatureLoader:
         for start in range(first, last, batch_size):
             yield self._batch(np.arange(start, min(start + batch_size, last)))
 
-    def _batch(self, indices: NDArray[np.int64]) -> Batch:
-        places = on_device(indices, self.device)
+    def rows(self, indices: NDArray[np.int64]) -> Tensor:
+        """Return the features of some images by their places in the split, (B, D) on the device."""
         if isinstance(self._values_ND, Tensor):
-            rows_BD = self._values_ND[places]
-        else:
-            rows_BD = on_device(np.array(self._values_ND[indices]), self.device)
-        return Batch(rows_BD, self.labels[places], indices=indices)
+            return self._values_ND[on_device(indices, self.device)]
+        return on_device(np.array(self._values_ND[indices]), self.device)
+
+    def _batch(self, indices: NDArray[np.int64]) -> Batch:
+        labels_B = self.labels[on_device(indices, self.device)]
+        return Batch(self.rows(indices), labels_B, indices=indices)
 
 
 AnyLoader: TypeAlias = Loader | FeatureLoader

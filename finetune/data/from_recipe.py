@@ -46,7 +46,9 @@ def section_of(model: str, recipe: Recipe | None, data: str | None) -> tuple[Dat
             f"{model}: is not a run directory; say what to measure it on with --data",
             code="recipe.missing_option",
         )
-    preprocessing = recipe.data.model_dump(include={"eval", "decode_size"}) if recipe else {}
+    preprocessing = (
+        recipe.data.model_dump(include={"eval", "decode_size", "task"}) if recipe else {}
+    )
     return DataSection(source=data, **preprocessing), 0
 
 
@@ -62,6 +64,7 @@ def whole_data_of(section: DataSection, seed: int) -> Source:
         label_column=section.label_column,
         streaming=section.streaming,
         decode_size=section.decode_size,
+        multilabel=section.task == "multilabel",
     )
     source = keep_classes(source, section.classes)
     return take(source, "test", section.num_test, _split_seed(section, seed))

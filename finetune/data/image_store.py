@@ -21,11 +21,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from finetune.data.decode_all import SMALL_BYTES, TIMEOUT_SECONDS, decoded_bytes, readable
+from finetune.data.decode_all import (
+    SMALL_BYTES,
+    TIMEOUT_SECONDS,
+    decoded_bytes,
+    expected_size,
+    readable,
+)
 from finetune.data.device_copy import Pixels, copy_ahead, host_memory, of_one_size, pack
 from finetune.data.image_cache import Decoded, How, cached_images, decode_images
 from finetune.data.pixel_file import Images
-from finetune.data.shared_memory import Put, Slots, shared_memory
+from finetune.data.shared_memory import Put, Slots
 from finetune.data.source import Split
 from finetune.data.streaming.prefetch import is_streamed, prefetch_of
 from finetune.data.worker_pool import WorkerStatus, spread
@@ -43,6 +49,10 @@ _DEVICE_SHARE = 0.25  # of what is free on the device
 _AHEAD = 3  # batches for each worker: it need not wait for another whose batch comes first
 _SPREAD_OF_SIZES = 4  # how much more than the mean a batch may take; memory is only promised
 _MOST = 32  # processes that decode at once
+_REMEDY = (
+    "finetune data scan lists all such images; mend them, or leave them out with "
+    "data.unreadable: quarantine"
+)
 
 
 class Store:
@@ -53,7 +63,7 @@ class Store:
         images: (N, H, W, C) uint8 on the device or in memory; or a file that is read; or None.
             Never to be written to.
         device: where batches are brought.
-        size: (H, W) that all images are known to have, though they are not kept; else None.
+        size: (H, W) that images have which are not kept, by a sample; None where they differ.
     """
 
     def __init__(
@@ -80,7 +90,7 @@ class Store:
         """Yield the pixels of each batch of sample indices on the device, in order.
 
         They may be gone when the next batch is asked for. They are (B, 3, H, W) if all images of
-        the split have one size, which is known of a split that was read before.
+        the split have one size; of images that are not kept, if those of the batch do.
 
         Raises: DataError if an image that lives in a file cannot be read any more, or crashes the
             decoder; SetupError if a worker was killed or hangs.
@@ -115,8 +125,11 @@ class Store:
                     yield of_one_size(packed, self.size)
         else:
             for indices in batches:
-                packed = pack([self.split.read(index) for index in indices.tolist()], self.device)
-                yield of_one_size(packed, self.size)
+                try:
+                    decoded = [self.split.read(index) for index in indices.tolist()]
+                except DataError as error:
+                    raise DataError(f"{error}; {_REMEDY}", code=error.code) from error
+                yield of_one_size(pack(decoded, self.device), self.size)
 
     def _from_workers(self, batches: Iterable[NDArray[np.int64]]) -> Generator[Ragged, None, None]:
         """Batches that worker processes decode, some for each of them ahead.
@@ -157,7 +170,7 @@ class Store:
         with contextlib.closing(read):
             for slot, put in read:
                 if isinstance(put, str):
-                    raise DataError(put, code="data.unreadable")
+                    raise DataError(f"{put}; {_REMEDY}", code="data.unreadable")
                 yield slots.take(slot, put)
 
 
@@ -235,22 +248,21 @@ def open_store(
 
 
 def _undecoded(split: Split, how: How, *, num_bytes: int, device: torch.device) -> Store:
-    """A store that keeps nothing, of the images that can be read."""
-    sizes_N2 = shared_memory(len(split) * 8).view(np.int32).reshape(-1, 2)
+    """A store that keeps nothing; what cannot be read stops the run when it is needed.
 
-    def keep(index: int, image: NDArray[np.uint8]) -> None:
-        sizes_N2[index] = image.shape[:2]
-
-    kept = readable(split, keep, **dataclasses.asdict(how))
-    sizes = set(map(tuple, np.unique(sizes_N2[kept], axis=0).tolist()))
+    To leave them out, all are decoded once: an epoch's length is known before its first step.
+    """
+    image_bytes = -(-num_bytes // max(len(split), 1))
+    if how.unreadable == "quarantine":
+        split = split.subset(readable(split, **dataclasses.asdict(how)))
     return Store(
-        split.subset(kept),
+        split,
         None,
         workers=how.workers,
         timeout_seconds=how.timeout_seconds,
-        image_bytes=-(-num_bytes // max(len(split), 1)),
+        image_bytes=image_bytes,
         device=device,
-        size=sizes.pop() if len(sizes) == 1 else None,
+        size=expected_size(split),
     )
 
 

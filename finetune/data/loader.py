@@ -29,7 +29,7 @@ from finetune.errors import RecipeError
 from finetune.transforms.pipeline import Pipeline
 from finetune.transforms.random import on_device, sample_keys
 
-__all__ = ["Batch", "Loader", "Sampler", "crosses_epoch"]
+__all__ = ["Batch", "Loader", "Sampler", "crosses_epoch", "shares_of_classes"]
 
 
 def crosses_epoch(step: int, *, batch_size: int, num_samples: int) -> bool:
@@ -131,6 +131,13 @@ class Sampler:
         return keys, indices
 
 
+def shares_of_classes(labels_B: Tensor, num_classes: int) -> Tensor:
+    """Return labels as float32, (B, K): 1 for each class of an image, and else 0."""
+    if labels_B.ndim == 2:
+        return labels_B.float()
+    return torch.nn.functional.one_hot(labels_B, num_classes).to(torch.float32)
+
+
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """Return one stream for all loaders of a device: cuBLAS keeps 32 MiB for each stream."""
@@ -143,9 +150,10 @@ class Batch:
 
     Attributes:
         images_BCHW: normalised pixels on the device.
-        labels_B: class indices; fewer than images if some images only keep the ranks in step.
+        labels_B: class indices; fewer than images if some images only keep the ranks in step. Where
+            an image has any number of labels, (B, K) uint8, 1 for each of its classes.
         targets_BK: class weights if images are mixed, else None.
-        indices: (B,), in evaluation: places in the split of the images that have a label.
+        indices: (B,), places in the split of the images that have a label.
     """
 
     images_BCHW: Tensor
@@ -171,7 +179,7 @@ class Loader:
         self.num_classes = num_classes
         self.device = device
         self.dtype = dtype
-        self.labels = torch.from_numpy(np.asarray(store.split.labels, dtype=np.int64)).to(device)
+        self.labels = torch.from_numpy(np.array(store.split.labels)).to(device)
         self._side: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._side = _side_stream(device)
@@ -235,12 +243,12 @@ class Loader:
         images = self.pipeline(pixels, keys=keys, dtype=self.dtype, device=self.device)
         labels = self.labels[on_device(indices, self.device)]
         if not self.pipeline.mixes:
-            return Batch(images, labels)
+            return Batch(images, labels, indices=indices)
         places = np.arange(len(labels))
         partner = on_device(np.where(places ^ 1 < len(places), places ^ 1, places), self.device)
-        targets = torch.nn.functional.one_hot(labels, self.num_classes).to(torch.float32)
+        targets = shares_of_classes(labels, self.num_classes)
         images, targets = self.pipeline.mix(images, targets, keys, partner)
-        return Batch(images, labels, targets)
+        return Batch(images, labels, targets, indices)
 
     def once(self, *, rank: int = 0, world: int = 1, batch_size: int = 256) -> Iterator[Batch]:
         """Yield this rank's share of the split, each image exactly once over all ranks.
@@ -259,6 +267,9 @@ class Loader:
                 yield self._make(self._eval_batch, pixels, batch)
 
     def _eval_batch(self, pixels: Pixels, indices: NDArray[np.int64]) -> Batch:
-        images = self.pipeline(pixels, keys=None, dtype=torch.float32, device=self.device)
+        keys = None
+        if self.pipeline.random:  # a corruption, which is the same for every model and run
+            keys = sample_keys(0, 0, indices if len(indices) else [0])
+        images = self.pipeline(pixels, keys=keys, dtype=torch.float32, device=self.device)
         labels = self.labels[on_device(indices, self.device)]
         return Batch(images, labels, indices=indices)

@@ -23,11 +23,13 @@ from finetune.data.columns import (
     find_columns,
     in_order,
     number_labels,
+    refuse_alike,
 )
 from finetune.data.decode import open_data
 from finetune.data.fingerprint import states_of
 from finetune.data.hub import load_hub
 from finetune.data.items import Chunk, Items, RowItems
+from finetune.data.label_sets import number_columns, number_sets, shown_columns
 from finetune.data.notices import notice
 from finetune.data.streaming.hub_index import find_shards
 from finetune.data.streaming.parquet_shards import chunk_of, label_column, open_shards
@@ -44,7 +46,8 @@ _MEMORY_BYTES = 2**28
 _BATCH_ROWS = 4096  # keeps a chunk of nested binary far below Arrow's 2 GiB
 _Data = TypeVar("_Data")
 _File = TypeVar("_File")
-Columns = tuple[str | None, str | None]  # of images and of labels, as the user names them
+# of images and of labels, as the user names them; several of labels are columns of 0 and 1
+Columns = tuple[str | None, str | tuple[str, ...] | None]
 
 
 @dataclass
@@ -57,13 +60,16 @@ class Tables:
     description: str
 
 
-def read_parquet(path: str, columns: Columns, *, streaming: bool = False) -> Tables:
+def read_parquet(
+    path: str, columns: Columns, *, streaming: bool = False, multilabel: bool = False
+) -> Tables:
     """Read a parquet file, a glob of them, or a folder in the hub's layout.
 
     Args:
         path: what follows `parquet:`.
         columns: of images and labels; None to find them.
         streaming: leave the images in their files, whatever their size.
+        multilabel: an image has any number of labels.
     Raises: DataError for anything missing or damaged.
     """
     files = group_by_split(_find_files(path), Path, f"parquet:{path}")
@@ -71,7 +77,7 @@ def read_parquet(path: str, columns: Columns, *, streaming: bool = False) -> Tab
         _refuse_other(file)
     if streaming:
         local = {split: [LocalFile.at(file) for file in group] for split, group in files.items()}
-        return _streamed(local, columns)
+        return _streamed(local, columns, multilabel=multilabel)
     num_bytes = sum(file.stat().st_size for group in files.values() for file in group)
     load = _load_files if num_bytes <= _MEMORY_BYTES else _load_mapped
     tables = _tables(
@@ -81,6 +87,7 @@ def read_parquet(path: str, columns: Columns, *, streaming: bool = False) -> Tab
         lambda split, image: RowItems(
             functools.partial(load, tuple(files[split]), image), files[split], image
         ),
+        multilabel=multilabel,
     )
     number = sum(len(group) for group in files.values())
     tables.description = f"{counted(number, 'parquet file')}, {tables.description}"
@@ -92,6 +99,8 @@ def _tables(
     columns: Columns,
     read_labels: Callable[[str, str, str], pa.ChunkedArray],
     make_items: Callable[[str, str], Items],
+    *,
+    multilabel: bool,
 ) -> Tables:
     """Find the columns, read and number the labels, and make the items of each split.
 
@@ -100,13 +109,22 @@ def _tables(
         columns: of images and labels; None to find them.
         read_labels: from split, label column and image column to the labels.
         make_items: from split and image column to the images.
+        multilabel: an image has any number of labels.
     """
-    image, label = find_columns(next(iter(schemas.values())), *columns)
-    labels = {split: read_labels(split, label, image) for split in schemas}
-    declared = {split: declared_names(schema, label) for split, schema in schemas.items()}
-    numbered, class_names = number_labels(labels, declared)
+    schema = next(iter(schemas.values()))
+    image, names = find_columns(schema, *columns, multilabel=multilabel)
+    if len(names) > 1:
+        numbered = number_columns(
+            {split: {name: read_labels(split, name, image) for name in names} for split in schemas}
+        )
+        refuse_alike(names, "the label columns")
+        class_names = names
+    else:
+        labels = {split: read_labels(split, names[0], image) for split in schemas}
+        declared = {split: declared_names(schema, names[0]) for split, schema in schemas.items()}
+        numbered, class_names = (number_sets if multilabel else number_labels)(labels, declared)
     items = {split: make_items(split, image) for split in numbered}
-    return Tables(items, numbered, class_names, f"columns {image!r} and {label!r}")
+    return Tables(items, numbered, class_names, f"columns {image!r} and {shown_columns(names)}")
 
 
 def _find_files(path: str) -> list[Path]:
@@ -227,13 +245,16 @@ def _load_files(files: Iterable[Path], column: str) -> list[Chunk]:
     return chunks
 
 
-def read_hub(text: str, columns: Columns, *, streaming: bool = False) -> Tables:
+def read_hub(
+    text: str, columns: Columns, *, streaming: bool = False, multilabel: bool = False
+) -> Tables:
     """Load a data set of the hub, from the cache when it is there.
 
     Args:
         text: `owner/name[@revision][:config]`.
         columns: of images and labels; None to find them.
         streaming: leave the images on the hub.
+        multilabel: an image has any number of labels.
     Raises: DataError: no such data set, revision or configuration; HubError: no access, or no hub.
     """
     match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([^:]+))?(?::(.+))?", text)
@@ -249,10 +270,10 @@ def read_hub(text: str, columns: Columns, *, streaming: bool = False) -> Tables:
     if streaming:
         shards = find_shards(f"hub:{text}", name, config, revision)
         files, commit = _known_splits(shards.files, f"hub:{text}"), shards.commit
-        tables = _streamed(files, columns, shards.schema)
+        tables = _streamed(files, columns, shards.schema, multilabel=multilabel)
     else:
         loaded, commit = load_hub(f"hub:{text}", name, config, revision)
-        tables = _from_datasets(loaded, f"hub:{text}", columns, _caches())
+        tables = _from_datasets(loaded, f"hub:{text}", columns, _caches(), multilabel=multilabel)
     tables.description += f", revision {commit or revision or 'unknown'}"
     return tables
 
@@ -304,7 +325,14 @@ def _load_mapped(files: Sequence[Path], column: str) -> list[Chunk]:
     return chunks
 
 
-def _from_datasets(loaded: Any, title: str, columns: Columns, folders: tuple[Path, ...]) -> Tables:
+def _from_datasets(
+    loaded: Any,
+    title: str,
+    columns: Columns,
+    folders: tuple[Path, ...],
+    *,
+    multilabel: bool = False,
+) -> Tables:
     """Take the known splits out of a `datasets.DatasetDict`; for `folders` see `Chunk`."""
     splits = _known_splits(loaded, title)
 
@@ -318,6 +346,7 @@ def _from_datasets(loaded: Any, title: str, columns: Columns, folders: tuple[Pat
         columns,
         lambda split, label, _: splits[split].data.column(label),
         make_items,
+        multilabel=multilabel,
     )
 
 
@@ -339,6 +368,8 @@ def _streamed(
     files: Mapping[str, Sequence[LocalFile | HubFile]],
     columns: Columns,
     declared: pa.Schema | None = None,
+    *,
+    multilabel: bool = False,
 ) -> Tables:
     """Read the labels of tables and leave the images; `declared` is the schema of a set's card."""
     shards = {split: open_shards(group) for split, group in files.items()}
@@ -347,6 +378,7 @@ def _streamed(
         columns,
         lambda split, label, image: label_column(shards[split], label, image),
         lambda split, image: ShardItems(shards[split], image),
+        multilabel=multilabel,
     )
     num_groups = sum(len(one.lengths()) for split in tables.items for one in shards[split])
     files_text = counted(sum(map(len, shards.values())), "parquet file")

@@ -8,7 +8,7 @@ Such an epoch is computed from the seed, as a plain one is, and as long.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 from finetune.errors import visible
 from finetune.text import counted
 
-__all__ = ["ClassSampling", "class_draws", "draws_in_words", "imbalance", "shares_of"]
+__all__ = [
+    "ClassSampling",
+    "class_counts",
+    "class_draws",
+    "draws_in_words",
+    "imbalance",
+    "shares_of",
+]
 
 _POWERS = {"class_balanced": 0.0, "square_root": 0.5}  # of a class's images; 1: each image once
 
@@ -51,6 +58,17 @@ def draws_in_words(
 
 def _quoted(name: str) -> str:
     return f"'{visible(name, keep='')}'"
+
+
+def class_counts(labels_N: NDArray[Any], num_classes: int) -> NDArray[np.int64]:
+    """Return the images of each class, (K,).
+
+    Args:
+        labels_N: class of each image; or (N, K), 1 for each of its classes.
+    """
+    if labels_N.ndim == 2:
+        return labels_N.sum(axis=0, dtype=np.int64)
+    return np.bincount(labels_N, minlength=num_classes)
 
 
 def shares_of(total: int, weights: NDArray[np.generic]) -> NDArray[np.int64]:

@@ -10,6 +10,7 @@
     tar:PATTERN                           shards of WebDataset's layout: KEY.jpg with KEY.cls or
                                           KEY.json, in a folder, by {000..099} or *, or at addresses
     embedded:digits                       scikit-learn's 1,797 handwritten digits
+    embedded:digit_pairs                  two of them side by side, for several labels an image
 
 `valid` and `validation` are read as val. A source without a test split stays without one: a run on
 it reports no test figures. A new kind of source is one function here.
@@ -22,17 +23,20 @@ import functools
 import hashlib
 import os
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from finetune.data.columns import SPLITS, in_order, refuse_alike
-from finetune.data.csv_file import labels_file, read_csv
+from finetune.data.csv_file import Label, labels_file, read_csv
 from finetune.data.fingerprint import are_known, fingerprint_by_names, fingerprint_of
 from finetune.data.items import ArrayItems, FileItems, Items, Links, walk_images
+from finetune.data.label_sets import label_matrix
 from finetune.data.notices import notice
 from finetune.data.parquet import Columns, read_hub, read_parquet
+from finetune.data.sampling import class_counts
 from finetune.data.streaming.row_groups import ShardItems
 from finetune.data.tar import read_tar
 from finetune.errors import DataError
@@ -48,7 +52,8 @@ class Split:
 
     Attributes:
         name: train, val or test.
-        labels: (N,) int64, indices of the source's class names.
+        labels: (N,) int64, indices of the source's class names; or, where an image has any number
+            of them, (N, K) uint8, 1 for each of its classes.
         items: where the images are.
         rows: (N,) int64, which of the items belong to this split; None for all of them.
         decode_size: least side in pixels that JPEGs are decoded to, see `decode`; None for theirs.
@@ -62,6 +67,24 @@ class Split:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def is_multilabel(self) -> bool:
+        """True if an image has any number of labels."""
+        return self.labels.ndim == 2
+
+    def classes_of(self, index: int) -> list[int]:
+        """Return the class of an image, or all those that it has."""
+        label = self.labels[index]
+        return np.flatnonzero(label).tolist() if self.is_multilabel else [int(label)]
+
+    @functools.cached_property
+    def _label_words(self) -> np.ndarray:
+        """(N,) int64 that stand for the labels in hashes."""
+        if not self.is_multilabel:
+            return self.labels
+        digests = (hashlib.sha256(row.tobytes()).digest()[:8] for row in self.labels)
+        return np.frombuffer(b"".join(digests), dtype="<i8")
 
     def _row(self, index: int) -> int:
         return int(index) if self.rows is None else int(self.rows[index])
@@ -92,7 +115,7 @@ class Split:
 
     @functools.cached_property
     def _hashed(self) -> tuple[str, np.ndarray]:
-        return fingerprint_of(self.items, self._rows, self.labels)
+        return fingerprint_of(self.items, self._rows, self._label_words)
 
     @property
     def fingerprint(self) -> str:
@@ -101,7 +124,7 @@ class Split:
         Of streamed images it is over the names of their shards' contents.
         """
         if isinstance(self.items, ShardItems):
-            return self.items.fingerprint(self._rows, self.labels)
+            return self.items.fingerprint(self._rows, self._label_words)
         return self._hashed[0]
 
     @property
@@ -109,7 +132,7 @@ class Split:
         """The fingerprint that earlier versions took of more than 1 GiB; None if it is the same."""
         if isinstance(self.items, ShardItems):
             return None
-        return fingerprint_by_names(self.items, self._rows, self.labels)
+        return fingerprint_by_names(self.items, self._rows, self._label_words)
 
     @functools.cached_property
     def cache_key(self) -> str:
@@ -136,7 +159,7 @@ class Split:
         fingerprint, before = self._hashed
         if are_known(before) and np.array_equal(self.items.states(self._rows), before):
             return True
-        return fingerprint_of(self.items, self._rows, self.labels)[0] == fingerprint
+        return fingerprint_of(self.items, self._rows, self._label_words)[0] == fingerprint
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,9 +183,10 @@ def open_source(
     source: str,
     *,
     image_column: str | None = None,
-    label_column: str | None = None,
+    label_column: str | tuple[str, ...] | None = None,
     streaming: bool = False,
     decode_size: int | None = None,
+    multilabel: bool = False,
 ) -> Source:
     """Open a data set without decoding an image.
 
@@ -172,6 +196,7 @@ def open_source(
             members; None to find them.
         streaming: leave the images of hub:, parquet: and tar: sources where they are.
         decode_size: of the splits.
+        multilabel: an image has any number of labels; several label columns hold 0 and 1.
     Returns: the splits that the source has; see split_train for a missing validation split.
     Raises: DataError: no such source, or one that cannot be trained on.
     """
@@ -183,7 +208,8 @@ def open_source(
             code="data.no_column",
         )
     try:
-        opened = _open(source, kind, rest, (image_column, label_column), streaming=streaming)
+        columns = image_column, label_column
+        opened = _open(source, kind, rest, columns, streaming=streaming, multilabel=multilabel)
     except (OSError, ValueError) as error:  # a name that no system takes, a folder of others
         cause = getattr(error, "strerror", None) or error
         message = f"{source[:200]!r}: cannot be read ({cause}); check the path"
@@ -196,16 +222,19 @@ def open_source(
     return dataclasses.replace(opened, splits=splits)
 
 
-def _open(source: str, kind: str, rest: str, columns: Columns, *, streaming: bool) -> Source:
+def _open(
+    source: str, kind: str, rest: str, columns: Columns, *, streaming: bool, multilabel: bool
+) -> Source:
     if kind == "folder":
-        return _open_folder(source, rest)
+        return _open_folder(source, rest, multilabel=multilabel)
     if kind == "csv":
         file = Path(rest).expanduser().absolute()
-        return _of_files(source, file.parent, read_csv(file, columns), f"images of {file.name}")
+        listed = read_csv(file, columns, multilabel=multilabel)
+        return _of_files(source, file.parent, listed, f"images of {file.name}")
     if kind == "embedded":
-        return _open_embedded(source, rest)
+        return _open_embedded(source, rest, multilabel=multilabel)
     read = {"hub": read_hub, "tar": read_tar}.get(kind, read_parquet)
-    tables = read(rest, columns, streaming=streaming)
+    tables = read(rest, columns, streaming=streaming, multilabel=multilabel)
     splits = {name: Split(name, tables.labels[name], tables.items[name]) for name in tables.labels}
     return Source(source, splits, tables.class_names, tables.description)
 
@@ -221,9 +250,10 @@ def _check(source: Source) -> None:
     train = source.splits.get("train")
     if train is None:
         return
-    known = set(np.unique(train.labels).tolist())
-    for name, split in source.splits.items():
-        unknown = sorted(set(np.unique(split.labels).tolist()) - known)
+    present = {name: _present(source, split) for name, split in source.splits.items()}
+    known = present["train"]
+    for name in source.splits:
+        unknown = sorted(present[name] - known)
         if unknown:
             names = ", ".join(source.class_names[label] for label in unknown[:5])
             number = counted(len(unknown), "class", "classes")
@@ -238,8 +268,13 @@ def _check(source: Source) -> None:
         notice(f"{source.name}: {number} without an image: {', '.join(missing[:5])}")
 
 
-def _open_folder(source: str, path: str) -> Source:
-    """Open a folder of splits of classes, or of classes."""
+def _present(source: Source, split: Split) -> set[int]:
+    """The classes that a split has an image of."""
+    return {*np.flatnonzero(class_counts(split.labels, len(source.class_names))).tolist()}
+
+
+def _open_folder(source: str, path: str, *, multilabel: bool) -> Source:
+    """Open a folder of splits of classes, or of classes, or of images named by CSV files."""
     root = Path(path).expanduser().absolute()
     if not root.is_dir():
         message = f"{source}: a file, not a folder; expected a folder with a folder per class in it"
@@ -248,8 +283,14 @@ def _open_folder(source: str, path: str) -> Source:
     folders = _split_folders(root, source)
     class_folders = {one.name for folder in folders.values() for one in _subfolders(folder)}
     tables = {split: labels_file(folder) for split, folder in folders.items()}
-    if any(tables.values()) and len(class_folders) < 2:
-        return _open_tables(source, root, folders, tables)
+    if any(tables.values()) and (multilabel or len(class_folders) < 2):
+        return _open_tables(source, root, folders, tables, multilabel=multilabel)
+    if multilabel:
+        raise DataError(
+            f"{source}: a folder of classes has one label for each image, and data.task=multilabel "
+            "any number; add a labels.csv with the columns path and label (cat|dog)",
+            code="data.no_labels",
+        )
     links = Links((one for folder in folders.values() for one in _subfolders(folder)), source)
     classes_of = {split: _classes(folders[split], source, ignored, links) for split in folders}
     if ignored:
@@ -266,7 +307,12 @@ def _open_folder(source: str, path: str) -> Source:
 
 
 def _open_tables(
-    source: str, root: Path, folders: dict[str, Path], tables: dict[str, Path | None]
+    source: str,
+    root: Path,
+    folders: dict[str, Path],
+    tables: dict[str, Path | None],
+    *,
+    multilabel: bool,
 ) -> Source:
     """Open a folder whose images have their labels in a CSV file, or in one for each split.
 
@@ -274,7 +320,7 @@ def _open_tables(
         folders: of the splits, or the root alone.
         tables: in these folders, by split.
     """
-    listed: dict[str, list[tuple[str, str]]] = {}
+    listed: dict[str, list[tuple[str, Label]]] = {}
     for split, table in tables.items():
         if table is None:
             raise DataError(
@@ -283,24 +329,30 @@ def _open_tables(
                 code="data.no_labels",
             )
         if folders[split] == root:
-            listed = read_csv(table)
+            listed = read_csv(table, multilabel=multilabel)
         else:
             start = f"{folders[split].name}{os.sep}"
-            rows = read_csv(table, split=split)[split]
+            rows = read_csv(table, split=split, multilabel=multilabel)[split]
             listed[split] = [(start + path, label) for path, label in rows]
     names = {table.name for table in tables.values() if table}
     return _of_files(source, root, listed, f"images of {' and '.join(sorted(names))}")
 
 
 def _of_files(
-    source: str, root: Path, listed: dict[str, list[tuple[str, str]]], description: str
+    source: str, root: Path, listed: Mapping[str, Sequence[tuple[str, Label]]], description: str
 ) -> Source:
     """Make a source of image files.
 
     Args:
-        listed: (path below the root, class) of each image, by split.
+        listed: (path below the root, class or classes) of each image, by split.
     """
-    class_names = sorted({name for files in listed.values() for _, name in files})
+    labels = [label for files in listed.values() for _, label in files]
+    class_names = sorted(
+        {name for label in labels for name in ([label] if isinstance(label, str) else label)}
+    )
+    if not class_names and labels:
+        message = f"{source}: no image has a label; check the label column, or the columns of 0, 1"
+        raise DataError(message, code="data.no_labels")
     if not class_names:
         message = f"{source}: no images in class folders; expected {root}/CLASS/IMAGE.jpg"
         raise DataError(message, code="data.empty")
@@ -309,9 +361,18 @@ def _of_files(
     splits = {}
     for split, files in listed.items():
         files = sorted(files)
-        labels = np.array([number[name] for _, name in files], dtype=np.int64)
-        splits[split] = Split(split, labels, FileItems(root, [path for path, _ in files]))
+        items = FileItems(root, [path for path, _ in files])
+        splits[split] = Split(split, _numbered([label for _, label in files], number), items)
     return Source(source, splits, class_names, description)
+
+
+def _numbered(labels: Sequence[Label], number: Mapping[str, int]) -> np.ndarray:
+    """The `labels` of a split."""
+    if all(isinstance(label, str) for label in labels):
+        return np.array([number[str(label)] for label in labels], dtype=np.int64)
+    pairs = [(row, number[name]) for row, label in enumerate(labels) for name in label]
+    rows_M, labels_M = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    return label_matrix(rows_M, labels_M, len(labels), len(number))
 
 
 def _subfolders(folder: Path) -> list[Path]:
@@ -375,14 +436,20 @@ def _classes(
     return classes
 
 
-def _open_embedded(source: str, name: str) -> Source:
+def _open_embedded(source: str, name: str, *, multilabel: bool) -> Source:
     """Open scikit-learn's digits: 8x8 pixels of 0..16 scaled to 0..255, grey as RGB.
 
-    Every fifth image of each class, in scikit-learn's order, is the test split.
+    Every fifth image of each class, in scikit-learn's order, is the test split. In a pair each
+    image of a split is the left one once, beside one that is drawn from the split.
+
     Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998.
     """
     from sklearn.datasets import load_digits
 
+    if multilabel is not (name == "digit_pairs"):
+        advice = "one label; use embedded:digit_pairs"
+        advice = advice if multilabel else "several labels; set data.task=multilabel"
+        raise DataError(f"{source}: its images have {advice}", code="data.wrong_labels")
     grey, labels = load_digits(return_X_y=True)
     pixels = np.rint(grey.reshape(-1, 8, 8, 1) * (255 / 16)).astype(np.uint8)
     items = ArrayItems(np.repeat(pixels, 3, axis=3), "digits")
@@ -390,9 +457,17 @@ def _open_embedded(source: str, name: str) -> Source:
     test = np.zeros(len(labels), dtype=bool)
     for label in range(10):
         test[np.flatnonzero(labels == label)[4::5]] = True
-    splits = {
-        split: Split(split, labels[rows], items, rows)
-        for split, rows in (("train", np.flatnonzero(~test)), ("test", np.flatnonzero(test)))
-    }
+    rows_of = {"train": np.flatnonzero(~test), "test": np.flatnonzero(test)}
+    class_names = [str(digit) for digit in range(10)]
     description = "scikit-learn's handwritten digits, 8x8 grey; test is every fifth of each class"
-    return Source(source, splits, [str(digit) for digit in range(10)], description)
+    if not multilabel:
+        splits = {split: Split(split, labels[rows], items, rows) for split, rows in rows_of.items()}
+        return Source(source, splits, class_names, description)
+    splits = {}
+    for split, rows in rows_of.items():
+        right = rows[np.argsort(np.random.PCG64(len(rows)).random_raw(len(rows)), kind="stable")]
+        pairs = np.repeat(np.concatenate([pixels[rows], pixels[right]], axis=2), 3, axis=3)
+        places = np.tile(np.arange(len(rows)), 2)
+        both = label_matrix(places, np.concatenate([labels[rows], labels[right]]), len(rows), 10)
+        splits[split] = Split(split, both, ArrayItems(pairs, f"digit_pairs {split}"))
+    return Source(source, splits, class_names, f"pairs of {description}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -47,6 +47,8 @@ def merge_val(source: Source) -> Source:
 def keep_classes(source: Source, names: Sequence[str] | None) -> Source:
     """Keep only the images of some classes; their labels count these, in the source's order.
 
+    Where an image has several labels, all images stay, and the labels of the other classes go.
+
     Args:
         names: of the classes; None for all of them.
     Raises: RecipeError for an unknown name; DataError if a split is left empty.
@@ -60,6 +62,9 @@ def keep_classes(source: Source, names: Sequence[str] | None) -> Source:
     label_of[kept] = np.arange(len(kept))
     splits = {}
     for name, split in source.splits.items():
+        if split.is_multilabel:
+            splits[name] = dataclasses.replace(split, labels=split.labels[:, kept])
+            continue
         chosen = split.subset(np.flatnonzero(np.isin(split.labels, kept)))
         if len(chosen) == 0:
             raise DataError(
@@ -91,6 +96,8 @@ def check_classes(names: Iterable[str], known: Sequence[str], *, key: str, sourc
 def take(source: Source, split: str, number: int | None, seed: int) -> Source:
     """Keep some images of a split: of every class its share, drawn by the seed.
 
+    Where an image has several labels it is any image, so the shares are kept roughly.
+
     Args:
         split: train, val or test.
         number: images to keep; None for all of them. The shares are rounded by their largest
@@ -108,7 +115,8 @@ def take(source: Source, split: str, number: int | None, seed: int) -> Source:
             f"{key}: {source.name} has no {split} split to take {number} images from; remove it",
             code="data.no_split",
         )
-    present, counts = np.unique(images.labels, return_counts=True)
+    classes = np.zeros(len(images), dtype=np.int64) if images.is_multilabel else images.labels
+    present, counts = np.unique(classes, return_counts=True)
     if not len(present) <= number <= len(images):
         raise DataError(
             f"{key}: {number} of the {len(images)} {kind} images of {len(present)} classes; give a "
@@ -122,7 +130,8 @@ def take(source: Source, split: str, number: int | None, seed: int) -> Source:
     if split != "train":
         notice(f"{key}: every {kind} figure rests on {number} of {len(images)} images")
     # streams of their own: the validation split draws from the seed itself
-    smaller = _drawn(images, present, wanted, [seed, 1 + list(_KINDS).index(split)])
+    entropy = [seed, 1 + list(_KINDS).index(split)]
+    smaller = _drawn(images, classes, present, wanted, entropy)
     return dataclasses.replace(source, splits={**source.splits, split: smaller})
 
 
@@ -142,18 +151,25 @@ def long_tail(source: Source, ratio: float | None, seed: int) -> Source:
     counts = np.bincount(train.labels, minlength=len(source.class_names))
     exponents = np.arange(len(counts)) / max(len(counts) - 1, 1)
     wanted = np.maximum((counts.max() * (1 / ratio) ** exponents).astype(np.int64), 1)
-    smaller = _drawn(train, range(len(counts)), wanted, [seed, 1 + len(_KINDS)])
+    entropy = [seed, 1 + len(_KINDS)]
+    smaller = _drawn(train, train.labels, range(len(counts)), wanted, entropy)
     notice(f"data.long_tail: {len(smaller)} of the {len(train)} training images are used")
     return dataclasses.replace(source, splits={**source.splits, "train": smaller})
 
 
-def _drawn(split: Split, classes: Iterable[int], wanted: np.ndarray, entropy: list[int]) -> Split:
+def _drawn(
+    split: Split,
+    labels: np.ndarray,
+    classes: Iterable[int],
+    wanted: np.ndarray,
+    entropy: list[int],
+) -> Split:
     """At most so many images of each class as are wanted, drawn from a stream of numbers."""
     draws = np.random.PCG64(entropy).random_raw(len(split))
     kept = [
         members[np.argsort(draws[members], kind="stable")][:count]
         for label, count in zip(classes, wanted, strict=True)
-        for members in [np.flatnonzero(split.labels == label)]
+        for members in [np.flatnonzero(labels == label)]
     ]
     return split.subset(np.sort(np.concatenate(kept)))
 
@@ -164,6 +180,10 @@ def split_train(source: Source, val_fraction: float, seed: int) -> Source:
     Each training image gets one raw 64-bit number of PCG64(seed), which unlike NumPy's shuffles is
     the same in every version. Of each class those with the smallest numbers are taken:
     round-half-up(fraction * images), at least 1, and never the last training image.
+
+    Where an image has several labels, the classes take turns, the rarest first, and each takes the
+    images that it still lacks among those that no rarer class has; so every class has its share of
+    validation, or, where it comes with rarer ones, more. Images without a label count as a class.
 
     Args:
         val_fraction: 0 <= fraction < 1; 0 takes nothing.
@@ -183,11 +203,13 @@ def split_train(source: Source, val_fraction: float, seed: int) -> Source:
         raise DataError(message, code="data.no_split")
     draws = np.random.PCG64(seed).random_raw(len(train))
     in_val = np.zeros(len(train), dtype=bool)
-    for label in np.unique(train.labels):
-        members = np.flatnonzero(train.labels == label)
+    for members, left in _turns(train.labels):
         wanted = max(1, int(val_fraction * len(members) + 0.5))
-        ranked = members[np.argsort(draws[members], kind="stable")]
-        in_val[ranked[: min(wanted, len(members) - 1)]] = True
+        ranked = left[np.argsort(draws[left], kind="stable")]
+        lacking = min(wanted, len(members) - 1) - int(in_val[members].sum())
+        in_val[ranked[: max(lacking, 0)]] = True
+        if in_val[members].all():  # the rarer classes took them all
+            in_val[members[0]] = False
     if not in_val.any():
         raise DataError(
             f"{source.name}: every class has a single image in 'train'; none can be validation: "
@@ -199,6 +221,25 @@ def split_train(source: Source, val_fraction: float, seed: int) -> Source:
         _notice_row_groups(source.name, val, val.items)
     splits = {**source.splits, "train": train.subset(np.flatnonzero(~in_val)), "val": val}
     return dataclasses.replace(source, splits=in_order(splits))
+
+
+def _turns(labels: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the images of each class, and those of them that came with no class before.
+
+    Source: Sechidis et al. 2011, "On the stratification of multi-label data", section 3.2.
+    """
+    if labels.ndim == 1:
+        for label in np.unique(labels):
+            members = np.flatnonzero(labels == label)
+            yield members, members
+        return
+    taken = np.zeros(len(labels), dtype=bool)
+    columns = [*np.ascontiguousarray(labels.T), labels.sum(axis=1) == 0]
+    for column in sorted(columns, key=lambda column: int(column.sum(dtype=np.int64))):
+        members = np.flatnonzero(column)
+        if len(members):
+            yield members, members[~taken[members]]
+            taken[members] = True
 
 
 def _notice_row_groups(name: str, val: Split, items: ShardItems) -> None:

@@ -26,6 +26,7 @@ from finetune.data.columns import number_labels
 from finetune.data.decode import decode
 from finetune.data.fingerprint import states_of
 from finetune.data.items import binaries
+from finetune.data.label_sets import number_sets
 from finetune.data.notices import notice
 from finetune.data.parquet import Columns, Tables, group_by_split
 from finetune.data.streaming.hub_index import find_hub_files
@@ -44,7 +45,9 @@ _ADDRESS = re.compile(r"https?://|hf://datasets/[^/]+/[^/]+/")
 _HUB_ADDRESS = re.compile(r"hf://datasets/([^/]+/[^/@]+)(?:@([^/]+))?/(.+)")
 
 
-def read_tar(path: str, columns: Columns, *, streaming: bool = False) -> Tables:
+def read_tar(
+    path: str, columns: Columns, *, streaming: bool = False, multilabel: bool = False
+) -> Tables:
     """Read tar shards: where they are, if they are streamed or not on this machine.
 
     Args:
@@ -52,11 +55,18 @@ def read_tar(path: str, columns: Columns, *, streaming: bool = False) -> Tables:
             `{a,b}` for several.
         columns: the suffix of the images' members, and the suffix or JSON field of the labels.
         streaming: read the images of local shards in the order of `Lanes`, too.
+        multilabel: the labels are lists, in fields of JSON.
     Raises: DataError for anything missing or damaged; HubError for a server's faults.
     """
+    image, label = columns
+    if isinstance(label, tuple):
+        raise DataError(
+            f"tar:{path}: labels are in one field of json, a list of classes; got {len(label)}",
+            code="data.no_column",
+        )
     files = _find_shards(path)
     splits = group_by_split(files, _path_of, f"tar:{path}", whole_name=True)
-    shards = index_shards([file for group in splits.values() for file in group], *columns)
+    shards = index_shards([file for group in splits.values() for file in group], image, label)
     remaining = iter(shards)
     by_split = {
         split: list(itertools.islice(remaining, len(group))) for split, group in splits.items()
@@ -68,8 +78,12 @@ def read_tar(path: str, columns: Columns, *, streaming: bool = False) -> Tables:
         if not any(len(shard.offsets) for shard in group):
             message = f"tar:{path}: no image in the {counted(len(group), 'shard')} of '{split}'"
             raise DataError(f"{message}; expected KEY.jpg beside KEY.cls", code="data.empty")
-    labels = {split: _label_column(split, group) for split, group in by_split.items()}
-    numbered, class_names = number_labels(labels, dict.fromkeys(labels))
+    labels = {
+        split: _label_column(split, group, multilabel=multilabel)
+        for split, group in by_split.items()
+    }
+    number = number_sets if multilabel else number_labels
+    numbered, class_names = number(labels, dict.fromkeys(labels))
     is_streamed = streaming or any(not isinstance(file, LocalFile) for file in files)
     make = _streamed if is_streamed else TarItems
     items = {split: make(by_split[split]) for split in numbered}
@@ -77,26 +91,53 @@ def read_tar(path: str, columns: Columns, *, streaming: bool = False) -> Tables:
     return Tables(items, numbered, class_names, description)
 
 
-def _label_column(split: str, shards: Sequence[TarIndex]) -> pa.ChunkedArray:
-    """Return the labels of a split. Raises: DataError if some are integers and some are names."""
+def _label_column(split: str, shards: Sequence[TarIndex], *, multilabel: bool) -> pa.ChunkedArray:
+    """Return the labels of a split.
+
+    Raises: DataError if some are integers and some are names, or if lists are not lists.
+    """
     first_of: dict[type, str] = {}
+    sizes: list[int] = []
+    flat: list[int | str] = []
     for shard in shards:
-        for kind in {*map(type, shard.labels)} - first_of.keys():
-            place = next(p for p, label in enumerate(shard.labels) if type(label) is kind)
-            name = printable(os.fsdecode(shard.names[place].as_py()))
-            first_of[kind] = f"{shard.labels[place]!r} ({shard.file.title} {name})"
+        for place, label in enumerate(shard.labels):
+            if isinstance(label, list) is not multilabel:
+                expected = "a list of classes" if multilabel else "one class (data.task=multilabel)"
+                raise DataError(
+                    f"{_named(shard, place)} has the label {str(label)[:40]!r}; expected "
+                    f"{expected}; name another field with data.label_column",
+                    code="data.wrong_labels",
+                )
+            each = label if isinstance(label, list) else [label]
+            for one in each:
+                if type(one) not in first_of:
+                    first_of[type(one)] = f"{one!r} ({_named(shard, place)})"
+            sizes.append(len(each))
+            flat += each
     if len(first_of) > 1:
         raise DataError(
             f"split '{split}': labels of two kinds, such as {' and '.join(first_of.values())}; "
             "write all as integers or all as names",
             code="data.wrong_labels",
         )
-    if int in first_of:
-        numbers = np.concatenate([np.array(shard.labels, dtype=np.int64) for shard in shards])
-        chunk = pa.Array.from_buffers(pa.int64(), len(numbers), [None, pa.py_buffer(numbers)])
-        return pa.chunked_array([chunk])
-    texts = [binaries([str(label).encode() for label in shard.labels]) for shard in shards]
-    return pa.chunked_array([text.cast(pa.large_string()) for text in texts])
+    values = _array(flat) if int in first_of else _texts(flat)
+    if multilabel:
+        values = pa.LargeListArray.from_arrays(_array([0, *itertools.accumulate(sizes)]), values)
+    return pa.chunked_array([values])
+
+
+def _array(numbers: Sequence[int | str]) -> pa.Array:
+    """Make an array of integers; `pa.array` of NumPy's would import pandas."""
+    buffer = pa.py_buffer(np.array(numbers, dtype=np.int64))
+    return pa.Array.from_buffers(pa.int64(), len(numbers), [None, buffer])
+
+
+def _texts(labels: Sequence[int | str]) -> pa.Array:
+    return binaries([str(label).encode() for label in labels]).cast(pa.large_string())
+
+
+def _named(shard: TarIndex, place: int) -> str:
+    return f"{shard.file.title} {printable(os.fsdecode(shard.names[place].as_py()))}"
 
 
 # --- the shards ----------------------------------------------------------------------------------

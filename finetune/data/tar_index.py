@@ -25,7 +25,7 @@ import tarfile
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeAlias, cast
 
 import numpy as np
 import pyarrow as pa
@@ -43,7 +43,7 @@ from finetune.files import CacheFolder, cache_folder
 from finetune.processes import is_first_here, num_cores
 from finetune.text import counted, printable
 
-__all__ = ["TarIndex", "index_shards"]
+__all__ = ["Label", "TarIndex", "index_shards"]
 
 MAX_BYTES = 2**32
 _VERSION = 1
@@ -63,6 +63,8 @@ _PACKED = {
     b"\x28\xb5\x2f\xfd": "zstd",
 }
 
+Label: TypeAlias = int | str | list[int | str]
+
 
 @dataclass(frozen=True, eq=False)
 class TarIndex:
@@ -72,7 +74,7 @@ class TarIndex:
         file: the shard.
         offsets, sizes: (N,) int64, in bytes.
         names: (N,) of their members.
-        labels: (N,) integers or names of classes.
+        labels: (N,) integers or names of classes, or lists of them.
         ignored: how many members of other kinds there are, by their suffix.
     """
 
@@ -80,7 +82,7 @@ class TarIndex:
     offsets: NDArray[np.int64]
     sizes: NDArray[np.int64]
     names: pa.LargeBinaryArray
-    labels: list[int | str]
+    labels: list[Label]
     ignored: dict[str, int]
 
 
@@ -235,7 +237,8 @@ def _checked(file: ShardFile, raw: dict[str, Any]) -> TarIndex:
         and np.all(sizes <= file.size - offsets)
     ):
         raise ValueError("images beyond the shard")
-    if not {type(label) for label in labels} <= {int, str}:
+    every = [one for label in labels for one in (label if isinstance(label, list) else [label])]
+    if not {type(label) for label in every} <= {int, str}:
         raise ValueError("labels of another kind")
     return TarIndex(file, offsets, sizes, binaries([*map(os.fsencode, names)]), labels, ignored)
 
@@ -246,8 +249,8 @@ def _checked(file: ShardFile, raw: dict[str, Any]) -> TarIndex:
 def _read_shard(file: ShardFile, image: str | None, label: str | None) -> dict[str, Any]:
     """Read the headers and labels of a shard. Returns: its `TarIndex` as JSON has it."""
     images: dict[str, tuple[int, int, str]] = {}
-    labels: dict[str, int | str] = {}  # of members of their own
-    fields: dict[str, int | str | None] = {}  # of the JSON
+    labels: dict[str, Label] = {}  # of members of their own
+    fields: dict[str, Label | None] = {}  # of the JSON
     ignored: collections.Counter[str] = collections.Counter()
     with _opened(file) as stream:
         for member in _members(file, stream):
@@ -434,7 +437,7 @@ def _label(file: ShardFile, name: str, body: bytes) -> int | str:
     return text
 
 
-def _field(file: ShardFile, name: str, body: bytes, field: str | None) -> int | str | None:
+def _field(file: ShardFile, name: str, body: bytes, field: str | None) -> Label | None:
     """Read a label out of JSON. Returns: None where there is no such field."""
     try:
         entries = json.loads(body)
@@ -447,10 +450,8 @@ def _field(file: ShardFile, name: str, body: bytes, field: str | None) -> int | 
     label: Any = next((entries[one] for one in wanted if one in entries), None)
     if label is None:
         return None
-    if type(label) is int and abs(label) < 2**62:
-        return label
-    if type(label) is str and label.isprintable() and label:
-        return label
+    if all(map(_is_label, label if isinstance(label, list) else [label])):
+        return cast("Label", label)
     raise DataError(
         f"{file.title}: {printable(name)} has the label {str(label)[:40]!r}; expected an integer "
         "or the name of a class; name another field with data.label_column",
@@ -458,10 +459,16 @@ def _field(file: ShardFile, name: str, body: bytes, field: str | None) -> int | 
     )
 
 
+def _is_label(label: Any) -> bool:
+    if type(label) is int:
+        return abs(label) < 2**62
+    return type(label) is str and label.isprintable() and bool(label)
+
+
 def _refuse_halves(
     file: ShardFile,
     images: dict[str, Any],
-    labels: list[int | str | None],
+    labels: Sequence[Label | None],
     labelled: set[str],
     label: str | None,
 ) -> None:

@@ -164,15 +164,20 @@ class _Answers:
         return str(path), page.result(self._reader.read(path))
 
     def to_program(self, upload: dict[str, Any] | None) -> list[dict[str, Any]]:
-        """Answer a program: [{"label", "confidence"}]."""
+        """Answer a program: [{"label", "confidence"}], of several labels with "threshold", too."""
         path = (upload or {}).get("path")
         if path is None:
             raise self._refusal("no picture was sent")
         try:
-            top = self._reader.read(path).top
+            reading = self._reader.read(path)
         except FinetuneError as error:
             raise self._refusal(str(error)) from None
-        return [{"label": label, "confidence": confidence} for label, confidence in top]
+        answer: list[dict[str, Any]] = [
+            {"label": label, "confidence": confidence} for label, confidence in reading.top
+        ]
+        for row, threshold in zip(answer, reading.thresholds or (), strict=False):
+            row["threshold"] = threshold
+        return answer
 
     def _refusal(self, message: str) -> Exception:
         # Gradio shows it as HTML, and it may hold the first bytes of the file

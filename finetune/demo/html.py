@@ -23,6 +23,7 @@ __all__ = ["EMPTY", "footer", "header", "heat_map", "refusal", "result", "style"
 _HEAT = np.array([(24, 12, 60), (122, 28, 109), (237, 105, 37), (252, 246, 168)], float)
 _HEAT_OPACITY = (0.5, 0.78)  # where it looked least the picture stays visible, and is darkened
 _HEAT_PIXELS = 384
+_NONE = "No label reaches its threshold"
 _FEW_PIXELS = 160  # below this the pixels of the input are shown as squares
 
 EMPTY = (
@@ -73,13 +74,14 @@ def refusal(message: str) -> str:
 
 def result(reading: Reading) -> str:
     """The classes with their confidences, and the picture as the model saw it."""
-    rows = "".join(
-        f'<li><span class="ft-name">{html.escape(name)}</span>'
-        f'<span class="ft-share">{html.escape(confidence(share))}</span>'
-        f'<span class="ft-bar" aria-hidden="true"><i style="width:{100 * share:.2f}%"></i>'
-        "</span></li>"
-        for name, share in reading.top
-    )
+    kind, said = "ft-top", ""
+    if reading.thresholds is None:
+        rows = "".join(map(_row, reading.top))
+    else:
+        rows = "".join(map(_row, reading.top, reading.thresholds))
+        pairs = zip(reading.top, reading.thresholds, strict=True)
+        labels = ", ".join(name for (name, share), threshold in pairs if share >= threshold)
+        kind, said = "ft-top ft-several", f'<p class="ft-labels">{html.escape(labels or _NONE)}</p>'
     height, width = reading.seen_HWC.shape[:2]
     coarse = " ft-coarse" if max(height, width) < _FEW_PIXELS else ""
     seen = _image(_png(reading.seen_HWC), "The picture as the model saw it")
@@ -102,8 +104,23 @@ def result(reading: Reading) -> str:
         both = f'<span class="ft-stack" role="img" aria-label="{label}">{seen}{heat}</span>'
         figures.append(_figure(both, caption, coarse))
     return (
-        f'<section class="ft-result" aria-live="polite"><ol class="ft-top">{rows}</ol>'
+        f'<section class="ft-result" aria-live="polite">{said}<ol class="{kind}">{rows}</ol>'
         f'<div class="ft-figures">{"".join(figures)}</div>{note}</section>'
+    )
+
+
+def _row(pair: tuple[str, float], threshold: float | None = None) -> str:
+    """A class with its bar and, where a picture may have several, its threshold marked."""
+    (name, share), kind, mark, hidden = pair, "", "", ""
+    if threshold is not None:
+        kind = ' class="ft-said"' if share >= threshold else ""
+        mark = f'<b style="left:{100 * threshold:.2f}%"></b>'
+        hidden = f'<span class="ft-hidden">, a label from {confidence(threshold)} on</span>'
+    return (
+        f'<li{kind}><span class="ft-name">{html.escape(name)}</span>'
+        f'<span class="ft-share">{html.escape(confidence(share))}{hidden}</span>'
+        f'<span class="ft-bar" aria-hidden="true"><i style="width:{100 * share:.2f}%"></i>{mark}'
+        "</span></li>"
     )
 
 

@@ -12,7 +12,7 @@ import torch
 
 from finetune.commands.predict import Classifier
 from finetune.data.decode import decode, planes
-from finetune.errors import DataError, WeightsError
+from finetune.errors import DataError
 from finetune.models.attention import attention_rollout
 from finetune.transforms.pipeline import Pipeline
 
@@ -29,11 +29,14 @@ class Reading:
         top: class names with their confidences, the most probable first.
         seen_HWC: uint8 (h, w, 3), the network's input before it is normalised.
         looked_HW: the attention rollout over the patches; None for a network without it.
+        thresholds: of the classes in `top`, from which on they are labels of the picture; None
+            where it has one.
     """
 
     top: list[tuple[str, float]]
     seen_HWC: np.ndarray
     looked_HW: np.ndarray | None
+    thresholds: list[float] | None = None
 
 
 def pixels_of(path: str | Path, size: int | None = None) -> np.ndarray:
@@ -83,22 +86,23 @@ class Reader:
         seen_CHW = self._plain(pixels_BCHW, device=device)[0]
         seen_HWC = (seen_CHW * 255).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0)
         looked_BHW = attention_rollout(self.classifier.network, images_BCHW)
+        top, thresholds = self._top(images_BCHW)
         return Reading(
-            top=self._top(images_BCHW),
+            top=top,
+            thresholds=thresholds,
             seen_HWC=seen_HWC.cpu().numpy(),
             looked_HW=None if looked_BHW is None else looked_BHW[0].cpu().numpy(),
         )
 
-    def _top(self, images_BCHW: torch.Tensor) -> list[tuple[str, float]]:
-        logits_K = self.classifier.network(images_BCHW)[0].double()
-        if not bool(logits_K.isfinite().all()):
-            raise WeightsError(
-                "the model's outputs are not finite: its weights are damaged; train or download "
-                "it again",
-                code="weights.not_finite",
-            )
-        temperature = self.classifier.temperature
+    def _top(self, images_BCHW: torch.Tensor) -> tuple[list[tuple[str, float]], list[float] | None]:
+        """The best classes and, where the picture may have several, all its labels."""
+        classifier = self.classifier
+        confidences_K = classifier.confidences(classifier.network(images_BCHW))[0]
         # as Classifier.predict orders them: equal classes by their index
-        ranked = (logits_K / (temperature or 1.0)).softmax(0).sort(descending=True, stable=True)
-        best = zip(ranked.values[:TOP].tolist(), ranked.indices[:TOP].tolist(), strict=True)
-        return [(self.classifier.class_names[index], confidence) for confidence, index in best]
+        ranked = confidences_K.sort(descending=True, stable=True)
+        pairs = list(zip(ranked.values.tolist(), ranked.indices.tolist(), strict=True))
+        best, thresholds = pairs[:TOP], classifier.thresholds
+        if thresholds is not None:
+            best += [pair for pair in pairs[TOP:] if pair[0] >= thresholds[pair[1]]]
+        top = [(classifier.class_names[index], confidence) for confidence, index in best]
+        return top, None if thresholds is None else [thresholds[index] for _, index in best]

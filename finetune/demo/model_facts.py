@@ -15,6 +15,7 @@ from PIL import Image
 from finetune.commands.predict import Classifier
 from finetune.console import say
 from finetune.data.from_recipe import data_of, whole_data_of
+from finetune.data.source import Split
 from finetune.errors import FinetuneError, WeightsError
 from finetune.evaluation.intervals import TOO_FEW_IMAGES, interval
 from finetune.hub.download import hub_file
@@ -55,7 +56,7 @@ def title_of(model: str) -> str:
 
 
 def facts(model: str, classifier: Classifier) -> list[str]:
-    """Short figures: classes, input size, and the accuracy that is recorded.
+    """Short figures: classes, input size, and the accuracy or the mAP that is recorded.
 
     It is that of the test split or, without one, of validation; on few images with its 95 %
     interval, and followed by a mark where they are too few.
@@ -67,14 +68,18 @@ def facts(model: str, classifier: Classifier) -> list[str]:
     name, measured = "test", results.get("test")
     if not measured:
         name, measured = "validation", results.get("val")
-    top1 = measured.get("top1") if isinstance(measured, dict) else None
-    if isinstance(measured, dict) and isinstance(top1, (int, float)) and 0 <= top1 <= 1:
+    measured = measured if isinstance(measured, dict) else {}
+    share = measured.get("top1", measured.get("map"))
+    if isinstance(share, (int, float)) and 0 <= share <= 1:
         images = measured.get("examples")
         images = images if isinstance(images, int) else 0  # not recorded
-        ends = interval(top1, images)
-        between = "" if ends is None else f" (95 % interval {percent_range(*ends)})"
         count = f"{images:,}" if images else "the"
-        figures.append(f"{percent(top1, 1)} of {count} {name} images right{between}")
+        if "top1" in measured:
+            ends = interval(share, images)
+            between = "" if ends is None else f" (95 % interval {percent_range(*ends)})"
+            figures.append(f"{percent(share, 1)} of {count} {name} images right{between}")
+        else:
+            figures.append(f"mAP {percent(share, 1)} on {count} {name} images")
         if 0 < images < TOO_FEW_IMAGES:
             figures.append(TOO_FEW)
     return figures
@@ -143,15 +148,16 @@ def _from_data(model: str, into: Path) -> list[Path]:
             return []
         return [
             _save(split.read(index), into / f"{number}-{_plain(source.class_names[label])}.png")
-            for number, (index, label) in enumerate(_spread(split.labels))
+            for number, (index, label) in enumerate(_spread(split))
         ]
     except FinetuneError as error:
         say(f"the demo has no examples: {error}")
         return []
 
 
-def _spread(labels: np.ndarray) -> list[tuple[int, int]]:
+def _spread(split: Split) -> list[tuple[int, int]]:
     """The first image of each of a few classes, evenly chosen. Returns: (index, label) pairs."""
+    labels = split.labels.argmax(axis=1) if split.is_multilabel else split.labels
     classes, first = np.unique(labels, return_index=True)
     count = min(_EXAMPLES, len(classes))
     chosen = np.linspace(0, len(classes) - 1, count).round().astype(int)

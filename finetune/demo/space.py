@@ -91,7 +91,8 @@ def export_space(model: str, folder: str | Path) -> dict[str, Any]:
         (target / "app.py").write_text(_APP, encoding="utf-8")
         (target / "requirements.txt").write_text(_requirements(), encoding="utf-8")
         (target / ".gitattributes").write_text(_ATTRIBUTES, encoding="utf-8")
-        card = _card(str(about["title"]), version, reference, licence)
+        several = classifier.thresholds is not None
+        card = _card(str(about["title"]), version, reference, licence, several=several)
         (target / "README.md").write_text(card, encoding="utf-8")
         # last: a folder with this file is whole
         text = json.dumps(about, indent=2, ensure_ascii=False) + "\n"
@@ -240,7 +241,9 @@ def _requirements() -> str:
     return "\n".join([*lines, f"gradio=={gradio().__version__}"]) + "\n"
 
 
-def _card(title: str, version: str, reference: str | None, licence: str | None) -> str:
+def _card(
+    title: str, version: str, reference: str | None, licence: str | None, *, several: bool = False
+) -> str:
     head: dict[str, Any] = {
         "title": title,
         "colorFrom": "yellow",
@@ -255,11 +258,12 @@ def _card(title: str, version: str, reference: str | None, licence: str | None) 
     if reference is not None and is_hub_name(reference):
         head["models"] = [reference.split(":", 1)[1].partition("@")[0]]
     where = f"`{reference}`" if reference else "the folder `model`"
+    shown = "its labels" if several else "the five most likely classes"
     lines = ["---", yaml.safe_dump(head, sort_keys=False, allow_unicode=True).strip(), "---", ""]
     lines += [
         f"# {html.escape(' '.join(title.split()))}",
         "",
-        "Drop a picture: the page shows the five most likely classes and where the model looked.",
+        f"Drop a picture: the page shows {shown} and where the model looked.",
         "",
         f"The model is {where}. To run it elsewhere: `pip install -r requirements.txt`, then "
         "`python app.py`.",

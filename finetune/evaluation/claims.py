@@ -19,7 +19,8 @@ from finetune.text import MISSING, counted, markdown_table, percent
 
 __all__ = ["ACCURACIES", "VERDICTS", "answer", "table", "wording"]
 
-ACCURACIES = ("top1", "top5", "balanced_accuracy", "macro_f1")  # ends of metrics that are shares
+# ends of metrics that are shares
+ACCURACIES = ("top1", "top5", "balanced_accuracy", "macro_f1", "micro_f1", "map")
 VERDICTS = ("met", "not met", "not measured")
 
 _ROUNDING = 1e-9  # 0.8 is within 0.1 of 0.7, whatever binary fractions say

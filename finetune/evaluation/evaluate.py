@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from finetune.data.feature_loader import AnyLoader
 from finetune.evaluation.calibration import HeldLogits
 from finetune.evaluation.metrics import Counts, Mistakes, worst
+from finetune.evaluation.multilabel import LabelScores
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -44,6 +45,7 @@ def evaluate(
     *,
     batch_size: int,
     watchers: Sequence[Watcher] = (),
+    scores: LabelScores | None = None,
 ) -> dict[str, Any]:
     """Measure a network on a split, each image counted once over all ranks.
 
@@ -53,11 +55,15 @@ def evaluate(
         accelerator: from `launch`.
         batch_size: images at once on this rank.
         watchers: see this rank's logits as well.
-    Returns: `Counts.result()` and "images_per_second" of all ranks together.
+        scores: of several labels an image; None: with the thresholds that are best here.
+    Returns: `Counts.result()`, or for several labels an image `LabelScores.figures()`, and
+        "images_per_second" of all ranks together.
     Raises: DivergedError if a logit is not finite.
     """
     started = time.perf_counter()
-    counts = Counts(loader.num_classes, device=accelerator.device)
+    counts: Counts | LabelScores = Counts(loader.num_classes, device=accelerator.device)
+    if loader.labels.ndim == 2:
+        counts = scores or LabelScores(loader.labels)
     model.eval()
     batches = loader.once(
         rank=accelerator.process_index, world=accelerator.num_processes, batch_size=batch_size
@@ -71,7 +77,10 @@ def evaluate(
     for module in model.modules():
         if isinstance(module, FSDPModule):  # a pass without a way back leaves weights gathered
             module.reshard()
-    result = _summed(counts, accelerator)
+    if isinstance(counts, LabelScores):
+        result = counts.figures(accelerator)
+    else:
+        result = _summed(counts, accelerator)
     elapsed = time.perf_counter() - started
     return {**result, "images_per_second": round(result["examples"] / elapsed, 2)}
 
@@ -90,7 +99,7 @@ class Examination:
     Args:
         loader: of the split.
         accelerator: from `launch`.
-        temperature, fit, num_mistakes: as for `examine`.
+        temperature, thresholds, fit, num_mistakes: as for `examine`.
     """
 
     def __init__(
@@ -99,10 +108,15 @@ class Examination:
         accelerator: Accelerator,
         *,
         temperature: float | None = None,
+        thresholds: Sequence[float] | None = None,
         fit: bool = False,
         num_mistakes: int = 0,
     ) -> None:
         self._loader, self._accelerator = loader, accelerator
+        self._scores: LabelScores | None = None
+        if loader.labels.ndim == 2:
+            temperature = None
+            self._scores = LabelScores(loader.labels, thresholds)
         self._temperature, self._fit, self._num_mistakes = temperature, fit, num_mistakes
         counts = Counts(loader.num_classes, device=accelerator.device)
         self._scaled = _Scaled(counts, temperature or 1.0)
@@ -114,8 +128,8 @@ class Examination:
         """Evaluate a network. Returns: `figures`, which are those of `evaluate`."""
         optional = (
             (self._scaled, self._temperature is not None),
-            (self._held, self._fit),
-            (self._mistakes, self._num_mistakes > 0),
+            (self._held, self._fit and self._scores is None),
+            (self._mistakes, self._num_mistakes > 0 and self._scores is None),
         )
         self.figures = evaluate(
             model,
@@ -123,13 +137,19 @@ class Examination:
             self._accelerator,
             batch_size=batch_size,
             watchers=[watcher for watcher, is_needed in optional if is_needed],
+            scores=self._scores,
         )
         return self.figures
 
     def report(self) -> dict[str, Any]:
         """Look closer at what was measured; every rank must call it. Returns: as `examine`."""
         accelerator, result = self._accelerator, dict(self.figures)
-        if self._fit:
+        split, mistakes = self._loader.store.split, []
+        if self._scores is not None:
+            if self._fit:
+                result["thresholds"] = self._scores.thresholds
+            mistakes = self._scores.mistakes(self._num_mistakes)
+        elif self._fit:
             device = accelerator.device
             result["temperature"] = self._held.fit(
                 lambda sums: torch.as_tensor(accelerator.reduce(sums.to(device), "sum")).cpu()
@@ -139,11 +159,12 @@ class Examination:
             kept = {key: calibrated[key] for key in ("loss", "ece", "calibration")}
             result["calibrated"] = {"temperature": self._temperature, **kept}
         if self._num_mistakes:
-            of_all_ranks = _gathered(self._mistakes.worst, self._num_mistakes, accelerator)
-            split = self._loader.store.split
+            if self._scores is None:
+                of_all_ranks = _gathered(self._mistakes.worst, self._num_mistakes, accelerator)
+                mistakes = worst(of_all_ranks, self._num_mistakes)
             result["mistakes"] = [
                 {"index": one["index"], "name": split.name_of(one["index"]), **one}
-                for one in worst(of_all_ranks, self._num_mistakes)
+                for one in mistakes
             ]
         return result
 
@@ -155,6 +176,7 @@ def examine(
     *,
     batch_size: int,
     temperature: float | None = None,
+    thresholds: Sequence[float] | None = None,
     fit: bool = False,
     num_mistakes: int = 0,
 ) -> dict[str, Any]:
@@ -162,15 +184,23 @@ def examine(
 
     Args:
         model, loader, accelerator, batch_size: as for `evaluate`.
-        temperature: measure the calibration of logits divided by this, too.
-        fit: find the temperature that suits this split.
+        temperature: measure the calibration of logits divided by this, too; of one label an image.
+        thresholds: of several labels, of each class; None: those that are best on this split.
+        fit: find the temperature that suits this split; of several labels, the thresholds.
         num_mistakes: how many of the wrong predictions to list.
     Returns: as `evaluate`, with "temperature" if one was fitted; "calibrated" {"temperature",
         "loss", "ece", "calibration"} if one was given; and "mistakes", worst first, each {"index",
-        "name", "label", "predicted", "confidence", "loss"}, if they were asked for.
+        "name", "label", "predicted", "confidence", "loss"}, if they were asked for. Of several
+        labels an image "thresholds" in the place of the temperature, and mistakes as
+        `LabelScores.mistakes` has them.
     """
     examination = Examination(
-        loader, accelerator, temperature=temperature, fit=fit, num_mistakes=num_mistakes
+        loader,
+        accelerator,
+        temperature=temperature,
+        thresholds=thresholds,
+        fit=fit,
+        num_mistakes=num_mistakes,
     )
     examination.measure(model, batch_size=batch_size)
     return examination.report()

@@ -18,7 +18,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +61,8 @@ __all__ = [
     "split_features",
     "write_cached",
 ]
+
+Reader = Callable[[nn.Module, Tensor], Tensor]
 
 MAX_BYTES = 20 * 2**30
 _NAME = re.compile(r"[0-9a-f]{64}-[0-9a-f]{64}\.npy")
@@ -226,6 +228,7 @@ def split_features(
     accelerator: Accelerator,
     everywhere: bool = False,
     timeout_seconds: float = TIMEOUT_SECONDS,
+    read: Reader = pre_logits,
 ) -> Features | None:
     """Take a split's features from the cache, or compute them on all processes and keep them.
 
@@ -238,6 +241,7 @@ def split_features(
         accelerator: from `launch`; its precision is that of the features.
         everywhere: give them to all ranks.
         timeout_seconds: for which a batch is waited for before a worker counts as hanging.
+        read: the features that are taken of a network and its images (B, C, H, W), as (B, D).
     Returns: on rank 0 the features, None on the others unless they are wanted everywhere.
     Raises: DataError for unreadable images, WeightsError for features that are not finite.
     """
@@ -246,21 +250,15 @@ def split_features(
         raise DataError(f"{split.name}: has no images; add some", code="data.empty")
     key, values, folder = "", None, cache_folder("features")
     if accelerator.is_main_process:
-        # a run that stops at unreadable images must not be served by one that left them out
-        data = {
-            "data": split.cache_key,
-            "decode_size": split.decode_size,
-            "unreadable": section.unreadable,
-        }
-        place = {"device": accelerator.device.type, "precision": accelerator.mixed_precision}
-        everything = {**identity, **data, **place, "format": _FORMAT}
-        key = hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
+        key = _key(split, identity, section, accelerator, read)
         values = read_cached(folder, key, num_images=len(split))
     flag = torch.tensor([int(values is not None)], device=accelerator.device)
     cached = bool(torch.as_tensor(accelerator.reduce(flag, "sum")).item())
     if not cached:
         values = _computed(
-            split, network, pipeline, section, accelerator, timeout_seconds=timeout_seconds
+            *(split, network, pipeline, section, accelerator),
+            read=read,
+            timeout_seconds=timeout_seconds,
         )
         if values is not None:
             if split.is_unchanged():
@@ -277,6 +275,27 @@ def split_features(
     return Features(kept, split.labels[places], places, cached, elapsed)
 
 
+def _key(
+    split: Split,
+    identity: Mapping[str, Any],
+    section: DataSection,
+    accelerator: Accelerator,
+    read: Reader,
+) -> str:
+    """Hash everything that a split's features depend on."""
+    # a run that stops at unreadable images must not be served by one that left them out
+    data = {
+        "data": split.cache_key,
+        "decode_size": split.decode_size,
+        "unreadable": section.unreadable,
+    }
+    place = {"device": accelerator.device.type, "precision": accelerator.mixed_precision}
+    everything = {**identity, **data, **place, "format": _FORMAT}
+    if read is not pre_logits:
+        everything["read"] = read.__name__
+    return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
+
+
 def _computed(
     split: Split,
     network: nn.Module,
@@ -284,6 +303,7 @@ def _computed(
     section: DataSection,
     accelerator: Accelerator,
     *,
+    read: Reader,
     timeout_seconds: float,
 ) -> NDArray[np.float32] | None:
     """Compute a split's features on all processes. Returns: (N, D) on rank 0, NaN if unreadable."""
@@ -300,7 +320,8 @@ def _computed(
         timeout_seconds=timeout_seconds,
     )
     loader = Loader(store, pipeline, num_classes=1, device=device)
-    computed = compute(network, loader, accelerator, batch_size=at_once(device, section))
+    size = at_once(device, section)
+    computed = compute(network, loader, accelerator, batch_size=size, read=read)
     if computed is None:
         return None
     # rows of unreadable images stay NaN: a computed one never is
@@ -316,7 +337,12 @@ def at_once(device: torch.device, section: DataSection) -> int:
 
 
 def compute(
-    network: nn.Module, loader: Loader, accelerator: Accelerator, *, batch_size: int
+    network: nn.Module,
+    loader: Loader,
+    accelerator: Accelerator,
+    *,
+    batch_size: int,
+    read: Reader = pre_logits,
 ) -> NDArray[np.float32] | None:
     """Compute the features of every image once, over all processes.
 
@@ -324,7 +350,7 @@ def compute(
     another height may round otherwise.
 
     Args:
-        network: see `pre_logits`.
+        network, read: see `split_features`.
         loader: of the split.
         accelerator: from `launch`.
         batch_size: images at once on each process.
@@ -345,7 +371,7 @@ def compute(
             rows_BD = []
             with torch.inference_mode(), accelerator.autocast():
                 for batch in loader.once(rank=share, world=num_shares, batch_size=batch_size):
-                    rows_BD.append(pre_logits(network, batch.images_BCHW)[: len(batch.labels_B)])
+                    rows_BD.append(read(network, batch.images_BCHW)[: len(batch.labels_B)])
                     shown.update(min(world, num_shares - first) * len(batch.labels_B))
                 own = torch.cat(rows_BD)
                 padded = nn.functional.pad(own, (0, 0, 0, largest - len(own)))

@@ -1,22 +1,23 @@
-"""Classifiers on frozen features: few-shot least squares, logistic regression, nearest neighbours.
+"""Classifiers on frozen features: least squares, logistic regression, SGD, nearest neighbours.
 
 Source of the few-shot protocol: big_vision, evaluators/fewshot_lsr.py; ViT paper, section 4.1. Of
 the neighbours: Caron et al. 2021, Emerging Properties in Self-Supervised Vision Transformers.
 """
 
-# N images to learn from, T images to measure on, D width, K classes
+# N images to learn from, T images to measure on, B batch, D width, K classes, R learning rates
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn.functional import normalize
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize
 
 from finetune.evaluation.metrics import mean_std
 
@@ -24,6 +25,7 @@ __all__ = [
     "BIAS",
     "GRID",
     "L2",
+    "RATES",
     "LeastSquares",
     "Whitening",
     "draw_shots",
@@ -31,6 +33,8 @@ __all__ = [
     "fit_least_squares",
     "logistic_regression",
     "neighbours",
+    "sgd_heads",
+    "train_heads",
 ]
 
 BIAS = 100.0  # a constant feature this large makes its weight almost unregularised
@@ -39,6 +43,9 @@ EPSILON = 1e-5
 # C of logistic regression: the inverse of the regularisation
 GRID = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 _MAX_ITERATIONS = 1000
+# learning rates of SGD, for 256 images in a batch
+RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
+_BATCH, _EPOCHS, _LEAST_STEPS = 256, 10, 1000
 _ROWS = 8192  # taken to float64 at once
 _SIMILARITIES = 1 << 25  # held at once: 128 MiB
 
@@ -211,6 +218,121 @@ def logistic_regression(
         "at_edge": best in (grid[0], grid[-1]),
         "converged": bool(max(model.n_iter_) < _MAX_ITERATIONS),
     }
+
+
+def sgd_heads(
+    train: tuple[NDArray[np.float32], Labels],
+    choice: tuple[Labels, tuple[NDArray[np.float32], Labels]],
+    test: tuple[NDArray[np.float32], Labels],
+    *,
+    columns: Mapping[str, slice],
+    num_classes: int,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Choose learning rate and input on validation, train again on all of train, read test once.
+
+    Args:
+        train, choice, test: as for `logistic_regression`.
+        columns: of the features, by the name of the input.
+        num_classes: K.
+        device: that computes.
+    Returns: "accuracy", "features" (a key of `columns`), "lr", "grid" [{"features", "lr",
+        "val_accuracy"}] and "at_edge"; of equals the first input and the lowest rate.
+    Source: DINOv2 (Oquab et al. 2023), dinov2/eval/linear.py: its rates, momentum, decay and
+        inputs. Ours: features are computed once, so images are not augmented; 256 images in a
+        batch; 1,000 steps at least.
+    """
+    places, (val_values, val_labels) = choice
+    rows = []
+    of_train = (train[0][places], train[1][places])
+    heads = train_heads(of_train, columns, RATES, num_classes=num_classes, device=device)
+    for name, head in heads.items():
+        predicted_TR = _predicted(head, val_values[:, columns[name]], num_classes)
+        for lr, predicted_T in zip(RATES, predicted_TR.T, strict=True):
+            accuracy = _accuracy(predicted_T, val_labels)
+            rows.append({"features": name, "lr": lr, "val_accuracy": accuracy})
+    best: dict[str, Any] = max(rows, key=lambda row: row["val_accuracy"])  # the first of equals
+    name, lr = best["features"], best["lr"]
+    part = {name: columns[name]}
+    head = train_heads(train, part, (lr,), num_classes=num_classes, device=device)[name]
+    predicted_T1 = _predicted(head, test[0][:, columns[name]], num_classes)
+    return {
+        "accuracy": _accuracy(predicted_T1[:, 0], test[1]),
+        "features": name,
+        "lr": lr,
+        "grid": rows,
+        "at_edge": lr in (RATES[0], RATES[-1]),
+    }
+
+
+def train_heads(
+    train: tuple[NDArray[np.float32], Labels],
+    columns: Mapping[str, slice],
+    rates: Sequence[float],
+    *,
+    num_classes: int,
+    device: torch.device,
+) -> dict[str, nn.Linear]:
+    """Train a linear classifier for each input and learning rate, all in one pass over the data.
+
+    Each becomes what it would alone: the rate is the weight of its loss, so with momentum, and
+    without weight decay, its steps are those of SGD at this rate.
+
+    Args:
+        train: features (N, …) and labels (N,) in [0, K).
+        columns: of the features, by the name of the input.
+        rates: R, for 256 images in a batch.
+        num_classes, device: as for `sgd_heads`.
+    Returns: for each input one layer with R K outputs, those of the first rate first.
+    """
+    values_ND, labels_N = train[0], torch.from_numpy(np.asarray(train[1]))
+    batch = min(_BATCH, len(labels_N))
+    per_epoch = len(labels_N) // batch
+    steps = max(_EPOCHS * per_epoch, _LEAST_STEPS)
+    heads = {}
+    for name, part in columns.items():
+        width = part.stop - part.start
+        heads[name] = head = nn.Linear(width, len(rates) * num_classes)
+        draws = torch.Generator().manual_seed(0)  # all rates start from the same weights
+        first_KD = torch.empty(num_classes, width).normal_(std=0.01, generator=draws)
+        head.weight.data = first_KD.repeat(len(rates), 1)
+        nn.init.zeros_(head.bias)
+        head.to(device)
+    parameters = [p for head in heads.values() for p in head.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=1.0, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    weights_R = torch.tensor(rates, device=device) * (batch / _BATCH)
+    draws = torch.Generator().manual_seed(0)
+    for step in range(steps):
+        if step % per_epoch == 0:
+            order_N = torch.randperm(len(labels_N), generator=draws)
+        rows_B = order_N[step % per_epoch * batch :][:batch]
+        values_BD = torch.from_numpy(values_ND[rows_B.numpy()]).to(device)
+        labels_RB = labels_N[rows_B].to(device).expand(len(rates), -1)
+        loss = torch.zeros((), device=device)
+        for name, head in heads.items():
+            # images last: a softmax over few neighbouring numbers is slow on a CPU
+            inputs_DB = values_BD[:, columns[name]].T
+            logits_RKB = torch.addmm(head.bias[:, None], head.weight, inputs_DB).view(
+                len(rates), num_classes, batch
+            )
+            losses_RB = cross_entropy(logits_RKB, labels_RB, reduction="none")
+            loss = loss + losses_RB.mean(dim=1) @ weights_R
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    return heads
+
+
+@torch.no_grad()
+def _predicted(head: nn.Linear, values_TD: NDArray[np.float32], num_classes: int) -> Labels:
+    """The classes (T, R) that the heads of one input predict."""
+    parts: list[Tensor] = []
+    for at in range(0, len(values_TD), _ROWS):
+        rows_TD = torch.from_numpy(np.array(values_TD[at : at + _ROWS])).to(head.weight.device)
+        parts.append(head(rows_TD).unflatten(1, (-1, num_classes)).argmax(dim=2).cpu())
+    return torch.cat(parts).numpy()
 
 
 def neighbours(

@@ -250,10 +250,10 @@ def position_similarity(network: Any) -> np.ndarray:
     grid = getattr(embed, "grid_size", None)
     kind = type(network).__name__
     if table is None or table.ndim != 3 or grid is None:
-        raise WeightsError(
-            f"{kind}: has no table of position embeddings for a grid of patches; choose a ViT",
-            code="weights.unsupported",
-        )
+        cause = "has no table of position embeddings for a grid of patches; choose a ViT"
+        if table is None and getattr(network, "rope", None) is not None:
+            cause = "its positions are rotary, so there is no table to draw; see its attention"
+        raise WeightsError(f"{kind}: {cause}", code="weights.unsupported")
     height, width = int(grid[0]), int(grid[1])
     prefix = table.shape[1] - height * width
     if prefix < 0:

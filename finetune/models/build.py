@@ -16,6 +16,7 @@ import timm
 import torch
 from timm.data.config import resolve_data_config
 from torch import nn
+from torch.func import functional_call
 
 from finetune.errors import FinetuneError, RecipeError, WeightsError, nearest
 from finetune.models.adapter import add_adapter
@@ -72,6 +73,7 @@ def build(
     grad_checkpointing: bool = False,
     args: Mapping[str, Any] | None = None,
     rename: Mapping[str, str] | None = None,
+    multilabel: bool = False,
 ) -> Built:
     """Build a network from weights, ready to be fine-tuned or to predict.
 
@@ -90,6 +92,7 @@ def build(
         grad_checkpointing: recompute activations to save memory.
         args: further keyword arguments of timm.
         rename: regular expression to replacement, for weights with names of another network.
+        multilabel: a new head gives an image any number of labels.
     Raises: WeightsError, or RecipeError for an argument that the network does not take.
     """
     _check(args := args or {}, posemb)
@@ -99,22 +102,28 @@ def build(
     keep = num_classes is None
     classes = _source_classes(weights) if num_classes is None else num_classes
     model, dropouts = _create(weights, model_args, rates, classes, size, args=args)
-    _check_divisible(model, size, weights.architecture)
+    _check_size(model, weights, size)
     create_args = {**model_args, **dropouts, "num_classes": classes}
-    known = {} if keep else _set_head(model, weights, class_names or (), head_init)
+    known = {} if keep else _set_head(model, weights, class_names or (), head_init, multilabel)
     model, resized = load(model, weights, create_args, posemb=posemb, keep_head=keep)
     _choose_trained(model, size, freeze, adapter)
     if grad_checkpointing:
         _checkpoint_gradients(model, weights.architecture)
-    return Built(
-        model=model,
-        architecture=weights.architecture,
-        model_args=model_args,
-        preprocessing=_preprocessing(weights.config, size),
-        provenance=_provenance(model, weights, posemb=resized, dropout=dropouts, **known),
-        class_names=_own_names(weights, classes) if keep else None,
-        temperature=weights.temperature if keep and weights.state is not None else None,
-    )
+    preprocessing = _preprocessing(weights.config, size)
+    provenance = _provenance(model, weights, posemb=resized, dropout=dropouts, **known)
+    head = _own_head(weights, classes) if keep else {"class_names": None, "multilabel": multilabel}
+    return Built(model, weights.architecture, model_args, preprocessing, provenance, **head)
+
+
+def _own_head(weights: Weights, num_classes: int) -> dict[str, Any]:
+    """The facts of `Built` about the weights' own head."""
+    is_trained = weights.state is not None
+    return {
+        "class_names": _own_names(weights, num_classes),
+        "temperature": weights.temperature if is_trained else None,
+        "multilabel": weights.multilabel,
+        "thresholds": weights.thresholds if is_trained else None,
+    }
 
 
 def _choose_trained(
@@ -130,7 +139,11 @@ def _choose_trained(
 
 
 def _set_head(
-    model: nn.Module, weights: Weights, class_names: Sequence[str], head_init: str | None
+    model: nn.Module,
+    weights: Weights,
+    class_names: Sequence[str],
+    head_init: str | None,
+    multilabel: bool,
 ) -> dict[str, int]:
     """Give a new head the values that training starts from.
 
@@ -139,12 +152,14 @@ def _set_head(
         class_names: of the K classes, as far as they are known.
         head_init: "keep": the rows of the classes that the weights' config.json names, and zeros
             for the others; None: so where it names any, else "zeros"; "default": as timm made it.
+        multilabel: as for `build`; of the other kind of weights the rows mean something else.
     Returns: the number of classes kept, for the provenance; empty if none is.
     Raises: RecipeError if there are none for "keep".
     """
     source = weights.provenance["source"]
     if head_init in (None, "keep") and weights.state is not None and weights.from_config:
-        known = {name: index for index, name in enumerate(weights.class_names or ())}
+        theirs = (weights.class_names or ()) if multilabel is weights.multilabel else ()
+        known = {name: index for index, name in enumerate(theirs)}
         rows = {index: known[name] for index, name in enumerate(class_names) if name in known}
         if rows and keep_rows(model, weights.state, rows):
             _log.warning("model.head_init: %s", _kept(source, rows, class_names))
@@ -152,7 +167,7 @@ def _set_head(
     if head_init == "keep" and weights.state is not None:
         raise RecipeError(
             f"model.head_init: {source} names none of the classes of the data, or has another "
-            "head, so none is kept; remove the key",
+            "head or data.task, so none is kept; remove the key",
             code="recipe.conflict",
         )
     if head_init != "default":
@@ -383,6 +398,13 @@ def _unknown_argument(architecture: str, argument: str, error: Exception) -> Rec
     )
 
 
+def _check_size(model: nn.Module, weights: Weights, size: tuple[int, int]) -> None:
+    """Refuse an image size, (height, width), that is not for this network."""
+    _check_divisible(model, size, weights.architecture)
+    if size != tuple(weights.config.get("input_size", (3, *size)))[-2:]:
+        _check_computes(model, size, weights.architecture)
+
+
 def _check_divisible(model: nn.Module, size: tuple[int, int], architecture: str) -> None:
     step = stride(model)
     if step is None or getattr(model.patch_embed, "dynamic_img_pad", False):
@@ -396,6 +418,29 @@ def _check_divisible(model: nn.Module, size: tuple[int, int], architecture: str)
                 f"{architecture}; use {near}",
                 code="recipe.wrong_size",
             )
+
+
+@torch.no_grad()
+def _check_computes(model: nn.Module, size: tuple[int, int], architecture: str) -> None:
+    """Refuse a size that the network cannot compute, such as one that its windows do not divide."""
+    training = model.training
+    model.eval()
+    try:
+        for device in ("meta", "cpu"):  # not every network computes without memory
+            tensors = (*model.named_parameters(), *model.named_buffers())
+            try:
+                state = {name: tensor.to(device) for name, tensor in tensors}
+                functional_call(model, state, torch.zeros(1, 3, *size, device=device))
+                return
+            except Exception as error:  # a network may raise anything on a size it cannot use
+                failure = error
+    finally:
+        model.train(training)
+    raise RecipeError(
+        f"model.image_size: {architecture} cannot compute {size[0]}x{size[1]} px "
+        f"({_reason(failure)}); use its own, or a multiple of 32 pixels",
+        code="recipe.wrong_size",
+    ) from failure
 
 
 def _checkpoint_gradients(model: nn.Module, architecture: str) -> None:

@@ -1,21 +1,25 @@
 """Pre-logits, the features that a network's classifier reads, in the place of images."""
 
-# B batch, D width, K classes, C channels, H W pixels
+# B batch, N tokens, D width, K classes, C channels, H W pixels
 
 from __future__ import annotations
 
 from types import MethodType
+from typing import Any
 
 import torch
+from timm.models import Beit, Eva, VisionTransformer
 from torch import Tensor, nn
 
 from finetune.errors import WeightsError
 from finetune.models.head import classifier_names, set_train_mode
+from finetune.text import counted
 
-__all__ = ["accept_features", "last_layers", "pre_logits"]
+__all__ = ["accept_features", "last_layers", "pre_logits", "token_columns", "token_features"]
 
 _RATES = ("p", "drop_prob", "prob")  # names of the rate in dropout layers of every kind
 _TOLERANCE = 1e-4  # of the largest pre-logit: a device may sum in another order, dropout is more
+_BLOCKS = 4  # whose class tokens DINOv2's linear probe may read
 
 
 def pre_logits(model: nn.Module, images_BCHW: Tensor) -> Tensor:
@@ -32,7 +36,11 @@ def pre_logits(model: nn.Module, images_BCHW: Tensor) -> Tensor:
             "timm's networks",
             code="weights.unsupported",
         )
-    values = head(body(images_BCHW), pre_logits=True)
+    return _one_vector(head(body(images_BCHW), pre_logits=True), name)
+
+
+def _one_vector(values: Any, name: str) -> Tensor:
+    """Return a network's pre-logits as (B, D) float32. Raises: as `pre_logits`."""
     if isinstance(values, Tensor) and values.ndim == 4 and values.shape[2:] == (1, 1):
         values = values.flatten(1)
     if not isinstance(values, Tensor) or values.ndim != 2:
@@ -43,6 +51,58 @@ def pre_logits(model: nn.Module, images_BCHW: Tensor) -> Tensor:
             code="weights.unsupported",
         )
     return values.float()
+
+
+def token_features(model: Any, images_BCHW: Tensor) -> Tensor:
+    """Compute pre-logits and, behind them, the tokens that DINOv2's linear probe reads.
+
+    Args:
+        model: its blocks give all their tokens (see `compute_class_token`, which ends that).
+        images_BCHW: as the network takes them.
+    Returns: (B, …) float32: the pre-logits; of a transformer with a class token also this token
+        after each of the last four blocks, first block first, and the mean of the last block's
+        patches, all through the last norm. `token_columns` says which columns are what.
+    Raises: as `pre_logits`.
+    """
+    if not _has_class_token(model):
+        return pre_logits(model, images_BCHW)
+    tokens_BND, taken = model.forward_intermediates(
+        images_BCHW,
+        indices=min(_BLOCKS, len(model.blocks)),
+        return_prefix_tokens=True,
+        norm=True,
+        output_fmt="NLC",
+    )
+    read_BD = _one_vector(model.forward_head(tokens_BND, pre_logits=True), type(model).__name__)
+    classes_BD = [prefix_BND[:, 0] for _, prefix_BND in taken]
+    return torch.cat([read_BD, *classes_BD, taken[-1][0].mean(dim=1)], dim=1).float()
+
+
+def token_columns(model: Any, width: int) -> dict[str, slice]:
+    """Return which columns of `token_features` are what.
+
+    Args:
+        model: the network that they are of.
+        width: number of columns.
+    Returns: "pre-logits", and the inputs of DINOv2's linear probe: class tokens of the last block
+        and of the last four, with and without the patches' mean.
+    """
+    if not _has_class_token(model):
+        return {"pre-logits": slice(0, width)}
+    blocks, size = min(_BLOCKS, len(model.blocks)), int(model.embed_dim)
+    patches = width - size  # the first column of the patches' mean
+    columns = {"pre-logits": slice(0, patches - blocks * size)}
+    for count in (1, blocks):
+        name = counted(count, "class token")
+        columns[name] = slice(patches - count * size, patches)
+        columns[f"{name}, patches"] = slice(patches - count * size, width)
+    return columns
+
+
+def _has_class_token(model: Any) -> bool:
+    """True for a transformer of timm's whose every block computes a class token."""
+    known = isinstance(model, VisionTransformer | Eva | Beit)
+    return known and model.cls_token is not None and len(model.blocks) > 0
 
 
 def last_layers(model: nn.Module) -> list[str]:

@@ -10,6 +10,7 @@ from timm.models import group_parameters
 from torch import Tensor, nn
 
 from finetune.errors import RecipeError, nearest
+from finetune.models.batch_norm import counting_norms, norms_with_statistics
 
 __all__ = [
     "as_names",
@@ -21,8 +22,8 @@ __all__ = [
 ]
 
 
-# Part of the stem, also where timm's grouping forgets one (registers, before 1.0.28).
-EMBEDDED_TOKENS = ("pos_embed", "cls_token", "dist_token", "reg_token")
+# Part of the stem, also where timm's grouping forgets one (registers before 1.0.28, learned RoPE).
+EMBEDDED_TOKENS = ("pos_embed", "cls_token", "dist_token", "reg_token", "rope.freqs")
 AFTER_BLOCKS = (99999,)  # timm's mark in group_matcher()
 
 
@@ -172,11 +173,10 @@ def set_train_mode(model: nn.Module) -> None:
     """Put the network into training mode, frozen batch norms excepted.
 
     A frozen layer must not change: batch norms whose weights are frozen keep their running
-    statistics. Dropout in frozen blocks stays on, as it is part of the augmentation.
+    statistics, as all do with `model.freeze_bn`. Dropout in frozen blocks stays on, as it is
+    part of the augmentation.
     """
     model.train()
-    for module in model.modules():
-        own = list(module.parameters(recurse=False))
-        has_statistics = isinstance(getattr(module, "running_mean", None), Tensor)
-        if has_statistics and own and not any(p.requires_grad for p in own):
-            module.eval()
+    counting = counting_norms(model)
+    for norm in norms_with_statistics(model):
+        norm.train(norm in counting)

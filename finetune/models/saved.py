@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from finetune.errors import FinetuneError
 from finetune.models.adapter import plain_state
+from finetune.models.weights.timm_config import MULTILABEL
 from finetune.transforms.preprocessing import Preprocessing
 
 __all__ = ["TRAINING_ONLY", "Built", "save_model"]
@@ -42,6 +43,8 @@ class Built:
         class_names: when the weights carry them and the head was kept.
         temperature: divides the logits before the softmax, when the weights carry one and the
             head was kept.
+        multilabel: the weights are of a network that gives an image any number of labels.
+        thresholds: of each class, from which sigmoid(logit) on it is said; as the temperature.
     """
 
     model: nn.Module
@@ -51,6 +54,8 @@ class Built:
     provenance: dict[str, Any]
     class_names: list[str] | None
     temperature: float | None = None
+    multilabel: bool = False
+    thresholds: list[float] | None = None
 
 
 def save_model(
@@ -61,6 +66,8 @@ def save_model(
     class_names: Sequence[str],
     preprocessing: Preprocessing,
     temperature: float | None = None,
+    multilabel: bool = False,
+    thresholds: Sequence[float] | None = None,
 ) -> None:
     """Write config.json and model.safetensors in timm's hub format.
 
@@ -73,6 +80,8 @@ def save_model(
         class_names: in the order of the logits.
         preprocessing: what evaluation used.
         temperature: as fitted on the val split, above 0; None when it was not.
+        multilabel: an image has any number of labels.
+        thresholds: of each class, as fitted on the val split; None when they were not.
     Raises: FinetuneError if a tensor or the number of classes is not the network's, or if the
         temperature is not above 0.
     """
@@ -98,6 +107,10 @@ def save_model(
     if temperature is not None:
         # beside timm's keys: timm and transformers leave alone what they do not know
         config["calibration"] = {"temperature": float(temperature), "split": "val"}
+    if multilabel:
+        config["problem_type"] = MULTILABEL
+    if thresholds is not None:
+        config["calibration"] = {"thresholds": list(thresholds), "split": "val"}
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
 

@@ -147,7 +147,11 @@ def publishable(recipe: Recipe) -> Recipe:
     data = recipe.data.model_copy(update={"source": _name_only(recipe.data.source)})
     model = recipe.model.model_copy(update={"name": _name_only(recipe.model.name)})
     run = recipe.run.model_copy(update={"push_to": None, "push_private": False, "trackers": ()})
-    return recipe.model_copy(update={"data": data, "model": model, "run": run})
+    distill = recipe.distill
+    if distill is not None:
+        distill = distill.model_copy(update={"teacher": _name_only(distill.teacher)})
+    sections = {"data": data, "model": model, "run": run, "distill": distill}
+    return recipe.model_copy(update=sections)
 
 
 def _name_only(source: str) -> str:
@@ -202,14 +206,14 @@ def _seeds(
             continue  # a neighbour that cannot be read is none of this run's business
         if status != "done" or not measured or without_seed(theirs) != own:
             continue
-        if _is_whole(measured.get("test")):
+        if _is_whole(measured.get("test"), recipe.data.task):
             by_seed.setdefault(theirs.run.seed, measured)
     return sorted(by_seed.items())
 
 
-def _is_whole(test: Mapping[str, Any] | None) -> bool:
+def _is_whole(test: Mapping[str, Any] | None, task: str) -> bool:
     """True if a neighbour's figures can be averaged with ours; it may not have a test split."""
-    return not test or all(name in test for name in SPLIT_FIGURES)
+    return not test or all(name in test for name in SPLIT_FIGURES[task])
 
 
 def _draw(

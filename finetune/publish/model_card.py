@@ -15,8 +15,15 @@ from finetune.evaluation.claims import table
 from finetune.evaluation.intervals import TOO_FEW_IMAGES, interval
 from finetune.evaluation.metrics import mean_std
 from finetune.recipe.load import Recipe
-from finetune.run.record import RunRecord
-from finetune.text import TOO_FEW, counted, markdown_table, mean_and_std, percent_range
+from finetune.run.record import RunRecord, teacher_in_words
+from finetune.text import (
+    MISSING,
+    TOO_FEW,
+    counted,
+    markdown_table,
+    mean_and_std,
+    percent_range,
+)
 
 __all__ = ["Facts", "licence_keys", "write_adapter_card", "write_card"]
 
@@ -40,9 +47,9 @@ _TURNS = re.compile("[\u202a-\u202e\u2066-\u2069]")  # they would turn the text 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _COLUMNS = {
     **{"top1": "top-1", "top5": "top-5", "balanced_accuracy": "balanced accuracy"},
-    **{"macro_f1": "macro F1", "loss": "loss", "ece": "calibration error"},
+    **{"map": "mAP", "macro_f1": "macro F1", "micro_f1": "micro F1"},
+    **{"loss": "loss", "ece": "calibration error"},
 }
-_NEWER = {"balanced_accuracy", "macro_f1"}  # not in the results of earlier versions
 _PICTURES = {
     "curves.png": ("Curves", "Loss, accuracy and learning rate over the run"),
     "confusion.png": ("Confusion matrix", "Rows are true classes, columns predicted ones"),
@@ -88,12 +95,17 @@ class Facts:
         return self.data_name if _REPOSITORY.fullmatch(self.data_name) else plain
 
     @property
+    def is_multilabel(self) -> bool:
+        """True if an image has any number of labels."""
+        return self.recipe.data.task == "multilabel"
+
+    @property
     def columns(self) -> dict[str, str]:
         """The figures of a split to show, with their heads; top-5 of five classes is always 1."""
         few = 0 < len(self.config.get("label_names") or []) <= 5
         every = [self.results, *(results for _, results in self.seeds)]
         measured = [one[split] for one in every for split in ("test", "val") if one.get(split)]
-        missing = {key for key in _NEWER if not all(key in one for one in measured)}
+        missing = {key for key in _COLUMNS if not all(key in one for one in measured)}
         missing |= {"top5"} if few else set()
         return {key: head for key, head in _COLUMNS.items() if key not in missing}
 
@@ -115,6 +127,7 @@ def write_card(facts: Facts) -> str:
         _summary(facts),
         _usage(facts),
         _results(facts),
+        _classes(facts),
         _claims(facts),
         _training(facts),
         _pictures(facts),
@@ -139,7 +152,7 @@ def write_adapter_card(facts: Facts) -> str:
     about = f"{kind} of rank {adapter.rank} on {', '.join(map(_code, adapter.targets))}"
     sections = [
         *(_summary(facts), [f"This is its adapter alone: {about}, and the classifier.", ""]),
-        *(_adapter_usage(facts), _results(facts), _limits(facts)),
+        *(_adapter_usage(facts), _results(facts), _classes(facts), _limits(facts)),
         [f"Began from weights with sha256 `{facts.weights.get('sha256')}`.", ""],
     ]
     head = _metadata(facts, library="peft", relation="adapter").to_yaml()
@@ -167,13 +180,14 @@ def _metadata(facts: Facts, *, library: str = "timm", relation: str = "finetune"
     """The YAML head, as the hub defines it."""
     base = str(facts.weights.get("repository") or "")
     on_hub = bool(_REPOSITORY.fullmatch(base)) and facts.recipe.model.pretrained
+    several = facts.is_multilabel
     return ModelCardData(
         **licence_keys(facts.weights.get("license")),
         library_name=library,
         pipeline_tag="image-classification",
-        tags=["image-classification", library, "finetune"],
+        tags=["image-classification", library, "finetune", *["multi-label"] * several],
         datasets=[facts.data_id],
-        metrics=["accuracy"],
+        metrics=["mean_average_precision", "f1"] if several else ["accuracy"],
         base_model=base if on_hub else None,
         base_model_relation=relation if on_hub else None,
         model_name=facts.name,
@@ -191,8 +205,10 @@ def _model_index(facts: Facts) -> list[EvalResult] | None:
         "top1": ("accuracy", "Top-1 accuracy"),
         "top5": ("top-5-accuracy", "Top-5 accuracy"),
         "balanced_accuracy": ("balanced_accuracy", "Balanced accuracy"),
+        "map": ("mean_average_precision", "Mean average precision"),
         "macro_f1": ("f1", "Macro F1"),
-        "loss": ("cross-entropy", "Loss"),
+        "micro_f1": ("f1", "Micro F1"),
+        "loss": ("binary-cross-entropy" if facts.is_multilabel else "cross-entropy", "Loss"),
         "ece": ("expected-calibration-error", "Expected calibration error"),
     }
     return [
@@ -249,24 +265,27 @@ def _usage(facts: Facts) -> list[str]:
     where = f"hf-hub:{facts.repository}" if facts.repository else "local-dir:THIS_FOLDER"
     plain = where.removeprefix("local-dir:")
     name = facts.repository or plain
+    several = facts.is_multilabel
+    each = ', function_to_apply="sigmoid"' if several else ""
     return [
         "## Use",
         "",
         "```python",
         "import finetune",
         f'model = finetune.Classifier.load("{plain}")',
-        'model.predict("photo.jpg", top_k=3)',
+        'model.predict("photo.jpg", top_k=3)' + "  # all its labels, and the best three" * several,
         "```",
         "",
         "```python",
         "import timm",
         f'model = timm.create_model("{where}", pretrained=True).eval()',
         "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))",
+        *["# of an image: model(transform(image)[None]).sigmoid() >= thresholds"] * several,
         "```",
         "",
         "```python",
         "from transformers import pipeline",
-        f'pipeline("image-classification", model="{name}")("photo.jpg")',
+        f'pipeline("image-classification", model="{name}"{each})("photo.jpg")',
         "```",
         "",
     ]
@@ -299,7 +318,7 @@ def _uncertainty(results: Mapping[str, Any]) -> list[str]:
     ranges, few = [], []
     for split, name in (("test", "test"), ("val", "validation")):
         result = results.get(split) or {"examples": 0}
-        if ends := interval(result.get("top1", 0), result["examples"]):
+        if "top1" in result and (ends := interval(result["top1"], result["examples"])):
             ranges.append(f"{percent_range(*ends)} ({name})")
         if 0 < result["examples"] < TOO_FEW_IMAGES:
             few.append(f"{counted(result['examples'], 'image')} of {name}")
@@ -314,6 +333,32 @@ def _uncertainty(results: Mapping[str, Any]) -> list[str]:
             "",
         ]
     return lines
+
+
+def _classes(facts: Facts) -> list[str]:
+    """Thresholds and figures of the labels, where an image has any number of them."""
+    split = next((one for one in ("test", "val") if facts.results.get(one)), None)
+    if split is None or not facts.is_multilabel:
+        return []
+    keys = ("threshold", "ap", "precision", "recall", "f1")
+    names = [_plain(str(name)) for name in facts.config.get("label_names") or []]
+    rows = [
+        [name, *(MISSING if row[key] is None else f"{row[key]:.4f}" for key in keys)]
+        for name, row in zip(names, facts.results[split]["per_class"], strict=True)
+    ]
+    origin = "is 0.5, as there was no validation split to fit it on."
+    if facts.results.get("thresholds"):
+        origin = (
+            "gave the largest F1 on the validation images (so the F1 of val is a little too good) "
+            "and is in [config.json](config.json) under `calibration`."
+        )
+    return [
+        "An image has every label whose score, the sigmoid of its logit, is at or above the "
+        f"label's threshold, which {origin}",
+        "",
+        *markdown_table([f"label ({split})", *keys], rows[:_SHOWN_CLASSES]),
+        "",
+    ]
 
 
 def _temperature(results: Mapping[str, Any]) -> list[str]:
@@ -350,9 +395,15 @@ def _training(facts: Facts) -> list[str]:
     time = f", {seconds:,.0f} seconds" if seconds else ""
     whole = facts.recipe.to_yaml().strip()
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", whole)), default=0))
+    distill = facts.recipe.distill
+    teacher = []
+    if distill is not None:
+        words = _plain(teacher_in_words(distill, record))
+        teacher = [f"Distilled from the teacher {_code(distill.teacher)}: {words}.", ""]
     return [
         "## Training",
         "",
+        *teacher,
         f"{optim.name}, peak learning rate {optim.lr:g}, schedule {optim.schedule}, weight decay "
         f"{optim.weight_decay:g}, seed {facts.recipe.run.seed}; "
         f"{record.get('precision') or 'fp32'} on {processes} "
@@ -405,7 +456,9 @@ def _limits(facts: Facts) -> list[str]:
     lines = [
         "## Limits",
         "",
-        "- Every image gets one of the classes above, also one that shows none of them.",
+        "- It names the labels above alone, whatever else an image shows."
+        if facts.is_multilabel
+        else "- Every image gets one of the classes above, also one that shows none of them.",
         f"- The figures hold for images like those of the {measured} split; other sources, other "
         "cameras and damaged images were not measured, nor was any difference between groups of "
         "people.",

@@ -39,6 +39,7 @@ def learned(recipe: Recipe) -> dict[str, dict[str, Any]]:
     sections: dict[str, dict[str, Any]] = recipe.model_dump(exclude=_FREE_KEYS)
     # The recipe of a run directory says keep or zeros, as the setup has found it.
     sections["model"]["head_init"] = recipe.model.head_init or "zeros"
+    sections["distill"] = sections["distill"] or {}
     return sections
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from finetune.errors import RecipeError, masked
 from finetune.recipe import yaml as recipe_yaml
@@ -18,6 +18,7 @@ from finetune.recipe.schema import (
     Claim,
     Conflict,
     DataSection,
+    DistillSection,
     ModelSection,
     OptimSection,
     RunSection,
@@ -29,6 +30,7 @@ from finetune.recipe.validate import apply_override, validate
 __all__ = [
     "Claim",
     "DataSection",
+    "DistillSection",
     "ModelSection",
     "OptimSection",
     "Recipe",
@@ -46,6 +48,7 @@ class Recipe(Section):
     data: DataSection
     optim: OptimSection
     run: RunSection = Field(default_factory=RunSection)
+    distill: DistillSection | None = Field(None, description="a teacher; null: none")
     claims: tuple[Claim, ...] = Field((), description="what a source reports of this run")
 
     @classmethod
@@ -63,16 +66,74 @@ class Recipe(Section):
             problem = "sampling class_balanced draws all classes alike, so that class_weights="
             problem += "balanced and logit_adjustment change nothing; keep one of them"
             conflicts.append(("data", {"data", "optim"}, problem))
+        conflicts += _label_conflicts(data, optim, values)
+        distill = dict(values.get("distill") or {})
+        if distill.get("kind") == "features" and model.get("freeze") == "backbone":
+            problem = "with model.freeze=backbone no feature changes; set distill.kind to logits"
+            conflicts.append(("distill", {"distill", "model"}, problem))
+        of_labels = ("label_smoothing", "class_weights", "focal_gamma", "logit_adjustment")
+        if number(distill.get("weight", 0)) == 1 and any(
+            value if key == "class_weights" else number(value or 0)
+            for key in of_labels
+            if (value := optim.get(key)) is not None
+        ):
+            problem = f"weight 1 leaves the labels out, and so {', '.join(of_labels)} of optim; "
+            problem += "lower it, or remove them"
+            conflicts.append(("distill", {"distill", "optim"}, problem))
         return conflicts
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_best(cls, values: Any) -> Any:
+        """Let several labels be judged by their own figure, unless another one is named."""
+        data, run = (values.get(name) or {} for name in ("data", "run"))
+        if isinstance(data, dict) and isinstance(run, dict) and data.get("task") == "multilabel":
+            return {**values, "run": {"best": "val.map", **run}}
+        return values
 
     def to_yaml(self) -> str:
         """Write the recipe with every key resolved; loading it gives an equal recipe."""
-        data = self.model_dump()
+        data = self.model_dump(exclude={"distill"} if self.distill is None else None)
         data["claims"] = [
             {key: item for key, item in claim.items() if item is not None}
             for claim in data["claims"]
         ]
         return recipe_yaml.dump(data)
+
+
+def _label_conflicts(
+    data: Mapping[str, Any], optim: Mapping[str, Any], values: Mapping[str, Any]
+) -> list[Conflict]:
+    """The keys that do not go with as many labels as an image has."""
+    best = str(dict(values.get("run") or {}).get("best", ""))
+    if data.get("task") != "multilabel":
+        conflicts: list[Conflict] = []
+        if optim.get("asymmetric_loss") is not None:
+            problem = "asymmetric_loss is for several labels an image; remove it, or set data.task "
+            problem += "to multilabel"
+            conflicts.append(("optim", {"data", "optim"}, problem))
+        if best in ("val.map", "val.micro_f1"):
+            problem = f"best: {best} is for data.task multilabel; set val.top1 or val.macro_f1"
+            conflicts.append(("run", {"data", "run"}, problem))
+        return conflicts
+    keys = ("class_weights", "focal_gamma", "logit_adjustment")
+    written = [key for key in keys if optim.get(key) not in (None, 0, "0")]
+    found = [
+        (
+            "optim",
+            f"{', '.join(written)}: of one class an image; with data.task multilabel set "
+            "asymmetric_loss in their place",
+            written,
+        ),
+        (
+            "run",
+            f"best: {best} is of one class an image; with data.task multilabel set val.map, "
+            "val.macro_f1, val.micro_f1 or val.loss",
+            best in ("val.top1", "val.top5", "val.balanced_accuracy"),
+        ),
+        ("distill", "is for one class an image; remove it, or data.task", values.get("distill")),
+    ]
+    return [(key, {key, "data"}, problem) for key, problem, is_wrong in found if is_wrong]
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:

@@ -90,8 +90,8 @@ def check_source(source: str) -> None:
             "tar:PATTERN, csv:PATH, folder:PATH or embedded:digits",
             code="data.wrong_source",
         )
-    if kind == "embedded" and path != "digits":
-        message = f"{source}: no such embedded data set{nearest(path, ['digits'])}"
+    if kind == "embedded" and path not in ("digits", "digit_pairs"):
+        message = f"{source}: no such embedded data set{nearest(path, ['digits', 'digit_pairs'])}"
         raise DataError(message, code="data.wrong_source")
     is_pattern = kind == "tar" and ("{" in path or "://" in path)
     if kind in ("hub", "embedded") or "\0" in path or is_pattern:

@@ -1,12 +1,12 @@
 """The sections of a recipe: their keys, defaults and meaning, and which keys do not go together.
 
-No torch here.
+No torch here. Long because every key stands here, with what it means.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
@@ -20,6 +20,7 @@ from finetune.recipe.types import (
     ClassNames,
     ClassWeights,
     EvalSentence,
+    LabelColumns,
     Mean,
     Metric,
     MicroBatch,
@@ -41,8 +42,10 @@ from finetune.recipe.types import (
 
 __all__ = [
     "AdapterSection",
+    "AsymmetricLossSection",
     "Claim",
     "DataSection",
+    "DistillSection",
     "ModelSection",
     "OptimSection",
     "RunSection",
@@ -122,6 +125,15 @@ class ModelSection(Section):
     adapter: AdapterSection | None = Field(
         None, description="train LoRA or DoRA and the head; null: the weights themselves"
     )
+    sync_bn: StrictBool = Field(
+        False,
+        description="batch norms take the mean and variance of all processes' images, not of a "
+        "process's own; of a micro-batch at a time, so that data.micro_batch changes them",
+    )
+    freeze_bn: StrictBool = Field(
+        False,
+        description="batch norms keep the pretrained mean and variance; their weights are trained",
+    )
     dropout: Real = Field(0.0, ge=0, lt=1, description="probability, in the blocks and the head")
     attention_dropout: Real = Field(0.0, ge=0, lt=1, description="probability, on attention")
     drop_path: Real = Field(0.0, ge=0, lt=1, description="stochastic depth of the last block")
@@ -151,7 +163,25 @@ class ModelSection(Section):
         if kind == "dora" and values.get("compile") is True:
             problem = "torch.compile fails on DoRA's layers; remove the key, or set kind to lora"
             conflicts.append(("compile", {"compile", "adapter"}, problem))
-        return conflicts
+        return [*conflicts, *cls._of_batch_norm(values)]
+
+    @staticmethod
+    def _of_batch_norm(values: Mapping[str, Any]) -> Iterator[Conflict]:
+        """List what does not go together with the keys of batch norm."""
+        asked = [key for key in ("sync_bn", "freeze_bn") if values.get(key) is True]
+        for key in asked:
+            if values.get("freeze") == "backbone" or values.get("adapter") is not None:
+                problem = "where the head alone, or an adapter, is trained, all statistics stay as "
+                yield key, {key, "freeze", "adapter"}, f"{problem}they are; remove the key"
+        if len(asked) == 2:
+            problem = "freeze_bn leaves no statistics to synchronise; remove one of them"
+            yield "sync_bn", {"sync_bn", "freeze_bn"}, problem
+        if "freeze_bn" in asked and values.get("pretrained", True) is False:
+            problem = "random weights have no statistics to keep; remove it, or set "
+            yield "freeze_bn", {"freeze_bn", "pretrained"}, f"{problem}model.pretrained=true"
+        if "sync_bn" in asked and values.get("compile") is True:
+            problem = "compiled networks do not wait for other processes; remove it, or sync_bn"
+            yield "compile", {"compile", "sync_bn"}, problem
 
 
 class DataSection(Section):
@@ -159,14 +189,22 @@ class DataSection(Section):
 
     source: Text = Field(
         description="hub:owner/name[@revision][:config], folder:PATH, csv:PATH, parquet:PATH, "
-        "tar:PATTERN such as train-{000..099}.tar, at addresses too, or embedded:digits"
+        "tar:PATTERN such as train-{000..099}.tar, at addresses too, embedded:digits or "
+        "embedded:digit_pairs"
+    )
+    task: Literal["multiclass", "multilabel"] = Field(
+        "multiclass",
+        description="multiclass: each image has one label; multilabel: any number: a list in a "
+        "column of tables or a field of json, cat|dog (or [] for none) in CSV files, or columns "
+        "of 0 and 1",
     )
     val_fraction: Real = Field(
         0.1,
         ge=0,
         lt=1,
-        description="share of train held out for validation, stratified, keyed by the split's "
-        "seed; 0: none; ignored when the source has a validation split",
+        description="share of train held out for validation, stratified (of several labels: "
+        "roughly), keyed by the split's seed; 0: none; ignored when the source has a validation "
+        "split",
     )
     merge_val: bool = Field(
         False, description="add the source's own validation split to train, then take from it"
@@ -208,10 +246,11 @@ class DataSection(Section):
     image_column: Text | None = Field(
         None, description="of tar: the members' suffix; null: found by its usual names"
     )
-    label_column: Text | None = Field(
+    label_column: LabelColumns | None = Field(
         None,
-        description="of tar: the members' suffix, or a field of their json; null: found by its "
-        "usual names",
+        description="of tar: the members' suffix, or a field of their json; of multilabel: also a "
+        "list of columns of 0 and 1, a class each; null: found by its usual names, or else, of "
+        "multilabel, all other columns",
     )
     train: TrainSentence | None = Field(
         None, description="operations on training images; null: resize | flip"
@@ -251,7 +290,9 @@ class DataSection(Section):
         "auto: the host's cores over its processes",
     )
     unreadable: Literal["stop", "quarantine"] = Field(
-        "stop", description="what to do about images that cannot be decoded"
+        "stop",
+        description="what to do about images that cannot be decoded; stop: before training, or, "
+        "where no images are kept, when one is needed",
     )
     streaming: StrictBool = Field(
         False,
@@ -261,15 +302,30 @@ class DataSection(Section):
 
     @classmethod
     def conflicts(cls, values: Mapping[str, Any]) -> list[Conflict]:
+        conflicts: list[Conflict] = []
+        multilabel = values.get("task") == "multilabel"
+        if multilabel:
+            problem = (
+                "an image of task multilabel belongs to no single class to draw it by; remove "
+            )
+            problem += "the key"
+            conflicts += [
+                (key, {key, "task"}, problem)
+                for key in ("sampling", "long_tail")
+                if values.get(key) is not None
+            ]
+        elif isinstance(values.get("label_column"), (list, tuple)):
+            problem = "several columns are several labels; name one, or set task to multilabel"
+            conflicts.append(("label_column", {"label_column", "task"}, problem))
         is_remote = re.match(r"tar:.*://", str(values.get("source")))
         if not (values.get("streaming") or is_remote):
-            return []
+            return conflicts
         allowed = {
             "source": ("hub:", "parquet:", "tar:"),
             "keep": ("auto", "none"),
             "unreadable": ("stop",),
         }
-        conflicts = [
+        conflicts += [
             (key, {key, "streaming"}, f"with streaming {' or '.join(starts)}; got {values[key]!r}")
             for key, starts in allowed.items()
             if key in values and not str(values[key]).startswith(starts)
@@ -300,6 +356,16 @@ class StageSection(Section):
             return []
         problem = f"give either steps or epochs; got {' and '.join(given) or 'none'}"
         return [("steps", {"steps", "epochs"}, problem)]
+
+
+class AsymmetricLossSection(Section):
+    """The asymmetric loss of Ridnik et al. 2021, for task multilabel."""
+
+    gamma_neg: Real = Field(4.0, ge=0, description="focuses on the hard of the labels that are 0")
+    gamma_pos: Real = Field(1.0, ge=0, description="focuses on the hard of the labels that are 1")
+    clip: Real = Field(
+        0.05, ge=0, lt=1, description="labels that are 0 with a probability below count nothing"
+    )
 
 
 class OptimSection(Section):
@@ -350,6 +416,9 @@ class OptimSection(Section):
         description="tau of the logit-adjusted loss, for example 1: tau * log(the class's share "
         "of the images) is added to its logit in training; 0: none",
     )
+    asymmetric_loss: AsymmetricLossSection | None = Field(
+        None, description="of task multilabel; null: binary cross-entropy, the mean over classes"
+    )
     ema_decay: Real | None = Field(
         None, ge=0, lt=1, description="keep a moving average of the weights and evaluate that"
     )
@@ -396,6 +465,47 @@ class OptimSection(Section):
         return conflicts
 
 
+class DistillSection(Section):
+    """A teacher: a trained network whose answers to the same pixels are a part of the loss."""
+
+    teacher: Text = Field(
+        description="run directory, model folder, or any other name that model.name takes; its "
+        "weights stay as they are"
+    )
+    kind: Literal["logits", "features"] = Field(
+        "logits",
+        description="logits: learn its probabilities, softened; it must know the data's classes. "
+        "features: learn the direction of the vector that its classifier reads, through a linear "
+        "projection that is trained, too, and thrown away",
+    )
+    temperature: Real | None = Field(
+        None, gt=0, description="divides the logits of both, for kind logits; null: 4"
+    )
+    weight: Real = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="w in the loss (1 - w) * labels' + w * teacher's; optim.stages have no teacher",
+    )
+
+    @property
+    def softening(self) -> float:
+        """The temperature of kind logits."""
+        return self.temperature or 4.0
+
+    @classmethod
+    def conflicts(cls, values: Mapping[str, Any]) -> list[Conflict]:
+        conflicts: list[Conflict] = []
+        if values.get("kind") == "features":
+            if values.get("temperature") is not None:
+                problem = "features have none; remove the key, or set kind to logits"
+                conflicts.append(("temperature", {"kind", "temperature"}, problem))
+            if number(values.get("weight", 0)) == 1:
+                problem = "no feature teaches the classifier; set less than 1"
+                conflicts.append(("weight", {"kind", "weight"}, problem))
+        return conflicts
+
+
 class RunSection(Section):
     """The course of the run and its records."""
 
@@ -407,8 +517,18 @@ class RunSection(Section):
     save_every: Whole | None = Field(None, ge=1, description="steps; null: at each evaluation")
     log_every: Whole = Field(10, ge=1, description="steps")
     keep_checkpoints: Whole = Field(2, ge=1, description="how many of the last ones stay")
-    best: Literal["val.top1", "val.top5", "val.balanced_accuracy", "val.macro_f1", "val.loss"] = (
-        Field("val.top1", description="what makes a checkpoint the best one")
+    best: Literal[
+        "val.top1",
+        "val.top5",
+        "val.balanced_accuracy",
+        "val.macro_f1",
+        "val.loss",
+        "val.map",
+        "val.micro_f1",
+    ] = Field(
+        "val.top1",
+        description="what makes a checkpoint the best one; of task multilabel val.map is the "
+        "default, the mean average precision over the classes",
     )
     patience: Whole | None = Field(
         None, ge=1, description="evaluations without a better one before stopping; null: never"
@@ -438,8 +558,8 @@ class Claim(Section):
     """A figure that a source reports; the run answers it with its own."""
 
     metric: Metric = Field(
-        description="train, val or test, a dot, top1, top5, loss, ece, balanced_accuracy or "
-        "macro_f1 (of val and test); or run.epochs, trained"
+        description="train, val or test, a dot, top1, top5, loss, ece, balanced_accuracy, "
+        "macro_f1, micro_f1 or map (these four of val and test); or run.epochs, trained"
     )
     when: When = Field(
         "end", description="end, first, best, epoch N, or (for a trend) after epoch N"

@@ -25,6 +25,7 @@ __all__ = [
     "ClassNames",
     "ClassWeights",
     "EvalSentence",
+    "LabelColumns",
     "Mean",
     "Metric",
     "MicroBatch",
@@ -49,7 +50,8 @@ _NUMBER = re.compile(r"[-+]?(?:(?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
 _LARGEST_SIDE = 8192  # pixels, as of the operations: more would ask for gigabytes an image
 _LARGEST_WHOLE = 2**53  # beyond it a float cannot count
 _METRIC = re.compile(
-    r"(train|val|test)\.(top1|top5|loss|ece)|(val|test)\.(balanced_accuracy|macro_f1)|run\.epochs"
+    r"(train|val|test)\.(top1|top5|loss|ece)|run\.epochs|"
+    r"(val|test)\.(balanced_accuracy|macro_f1|micro_f1|map)"
 )
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
 _WHEN = re.compile(r"end|first|best|(after )?epoch [1-9][0-9]*")
@@ -101,6 +103,15 @@ def _two_or_more_names(value: tuple[str, ...]) -> tuple[str, ...]:
     if len(value) < 2 or len(set(value)) < len(value):
         raise _expected("a list of at least two class names, each once")
     return value
+
+
+def _label_columns(value: Any) -> Any:
+    if not isinstance(value, (list, tuple)):
+        return _text(value)
+    names = tuple(_text(name) for name in value)
+    if len(names) < 2 or len(set(names)) < len(names):
+        raise _expected("the name of a column, or a list of at least two, each once")
+    return names
 
 
 def _class_weights(value: Any) -> Any:
@@ -250,9 +261,12 @@ def _sentence(value: str, *, train: bool) -> str:
     from finetune.transforms.grammar import parse
 
     try:
-        parse(value, train=train)
+        calls = parse(value, train=train)
     except RecipeError as error:
         raise _from_recipe_error(str(error), error.code) from None
+    if any(call.name == "corrupt" for call in calls):  # it would become the published model's own
+        message = "corrupt is not for recipes; remove it, and use finetune eval --corrupt"
+        raise _from_recipe_error(message, "recipe.conflict")
     return value
 
 
@@ -260,7 +274,7 @@ def _metric(value: str) -> str:
     if not _METRIC.fullmatch(value):
         raise _expected(
             "run.epochs, or train, val or test, a dot, and top1, top5, loss or ece (of val and "
-            "test balanced_accuracy or macro_f1, too): 'val.top1'"
+            "test balanced_accuracy, macro_f1, micro_f1 or map, too): 'val.top1'"
         )
     return value
 
@@ -283,6 +297,7 @@ Text = Annotated[str, BeforeValidator(_text)]
 Names = Annotated[tuple[Text, ...], BeforeValidator(_list_of_one)]
 Patterns = Annotated[Names, AfterValidator(_patterns)]
 ClassNames = Annotated[Names, AfterValidator(_two_or_more_names)]
+LabelColumns = Annotated[str | tuple[str, ...], BeforeValidator(_label_columns)]
 ClassWeights = Annotated[Literal["balanced"] | dict[str, float], BeforeValidator(_class_weights)]
 Size = Annotated[int | tuple[int, int], BeforeValidator(_image_size)]
 Blocks = Annotated[Literal["none", "backbone"] | int, BeforeValidator(_freeze)]

@@ -40,11 +40,15 @@ _KINDS = {
 def sections_of(recipe: type[BaseModel]) -> dict[str, type[BaseModel]]:
     """Return the sections that are mappings, by name."""
     fields = recipe.model_fields
-    kinds = {name: field.annotation for name, field in fields.items()}
+    kinds: dict[str, Any] = {
+        name: (*get_args(field.annotation), field.annotation)[0]  # of one that may be null
+        for name, field in fields.items()
+        if get_origin(field.annotation) is not tuple
+    }
     return {
         name: kind
         for name, kind in kinds.items()
-        if not get_origin(kind) and isinstance(kind, type) and issubclass(kind, BaseModel)
+        if isinstance(kind, type) and issubclass(kind, BaseModel)
     }
 
 

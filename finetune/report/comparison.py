@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from finetune.errors import RecipeError
 from finetune.evaluation.claims import ACCURACIES
 from finetune.evaluation.metrics import mean_std
 from finetune.recipe.identity import without_seed
@@ -30,6 +31,7 @@ from finetune.text import MISSING, mean_and_std
 
 __all__ = [
     "Group",
+    "check_comparable",
     "claims_beside",
     "columns",
     "differing_keys",
@@ -48,7 +50,22 @@ _FIGURES = {
     **{"top1": "top-1", "top5": "top-5", "balanced_accuracy": "balanced accuracy"},
     **{"loss": "loss", "ece": "ECE"},
 }
+_OF_SEVERAL = {"map": "mAP", "macro_f1": "macro F1", "micro_f1": "micro F1", "loss": "loss"}
 _LONGEST_NAME = 60  # characters of a recipe's name with the settings that tell it apart
+
+
+def check_comparable(runs: Sequence[Run]) -> None:
+    """Refuse runs of which some give an image one label and some several: no figure is of both."""
+    if len({run.is_multilabel for run in runs}) > 1:
+        several, one = (
+            next(run.path for run in runs if run.is_multilabel is wanted)
+            for wanted in (True, False)
+        )
+        raise RecipeError(
+            f"report: {several} gives an image several labels and {one} one, so no figure is of "
+            "both; give runs of one kind",
+            code="recipe.conflict",
+        )
 
 
 @dataclass(frozen=True)
@@ -120,7 +137,7 @@ def differing_settings(recipes: Sequence[Recipe]) -> list[tuple[str, list[str]]]
     resolved = [without_seed(recipe) for recipe in recipes]
     differing = []
     for part in resolved[0] if resolved else ():
-        for key in resolved[0][part]:
+        for key in dict.fromkeys(key for recipe in resolved for key in recipe[part]):
             values = [recipe[part].get(key) for recipe in resolved]
             if any(value != values[0] for value in values):
                 differing.append((f"{part}.{key}", [_shown(value) for value in values]))
@@ -136,14 +153,15 @@ def _shown(value: Any) -> str:
 def columns(runs: Sequence[Run]) -> list[Column]:
     """The figures of the tables that at least one run has.
 
-    They are those of test and the accuracy of validation. Where a finished run was not tested,
+    They are those of test and the first of validation. Where a finished run was not tested,
     those of validation lead: all runs have them.
     """
+    heads = _OF_SEVERAL if any(run.is_multilabel for run in runs) else _FIGURES
     tested = all(run.figures("test") for run in runs if run.results)
-    order = [("test", key) for key in _FIGURES] + [("val", "top1")]
+    order = [("test", key) for key in heads] + [("val", next(iter(heads)))]
     if not tested:
-        order = [(split, key) for split in ("val", "test") for key in _FIGURES]
-    wanted = [(split, key, f"{split.capitalize()} {_FIGURES[key]}") for split, key in order]
+        order = [(split, key) for split in ("val", "test") for key in heads]
+    wanted = [(split, key, f"{split.capitalize()} {heads[key]}") for split, key in order]
     return [
         (split, key, head)
         for split, key, head in wanted
@@ -177,11 +195,9 @@ def group_rows(
     Returns: a row per recipe with "dots", per cent of the scale; and the ends of the scale, None
         if no accuracy was measured.
     """
-    lead = shown[0][0] if shown and shown[0][1] == "top1" else ""
+    lead, key = shown[0][:2] if shown and shown[0][1] in ("top1", "map") else ("", "")
     values = {
-        group.name: [
-            value for run in group.runs if (value := number(run.figures(lead).get("top1")))
-        ]
+        group.name: [value for run in group.runs if (value := number(run.figures(lead).get(key)))]
         for group in recipes
     }
     low = min((min(row) for row in values.values() if row), default=0.0)
@@ -245,9 +261,10 @@ def _figure(run: Run, split: str, key: str) -> Row:
     value, images = figures.get(key), figures.get("examples")
     if not key.startswith("top"):
         text = percent(value) if key in ACCURACIES else plain(value)
-        return {"text": text, "value": number(value), "interval": "", "is_too_few": False}
-    few = {"interval": accuracy_range(value, images), "is_too_few": is_too_few(images)}
-    return {"text": percent(value), "value": number(value), **few}
+        few = key == "map" and is_too_few(images)
+        return {"text": text, "value": number(value), "interval": "", "is_too_few": few}
+    marks = {"interval": accuracy_range(value, images), "is_too_few": is_too_few(images)}
+    return {"text": percent(value), "value": number(value), **marks}
 
 
 def claims_beside(runs: Sequence[Run]) -> list[Row]:

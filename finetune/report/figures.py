@@ -34,6 +34,7 @@ __all__ = [
     "COUNTED_CLASSES",
     "compare_curves",
     "confusion",
+    "curve_keys",
     "curves",
     "lr_range",
     "reliability",
@@ -47,10 +48,11 @@ _DASHES = ("-", "--", ":", "-.")  # when there are more series than colours
 _PANELS = {  # key of a log line: title, colour of the training line
     "loss": ("Loss", "train"),
     "top1": ("Top-1 accuracy", "train"),
+    "map": ("Mean average precision", "train"),
     "lr": ("Learning rate", "lr"),
     "images_per_second": ("Images per second", "speed"),
 }
-_VALIDATED = ("loss", "top1")
+_VALIDATED = ("loss", "top1", "map")
 _TOO_SHORT = "too short to plot: one point"
 COUNTED_CLASSES = 20  # beyond it the numbers in the cells could not be read
 _LABELLED_CLASSES = 25
@@ -62,7 +64,7 @@ def curves(
     history: Sequence[Mapping[str, Any]],
     results: Mapping[str, Any],
     *,
-    keys: Sequence[str] = tuple(_PANELS),
+    keys: Sequence[str] | None = None,
     steps_per_epoch: float | None = None,
 ) -> Figure:
     """Draw loss, accuracy, learning rate and speed over the steps of a run.
@@ -70,9 +72,10 @@ def curves(
     Args:
         history: the lines of metrics.jsonl; values may be missing or not finite.
         results: its "best_step" is marked; may be empty.
-        keys: which of loss, top1, lr and images_per_second.
+        keys: which of `curve_keys`; None for all.
         steps_per_epoch: named under the axis when it is known.
     """
+    keys = curve_keys(history) if keys is None else keys
     with style():
         columns = min(2, len(keys))
         rows = math.ceil(len(keys) / columns)
@@ -85,6 +88,12 @@ def curves(
         last = max((int(line["step"]) for line in history if _ok(line.get("step"))), default=0)
         figure.set_label(f"{named} over {last} steps".capitalize())
     return figure
+
+
+def curve_keys(history: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The keys of log lines that have a curve, with top1 or, for several labels an image, map."""
+    measured = "map" if any("map" in line for line in history) else "top1"
+    return ("loss", measured, "lr", "images_per_second")
 
 
 def _panel(
@@ -104,7 +113,8 @@ def _panel(
         return
     many = len(steps) > 1
     label = "train" if key in _VALIDATED else None
-    axes.plot(steps, values, color=COLORS[color], marker="" if many else "o", label=label)
+    if steps:
+        axes.plot(steps, values, color=COLORS[color], marker="" if many else "o", label=label)
     if validated[0]:
         marker = "o" if len(validated[0]) <= 40 else ""
         axes.plot(
@@ -126,7 +136,7 @@ def _dress(axes: Axes, key: str, title: str, steps_per_epoch: float | None) -> N
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
     axes.yaxis.set_major_locator(MaxNLocator(5))
-    if key == "top1":
+    if key in ("top1", "map"):
         axes.yaxis.set_major_formatter(_PERCENT)
     elif key == "lr":
         axes.yaxis.set_major_formatter(FuncFormatter(lambda rate, _: f"{rate:.3g}"))
@@ -168,7 +178,7 @@ def compare_curves(
     Args:
         named_histories: (name, lines of metrics.jsonl) of each run; runs of one name share a
             colour and an entry of the legend, as the seeds of one recipe do.
-        key: loss, top1, lr or images_per_second.
+        key: one of `curve_keys`.
         split: train or val.
     """
     with style():

@@ -21,6 +21,7 @@ from finetune.evaluation.confusion import DENSE_CLASSES, Confusion
 from finetune.files import make_folder, write_atomically
 from finetune.report import figures
 from finetune.report.comparison import (
+    check_comparable,
     claims_beside,
     columns,
     differing_keys,
@@ -41,6 +42,7 @@ from finetune.report.run_data import (
 )
 from finetune.report.sections import (
     claim_rows,
+    class_heads,
     class_rows,
     confused_pairs,
     data_rows,
@@ -90,6 +92,7 @@ def report(runs: Sequence[str], *, out: str | None = None) -> dict[str, Any]:
         )
     paths = list(dict.fromkeys(Path(run) for run in runs))
     read = [read_run(path) for path in paths]  # all of them, before anything is written
+    check_comparable(read)
     if len(paths) == 1:
         page = _target(out, REPORT, paths[0])
         return {"reports": [str(_write_run(read[0], page, None))], "comparison": None}
@@ -129,7 +132,9 @@ def compare(runs: Sequence[Path], out: Path) -> Path:
             "compare: no run is named; give two or more run directories",
             code="recipe.missing_option",
         )
-    return _write_comparison([read_run(Path(run)) for run in runs], Path(out))
+    read = [read_run(Path(run)) for run in runs]
+    check_comparable(read)
+    return _write_comparison(read, Path(out))
 
 
 def _target(out: str | None, name: str, folder: Path) -> Path:
@@ -177,6 +182,9 @@ def _write_run(run: Run, page: Path, split: Split | None) -> Path:
         **drawn,
         "pairs": confused_pairs(run, name),
         "classes": classes,
+        "class_heads": class_heads(run),
+        "multilabel": run.is_multilabel,
+        "fitted": "thresholds" in run.results,
         "class_pictures": class_pictures(run, split),
         "num_classes": len(listed(run.figures(name), "per_class")),
         "intervals": any(row["interval"] for row in classes),
@@ -193,7 +201,8 @@ def _write_run(run: Run, page: Path, split: Split | None) -> Path:
         "provenance": provenance(run),
         "recipe": run.recipe.to_yaml(),
     }
-    anchors = {"confusion": bool(drawn["matrix"]), "calibration": content["finished"]}
+    calibrated = content["finished"] and not run.is_multilabel
+    anchors = {"confusion": bool(drawn["matrix"]), "calibration": calibrated}
     anchors |= {"classes": bool(classes), "mistakes": content["finished"]}
     anchors |= {"images": seen or seen_note, "claims": content["claims"]}
     every = ("curves", *anchors, "speed", "data", "provenance", "recipe")
@@ -211,7 +220,7 @@ def _curves(run: Run) -> list[str]:
         figures.to_svg(
             figures.curves(run.history, run.results, keys=[key], steps_per_epoch=per_epoch)
         )
-        for key in ("loss", "top1", "lr", "images_per_second")
+        for key in figures.curve_keys(run.history)
     ]
     return [*drawn, figures.to_svg(figures.lr_range(**tested))] if tested else drawn
 
@@ -264,7 +273,8 @@ def _calibration(run: Run, split: str) -> dict[str, Any]:
 def _write_comparison(runs: Sequence[Run], page: Path) -> Path:
     recipes = groups(runs)
     named = [(group.name, run.history) for group in recipes for run in group.runs]
-    drawn = (("top1", "val"), ("loss", "val"), ("loss", "train"), ("lr", "train"))
+    measured = "map" if runs[0].is_multilabel else "top1"
+    drawn = ((measured, "val"), ("loss", "val"), ("loss", "train"), ("lr", "train"))
     shown = columns(runs)
     rows, (recipe_rows, scale) = run_rows(recipes, runs, shown), group_rows(recipes, shown)
     for row, run in zip(rows, runs, strict=True):

@@ -87,6 +87,11 @@ class Run:
         return not 0 < self.num_classes <= 5
 
     @property
+    def is_multilabel(self) -> bool:
+        """True if an image has any number of labels."""
+        return self.recipe.data.task == "multilabel"
+
+    @property
     def shown_split(self) -> str:
         """The split that the page is about: test, or val where test was not measured."""
         return "test" if self.figures("test") else "val"
@@ -96,7 +101,9 @@ class Run:
         return section(self.results, split)
 
     def class_name(self, index: Any) -> str:
-        """The name of a class, or its number when it has none."""
+        """The name of a class, or its number when it has none; of a list all of them."""
+        if isinstance(index, list):
+            return ", ".join(map(self.class_name, index)) or "none"
         known = isinstance(index, int) and 0 <= index < len(self.class_names)
         return self.class_names[index] if known else str(index)
 

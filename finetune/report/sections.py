@@ -28,11 +28,13 @@ from finetune.report.run_data import (
     section,
     whole,
 )
+from finetune.run.record import teacher_in_words
 from finetune.run.validation import load_json
 from finetune.text import MISSING, counted, short_count
 
 __all__ = [
     "claim_rows",
+    "class_heads",
     "class_rows",
     "confused_pairs",
     "data_rows",
@@ -48,6 +50,8 @@ __all__ = [
 Row = dict[str, Any]
 
 _PAIRS = 12
+# of a class: key and head
+_CLASS_FIGURES = {"recall": "Recall", "precision": "Precision", "f1": "F1"}
 _MOST_CLASSES = 200  # rows of the table of classes, where there are more than 1,000
 
 
@@ -75,11 +79,12 @@ def headline(run: Run) -> list[Row]:
     tiles = []
     if measured := test or val:
         tiles += _split_tiles(run, measured)
+    key, name = ("map", "Validation mAP") if run.is_multilabel else ("top1", "Validation top-1")
     if test and val:
-        tiles.append(_accuracy_tile("Validation top-1", val.get("top1"), val.get("examples")))
+        tiles.append(_accuracy_tile(name, val.get(key), val.get("examples"), of=key))
     elif not val and (line := _last(run, "val")):
-        top1, images = line.get("top1"), _val_images(run)
-        tiles.append(_accuracy_tile("Validation top-1", top1, images, _at_step(line)))
+        share, images = line.get(key), _val_images(run)
+        tiles.append(_accuracy_tile(name, share, images, _at_step(line), of=key))
     if not test and (line := _last(run, "train")):
         tiles.append(_tile("Training loss", plain(line.get("loss")), _at_step(line)))
     if run.results:
@@ -94,6 +99,10 @@ def headline(run: Run) -> list[Row]:
         note = "all trained" if all_of_them else f"{_short(trained)} trained"
         if (adapter := run.recipe.model.adapter) is not None:
             note += f", {adapter.kind} of rank {adapter.rank} among them"
+        if run.recipe.model.sync_bn:
+            note += "; batch norm over all processes"
+        if run.recipe.model.freeze_bn:
+            note += "; batch norm keeps its statistics"
         tiles.append(_tile("Parameters", _short(run.plan.get("parameters")), note))
     return tiles
 
@@ -101,23 +110,31 @@ def headline(run: Run) -> list[Row]:
 def _split_tiles(run: Run, figures: Row) -> list[Row]:
     """The tiles of the split that the page is about."""
     name, images = SPLIT_NAMES[run.shown_split], figures.get("examples")
+    loss = _tile(f"{name.capitalize()} loss", plain(figures.get("loss")), "nats")
+    if run.is_multilabel:
+        head = f"{name.capitalize()} mAP"
+        return [
+            _accuracy_tile(head, figures.get("map"), images, of="map"),
+            _tile("Macro F1", percent(figures.get("macro_f1")), "mean of the classes"),
+            _tile("Micro F1", percent(figures.get("micro_f1")), "all labels together"),
+            loss,
+        ]
     tiles = [_accuracy_tile(f"{name.capitalize()} top-1", figures.get("top1"), images)]
     if run.has_top5:
         tiles.append(_tile(f"{name.capitalize()} top-5", percent(figures.get("top5")), ""))
     if (balanced := figures.get("balanced_accuracy")) is not None:
         note = f"mean recall of the classes; macro F1 {percent(figures.get('macro_f1'))}"
         tiles.append(_tile("Balanced accuracy", percent(balanced), note))
-    tiles.append(_tile(f"{name.capitalize()} loss", plain(figures.get("loss")), "nats"))
-    return [*tiles, _tile("Calibration error", plain(figures.get("ece")), f"{name}, ECE")]
+    return [*tiles, loss, _tile("Calibration error", plain(figures.get("ece")), f"{name}, ECE")]
 
 
 def _tile(label: str, value: str, note: str) -> Row:
     return {"label": label, "value": value, "note": note, "is_too_few": False}
 
 
-def _accuracy_tile(label: str, accuracy: Any, images: Any, at: str = "") -> Row:
-    """A tile with the number of images behind an accuracy, and with its interval if it is wide."""
-    interval = accuracy_range(accuracy, images)
+def _accuracy_tile(label: str, accuracy: Any, images: Any, at: str = "", of: str = "top1") -> Row:
+    """A tile with the number of images behind a figure, of top1 with its interval if it is wide."""
+    interval = accuracy_range(accuracy, images) if of == "top1" else ""
     notes = [at, f"on {whole(images)} images" if images else ""]
     notes.append(f"95\u202f% interval {interval}" if interval else "")
     tile = _tile(label, percent(accuracy), ", ".join(note for note in notes if note))
@@ -139,7 +156,7 @@ def _short(value: Any) -> str:
 
 
 def class_rows(run: Run, split: str) -> list[Row]:
-    """Name, support, recall with its 95 % interval, precision and F1 of every class.
+    """Name, support and figures of every class, its recall with a 95 % interval.
 
     Beyond 1,000 classes those with the lowest F1, of these first the ones with the most images.
     """
@@ -154,11 +171,18 @@ def class_rows(run: Run, split: str) -> list[Row]:
             "name": run.class_name(index),
             "support": number(row.get("support")),
             "interval": accuracy_range(row.get("recall"), row.get("support")),
-            **{key: number(row.get(key)) for key in ("recall", "precision", "f1")},
+            **{key: number(row.get(key)) for key in class_heads(run)},
         }
         for index in shown
         if (row := rows[index])
     ]
+
+
+def class_heads(run: Run) -> dict[str, str]:
+    """The figures of a class, by key, with their heads."""
+    if run.is_multilabel:
+        return {"ap": "AP", **_CLASS_FIGURES, "threshold": "Threshold"}
+    return _CLASS_FIGURES
 
 
 def matrix(run: Run, split: str) -> Confusion | None:
@@ -246,6 +270,9 @@ def data_rows(run: Run) -> list[tuple[str, str]]:
         if split in images:
             rows.append((f"{split.capitalize()} images", whole(images[split])))
     counts_K, draws_K = _per_class(run, "class_images"), _per_class(run, "class_draws")
+    total = number(images.get("train"))
+    if run.is_multilabel and counts_K is not None and total:
+        rows.append(("Labels of an image", f"{counts_K.sum() / total:.2f}, the mean of train"))
     if counts_K is not None and (rare := imbalance(counts_K, run.class_names)):
         rows.append(("Rare classes", rare))
     if data.sampling and counts_K is not None and draws_K is not None:
@@ -322,6 +349,10 @@ def provenance(run: Run) -> list[tuple[str, str]]:
     labels |= {"revision": "Weights revision", "license": "Weights licence"}
     for key in ("source", "revision", "file", "license", "sha256"):
         rows.append((labels[key], weights.get(key)))
+    if (distill := run.recipe.distill) is not None:
+        words = teacher_in_words(distill, record)
+        rows.append(("Teacher", f"{distill.teacher}, {words}"))
+        rows.append(("Teacher sha256", section(record, "teacher").get("sha256")))
     rows.append(("Data fingerprint", record.get("data_fingerprint")))
     argv = record.get("argv")
     rows.append(("Command", " ".join(map(str, argv)) if isinstance(argv, list) else argv))

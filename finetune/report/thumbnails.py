@@ -52,7 +52,7 @@ def mistake_rows(run: Run, split: Split | None, note: str = "") -> tuple[list[di
     rows = []
     for one in recorded:
         row = {key: one.get(key) for key in ("name", "confidence", "loss")}
-        row |= {key: run.class_name(one.get(key)) for key in ("label", "predicted")}
+        row |= {"label": _classes(run, one), "predicted": run.class_name(one.get("predicted"))}
         picture, small = _picture(split, one) if split is not None else ("", False)
         rows.append({**row, "name": row["name"] or "", "picture": picture, "small": small})
     if split is not None and rows and not any(row["picture"] for row in rows):
@@ -68,7 +68,7 @@ def class_pictures(run: Run, split: Split | None) -> list[tuple[str, bool]]:
     its labels may mean something else.
     """
     rows = listed(run.figures(run.shown_split), "per_class")
-    if split is None or isinstance(split.items, ShardItems):
+    if split is None or isinstance(split.items, ShardItems) or split.is_multilabel:
         return []
     if not 0 < len(rows) <= _MOST_CLASS_PICTURES:
         return []
@@ -96,10 +96,15 @@ def training_images(run: Run) -> tuple[list[dict[str, Any]], str]:
         uris = listed(one, "pictures") if isinstance(one, dict) else []
         if len(uris) > 2 and all(str(uri).startswith("data:image/") for uri in uris):
             pictures = [(str(uri), str(uri).startswith("data:image/png")) for uri in uris]
-            row = {"class": run.class_name(one.get("label")), "name": str(one.get("name"))}
+            row = {"class": _classes(run, one), "name": str(one.get("name"))}
             rows.append({**row, "pictures": pictures})
     note = run.training_images.get("note")
     return rows, "" if rows or not isinstance(note, str) else note
+
+
+def _classes(run: Run, one: dict[str, Any]) -> str:
+    """The class of an image or, where it may have several, all of them."""
+    return run.class_name(one.get("labels", one.get("label")))
 
 
 def open_split(run: Run) -> tuple[Split | None, str]:
@@ -126,7 +131,7 @@ def _picture(split: Split, mistake: dict[str, Any], side: int = _THUMBNAIL) -> t
     index = mistake.get("index")
     if not isinstance(index, int) or not 0 <= index < len(split):
         return "", False
-    if int(split.labels[index]) != mistake.get("label"):
+    if split.classes_of(index) != mistake.get("labels", [mistake.get("label")]):
         return "", False  # another image has taken its place
     try:
         pixels_HWC: np.ndarray = split.read(index)
@@ -173,7 +178,7 @@ def why_none(run: Run) -> str:
     figures = run.figures(run.shown_split)
     if not figures:
         return "Neither a test nor a validation split was measured."
-    if figures.get("top1") == 1:
+    if figures.get("top1") == 1 or figures.get("mistakes") == []:
         name = SPLIT_NAMES[run.shown_split]
         return f"There are none: every {name} image was classified correctly."
     return "This run did not record single mistakes."

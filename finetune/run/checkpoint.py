@@ -219,11 +219,21 @@ def restore(
         set_optimizer_state_dict(
             model, optimizer, {"state": cast(Any, state), "param_groups": groups}, options=_WHOLE
         )
+        _lay_out(optimizer)
     # Last: asking a fresh optimiser for its state makes it take a step, which moves some weights.
     set_weights(model, {**(constant or {}), **weights})
     if ema is not None and average is not None:
         ema.load_state_dict({**(constant or {}), **average})
     return counters
+
+
+def _lay_out(optimizer: torch.optim.Optimizer) -> None:
+    """Bring moments into their weights' order in memory: fused kernels walk along both alike."""
+    for weight, moments in optimizer.state.items():
+        for name, moment in moments.items():
+            alike = isinstance(moment, Tensor) and moment.shape == weight.shape
+            if alike and moment.stride() != weight.stride():
+                moments[name] = torch.empty_like(weight, dtype=moment.dtype).copy_(moment)
 
 
 def _read(path: Path) -> dict[str, Any]:

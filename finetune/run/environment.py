@@ -49,9 +49,12 @@ _PACKAGES = (
 def describe_machine(device: torch.device, num_processes: int) -> RunRecord:
     """Collect the facts about the run's surroundings for run.json."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    described = {"type": device.type, "name": name, "threads": torch.get_num_threads()}
+    if device.type == "cpu":
+        described["instructions"] = [torch.backends.cpu.get_cpu_capability(), *_native_bf16()]
     return {
         "versions": {"python": platform.python_version(), **_versions()},
-        "device": {"type": device.type, "name": name, "threads": torch.get_num_threads()},
+        "device": described,
         "num_processes": num_processes,
         "commit": _commit(),
         "argv": [masked(word) for word in (Path(sys.argv[0]).name, *sys.argv[1:])],
@@ -118,9 +121,13 @@ def pick_precision(wanted: str, device: torch.device) -> str:
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     # Without native support a CPU emulates bf16 more slowly than it computes float32.
+    return "bf16" if device.type == "cpu" and _native_bf16() else "fp32"
+
+
+def _native_bf16() -> list[str]:
+    """The instruction sets by which this processor multiplies bf16, as torch names them."""
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    native = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
-    return "bf16" if device.type == "cpu" and native else "fp32"
+    return [name for name in ("avx512_bf16", "amx_bf16") if capabilities.get(name)]
 
 
 def precision_of(accelerator: Accelerator) -> str:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from finetune.errors import CheckpointError, Interrupted, SetupError
 from finetune.recipe.identity import learned, recipe_of
-from finetune.recipe.load import Recipe
+from finetune.recipe.load import DistillSection, Recipe
 from finetune.run.directory import RunDir
+from finetune.text import percent, short_count
 
-__all__ = ["RunRecord", "finished", "read_record", "status_kept", "write_record"]
+__all__ = [
+    "RunRecord",
+    "finished",
+    "read_record",
+    "status_kept",
+    "teacher_in_words",
+    "write_record",
+]
 
 
 class RunRecord(TypedDict, total=False):
@@ -29,9 +37,30 @@ class RunRecord(TypedDict, total=False):
     data_fingerprint: str  # sha256 over all of `split_fingerprints`
     split_fingerprints: dict[str, str]  # sha256 of each split, and of the classes
     weights_sha256: str | None  # of the file that training started from
+    teacher: dict[str, Any]  # `Distillation.facts`; with `distill`
     plan: dict[str, Any]  # `TrainingSetup.plan`, once the images were decoded
     micro_batch: dict[str, Any]  # images, and on what machine; with `data.micro_batch: auto`
     pushed: dict[str, Any]  # from `push`
+
+
+def teacher_in_words(section: DistillSection, record: Mapping[str, Any]) -> str:
+    """Say what is known of a run's teacher but its name, such as "kind logits, weight 0.5".
+
+    Args:
+        section: of the recipe.
+        record: the content of run.json.
+    """
+    facts, words = record.get("teacher", {}), f"kind {section.kind}"
+    if section.kind == "logits":
+        words += f" at temperature {section.softening:g}"
+    words += f", weight {section.weight:g}"
+    if facts.get("parameters"):
+        words += f"; {facts['architecture']}, {short_count(facts['parameters'])} parameters"
+    if "top1" in facts:
+        words += (
+            f", {percent(facts['top1'])} of its own {facts['examples']:,} {facts['split']} images"
+        )
+    return words
 
 
 def read_record(run: RunDir) -> RunRecord:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import math
 import os
@@ -39,7 +40,11 @@ __all__ = [
 
 MAX_JSON_BYTES = 64 << 20  # run.json, a manifest
 MAX_LARGE_BYTES = 1 << 30  # metrics.jsonl; results.json, which may have a K x K matrix
-SPLIT_FIGURES = ("top1", "top5", "loss", "ece", "examples")  # numbers of results.json, by split
+# numbers of a split in results.json, by data.task
+SPLIT_FIGURES = {
+    "multiclass": ("top1", "top5", "loss", "ece", "examples"),
+    "multilabel": ("map", "macro_f1", "micro_f1", "loss", "examples"),
+}
 _MAX_DEPTH = 50
 _FILES = (
     *("run.json", "results.json", "metrics.jsonl", "recipe.yaml", "report.html"),
@@ -140,7 +145,7 @@ def _is_rows(value: Any) -> bool:
 
 def _is_split(value: Any) -> bool:
     """True for a split's figures, or none."""
-    names = (*SPLIT_FIGURES, "balanced_accuracy", "macro_f1")
+    names = ("balanced_accuracy", *itertools.chain(*SPLIT_FIGURES.values()))
     return value is None or (
         isinstance(value, dict) and all(_is_figure(value.get(name, 0)) for name in names)
     )
@@ -158,6 +163,10 @@ _SHAPES: dict[str, dict[str, _Check]] = {
         **dict.fromkeys(("status", "precision"), _TEXT),
         **dict.fromkeys(("split_fingerprints", "device", "versions", "pushed"), _OBJECT),
         **dict.fromkeys(("plan", "plan.weights", "plan.images"), _OBJECT),
+        "teacher": _OBJECT,
+        **dict.fromkeys(("teacher.architecture", "teacher.split"), _TEXT),
+        **dict.fromkeys(("teacher.parameters", "teacher.examples"), (_is_count, "a count")),
+        "teacher.top1": (_is_figure, "a number"),
         "plan.steps": (lambda value: _is_count(value) and value > 0, "a number of steps"),
         "plan.images_read": (_is_count, "a number of images"),
         "plan.steps_per_epoch": (lambda value: _is_figure(value) and value > 0, "a number over 0"),

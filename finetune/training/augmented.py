@@ -12,11 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import one_hot
 
 from finetune.data.decode import planes
 from finetune.data.image_store import Store
-from finetune.data.loader import Sampler
+from finetune.data.loader import Sampler, shares_of_classes
 from finetune.data.source import Split
 from finetune.data.streaming.row_groups import ShardItems
 from finetune.errors import FinetuneError
@@ -40,7 +39,7 @@ class Augmented:
 
     Attributes:
         name: of the image.
-        label: the index of its class.
+        labels: the index of its class, or of each that it has.
         decoded: (H, W, 3) uint8.
         epochs: (E, h, w, 3) uint8, as the step takes it that it belongs to in each epoch; E is 1
             where all epochs are alike.
@@ -48,7 +47,7 @@ class Augmented:
     """
 
     name: str
-    label: int
+    labels: list[int]
     decoded: NDArray[np.uint8]
     epochs: NDArray[np.uint8]
     evaluation: NDArray[np.uint8]
@@ -56,7 +55,8 @@ class Augmented:
 
 def one_of_each(split: Split, number: int) -> list[int]:
     """The first image of each class, or of so many classes spread over all of them."""
-    _, first = np.unique(split.labels, return_index=True)
+    classes = split.labels.argmax(axis=1) if split.is_multilabel else split.labels
+    _, first = np.unique(classes, return_index=True)
     places = np.linspace(0, len(first) - 1, min(number, len(first))).round().astype(int)
     chosen: list[int] = first[places].tolist()
     return chosen
@@ -93,7 +93,8 @@ def augmented(
     batch = torch.stack(pixels) if one_size else pixels
     images = train(batch, keys=keys_R, dtype=dtype, device=device)
     if train.mixes:
-        targets = one_hot(torch.from_numpy(split.labels[indices_R]), setup.num_classes).float()
+        labels = torch.from_numpy(split.labels[indices_R])
+        targets = shares_of_classes(labels, setup.num_classes)
         images, _ = train.mix(images, targets.to(device), keys_R, torch.from_numpy(partners_R))
     plain = [planes(decoded[index]) for index in indices]
     evaluated = _pixels(setup.eval_pipeline(plain, device=device), setup)
@@ -101,7 +102,7 @@ def augmented(
     return [
         Augmented(
             split.name_of(index),
-            int(split.labels[index]),
+            split.classes_of(index),
             decoded[index],
             trained[places_ES[:, place]],
             evaluated[place],
@@ -187,7 +188,7 @@ def write_augmented(run: RunDir, setup: TrainingSetup, store: Store, dtype: torc
     listed = [
         {
             "name": one.name,
-            "label": one.label,
+            **({"labels": one.labels} if split.is_multilabel else {"label": one.labels[0]}),
             "pictures": [
                 to_uri(picture, side=_SIDE)
                 for picture in (one.decoded, *one.epochs, one.evaluation)

@@ -9,6 +9,7 @@ from finetune.data.sampling import draws_in_words, imbalance
 from finetune.errors import visible
 from finetune.evaluation.intervals import TOO_FEW_IMAGES
 from finetune.run.environment import precision_of
+from finetune.run.record import teacher_in_words
 from finetune.text import counted, short_count
 from finetune.training.setup import TrainingSetup
 from finetune.training.trainer_state import TrainerState
@@ -28,10 +29,14 @@ def banner(trainer: TrainerState) -> list[str]:
         "classes": _classes(setup),
         "sampling": _sampling(setup),
         "training": _length(setup),
+        "teacher": "",
         "device": f"{processes} on {setup.device.type}",
         "auto": ", ".join(f"{key} is {value}" for key, value in _chosen(trainer).items()),
         "output": visible(str(trainer.run.path)),
     }
+    if (teacher := trainer.distillation) is not None:
+        words = teacher_in_words(teacher.section, {"teacher": teacher.facts})
+        rows["teacher"] = f"{visible(teacher.section.teacher)}, {words}"
     if trainer.counters.step:
         rows["training"] += f"; continues at step {trainer.counters.step:,}"
     if not recipe.model.pretrained:
@@ -53,9 +58,8 @@ def size_notices(setup: TrainingSetup) -> list[str]:
 
 
 def _network(setup: TrainingSetup) -> str:
-    parameters = list(setup.built.model.parameters())
-    total = sum(p.numel() for p in parameters)
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    counts = setup.built.provenance
+    total, trained = counts["parameters"], counts["trainable_parameters"]
     share = "" if trained == total else f", of which {short_count(trained)} are trained"
     name = visible(setup.recipe.model.name)
     of = "" if name == setup.built.architecture else f" ({setup.built.architecture})"
@@ -72,13 +76,16 @@ def _images(setup: TrainingSetup) -> str:
 
 
 def _classes(setup: TrainingSetup) -> str:
-    counts_K = setup.class_counts
+    counts_K, several = setup.class_counts, ""
+    if setup.multilabel:
+        several = f"; {counts_K.sum() / max(setup.num_samples, 1):.3g} labels an image"
     fewest, most = int(counts_K.argmin()), int(counts_K.argmax())
     if counts_K[fewest] == counts_K[most]:
-        return f"{len(counts_K):,}, with {counted(int(counts_K[most]), 'training image')} each"
+        images = counted(int(counts_K[most]), "training image")
+        return f"{len(counts_K):,}, with {images} each{several}"
     return (
         f"{len(counts_K):,}, from {counts_K[fewest]:,} training images ({_name(setup, fewest)}) "
-        f"to {counts_K[most]:,} ({_name(setup, most)})"
+        f"to {counts_K[most]:,} ({_name(setup, most)}){several}"
     )
 
 
@@ -153,13 +160,16 @@ def _few_images(setup: TrainingSetup, name: str, images: int) -> str:
     splits, fraction = setup.source.splits, TOO_FEW_IMAGES / (setup.num_samples + images)
     if name == "val" and splits["val"].items is splits["train"].items and fraction <= 0.5:
         advice += f", or set data.val_fraction={math.ceil(100 * fraction) / 100:g} or more"
-    return f"{counted(images, f'{long} image')}: an accuracy on so few is mostly chance; {advice}"
+    figure = "a figure" if setup.multilabel else "an accuracy"
+    return f"{counted(images, f'{long} image')}: {figure} on so few is mostly chance; {advice}"
 
 
 def _rare_classes(setup: TrainingSetup) -> list[str]:
     words = imbalance(setup.class_counts, setup.source.class_names)
     if not words:
         return []
+    if setup.multilabel:
+        return [f"{words}: F1 and average precision of rare classes rest on few images"]
     optim, sampling = setup.recipe.optim, setup.recipe.data.sampling
     advice = "add images of them, set optim.class_weights=balanced, and "
     if sampling or optim.class_weights or optim.focal_gamma or optim.logit_adjustment:

@@ -11,6 +11,7 @@ from finetune.recipe.load import Recipe
 from finetune.run.directory import RunDir
 from finetune.run.environment import dtype_of
 from finetune.training.compile import choose_kernels, compiles, training_operations
+from finetune.training.distillation import Distillation
 from finetune.training.frozen_backbone import FrozenBackbone
 from finetune.training.launch import is_sharded
 from finetune.training.optim import build_optimizer
@@ -41,6 +42,9 @@ def build_trainer_state(
     if sharded:
         _refuse_sharded(recipe)
     choose_kernels(network, device=device, dtype=dtype_of(accelerator), sharded=sharded)
+    distillation = None
+    if recipe.distill is not None:
+        distillation = Distillation(recipe.distill, setup, accelerator, run)
     frozen = None
     if recipe.model.freeze == "backbone":  # before the network is copied and wrapped
         frozen = FrozenBackbone(setup, accelerator)
@@ -58,9 +62,8 @@ def build_trainer_state(
         sharded=sharded,
     )
     images = setup.steps * recipe.data.batch_size // accelerator.num_processes
-    adapter = recipe.model.adapter
     compiled = compiles(
-        False if adapter is not None and adapter.kind == "dora" else recipe.model.compile,
+        recipe.model.compile if _is_compilable(recipe, accelerator) else False,
         device=device,
         sharded=sharded,
         images=0 if frozen is not None and frozen.gives_features else images,
@@ -78,13 +81,26 @@ def build_trainer_state(
         optimizer=prepared,
         ema=ema,
         frozen=frozen,
+        distillation=distillation,
         compiled=compiled,
     )
 
 
+def _is_compilable(recipe: Recipe, accelerator: Accelerator) -> bool:
+    """False for what torch.compile fails on, or would let wait for other processes."""
+    adapter = recipe.model.adapter
+    waits = recipe.model.sync_bn and accelerator.num_processes > 1
+    return not waits and (adapter is None or adapter.kind != "dora")
+
+
 def _refuse_sharded(recipe: Recipe) -> None:
     """Refuse what FSDP's pieces of the weights do not allow."""
-    keys = {"optim.ema_decay": recipe.optim.ema_decay, "model.adapter": recipe.model.adapter}
+    keys = {
+        "optim.ema_decay": recipe.optim.ema_decay,
+        "model.adapter": recipe.model.adapter,
+        "model.sync_bn": recipe.model.sync_bn,
+        "distill": recipe.distill,
+    }
     for key, asked in keys.items():
         if asked:
             raise RecipeError(

@@ -19,6 +19,7 @@ from finetune.data.source import Split
 from finetune.errors import FinetuneError
 from finetune.evaluation.claims import answer
 from finetune.evaluation.evaluate import NUM_MISTAKES, Examination, examine
+from finetune.evaluation.multilabel import DEFAULT_THRESHOLD
 from finetune.files import write_atomically
 from finetune.models.adapter import save_adapter
 from finetune.models.saved import save_model
@@ -84,16 +85,15 @@ def finish(
     batch_size = trainer.recipe.data.eval_batch_size
     best_step, weights = trainer.load_best()
     results: dict[str, Any] = {}
-    temperature = None
     splits = setup.source.splits
     if val_loader is not None:
         if validated is None or validated[0] != best_step:
             validated = best_step, validation(trainer, val_loader)
             validated[1].measure(trainer.evaluated(), batch_size=batch_size)
         measured = validated[1].report()
-        temperature = measured.pop("temperature")
+        fitted = "thresholds" if setup.multilabel else "temperature"
+        results |= {"val": measured, fitted: measured.pop(fitted)}
         _number_by(splits["val"], val_loader.store.split, measured.get("mistakes", []))
-        results |= {"val": measured, "temperature": temperature}
     results |= {"best_step": best_step, "steps": trainer.counters.step}
     results |= {"skipped_steps": trainer.counters.skipped}
     if trainer.main:
@@ -106,7 +106,8 @@ def finish(
             test_loader,
             accelerator,
             batch_size=batch_size,
-            temperature=temperature,
+            temperature=results.get("temperature"),
+            thresholds=results.get("thresholds") or [DEFAULT_THRESHOLD] * setup.num_classes,
             num_mistakes=NUM_MISTAKES,
         )
         _number_by(test, test_loader.store.split, results["test"]["mistakes"])
@@ -161,6 +162,8 @@ def _publish(
             class_names=setup.source.class_names,
             preprocessing=setup.preprocessing,
             temperature=results.get("temperature"),
+            multilabel=setup.multilabel,
+            thresholds=results.get("thresholds"),
         )
         if trainer.recipe.model.adapter is not None:
             save_adapter(folder / "adapter", trainer.evaluated(), base=base_of(run))

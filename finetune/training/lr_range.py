@@ -61,17 +61,14 @@ def lr_range(recipe: Recipe, *, lowest: float, highest: float, steps: int) -> Lr
         train = setup.source.splits["train"]
         loader = trainer.loader(train, train=True, dtype=dtype_of(accelerator))
         labels = loader.store.split.labels
-        setup = setup.with_num_samples(len(labels), labels)
-        loss_sum = setup.make_loss()
+        trainer.setup = setup = setup.with_num_samples(len(labels), labels)
         set_train_mode(model)
         curve, mean = LrRange([], [], []), 0.0
         rates = np.geomspace(lowest, highest, steps).tolist()
         for lr, (_, batches) in zip(rates, loader.train(setup.sampler, range(steps)), strict=True):
             total = 0.0
             for batch in batches:
-                logits_BK = model(batch.images_BCHW).float()
-                loss = loss_sum(logits_BK, batch.labels_B, batch.targets_BK)
-                loss = loss / recipe.data.batch_size
+                loss = trainer.forward(batch)[0] / recipe.data.batch_size
                 accelerator.backward(loss)
                 total += loss.item()
             set_lr(optimizer.optimizer, lr)

@@ -34,6 +34,7 @@ from finetune.recipe.load import OptimSection
 from finetune.training.optim import build_optimizer
 
 __all__ = [
+    "NO_NEED",
     "LiveBytes",
     "Need",
     "checkpoint_bytes",
@@ -110,9 +111,17 @@ class Need:
     per_image: int
     operations: float | None = None
 
+    def __add__(self, other: Need) -> Need:
+        """Both at once; the operations are this one's."""
+        fixed, per_image = self.fixed + other.fixed, self.per_image + other.per_image
+        return Need(fixed, per_image, self.operations)
+
     def at(self, images: int) -> int:
         """Bytes for so many images at once."""
         return self.fixed + images * self.per_image
+
+
+NO_NEED = Need(0, 0)
 
 
 def need_of(

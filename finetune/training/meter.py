@@ -24,23 +24,40 @@ __all__ = ["Meter", "StopSignals"]
 class Meter:
     """Sums over the images since the last log line, kept on the device until it is written."""
 
-    def __init__(self, device: torch.device, seconds_before: float) -> None:
+    def __init__(
+        self, device: torch.device, seconds_before: float, *, distills: bool = False
+    ) -> None:
         """Start the clock; `seconds_before` is what earlier parts of a resumed run took."""
         self._device = device
+        self._num_sums = 4 + distills
+        self._is_multilabel = False  # as the labels are that are counted
         self._dtype = torch.float32 if device.type == "mps" else torch.float64  # it has no float64
         self._started = time.perf_counter() - seconds_before
         self._restart()
 
     def _restart(self) -> None:
-        self._sums = torch.zeros(4, dtype=self._dtype, device=self._device)
+        self._sums = torch.zeros(self._num_sums, dtype=self._dtype, device=self._device)
         self._since = time.perf_counter()
 
-    def add(self, loss_sum: Tensor, logits_BK: Tensor, labels_B: Tensor, *, counts: Tensor) -> None:
+    def add(
+        self,
+        loss_sum: Tensor,
+        logits_BK: Tensor,
+        labels_B: Tensor,
+        *teacher_sum: Tensor,
+        counts: Tensor,
+    ) -> None:
         """Count one micro-batch of this rank if `counts`, on the device, is true."""
-        ranked = logits_BK.topk(min(5, logits_BK.shape[1]), dim=1).indices
-        hits = ranked == labels_B[:, None]
+        self._is_multilabel = labels_B.ndim == 2
+        if self._is_multilabel:
+            said_BK, true_BK = logits_BK > 0, labels_B > 0
+            good = (said_BK & true_BK).sum(), said_BK.sum() + true_BK.sum()
+        else:
+            ranked = logits_BK.topk(min(5, logits_BK.shape[1]), dim=1).indices
+            hits = ranked == labels_B[:, None]
+            good = hits[:, 0].sum(), hits.sum()
         images = torch.full_like(loss_sum, len(labels_B))
-        sums = (loss_sum, hits[:, 0].sum(), hits.sum(), images)
+        sums = (loss_sum, *good, images, *teacher_sum)
         stacked = torch.stack([each.to(self._dtype) for each in sums])
         self._sums += torch.where(counts, stacked, 0)
 
@@ -50,7 +67,11 @@ class Meter:
         return time.perf_counter() - self._started
 
     def sums(self) -> Tensor:
-        """Loss, top-1 hits, top-5 hits and images of this rank, to be summed over ranks: (4,)."""
+        """Loss, top-1 hits, top-5 hits and images of this rank, to be summed over ranks: (4,).
+
+        With a teacher, its part of the loss comes fifth. Of several labels an image the second is
+        those said rightly, at a threshold of 0.5, and the third those said and those true.
+        """
         return self._sums.clone()
 
     def take_over(self, sums: list[float]) -> None:
@@ -60,7 +81,10 @@ class Meter:
     def line(self, sums: Tensor, *, step: int, samples_seen: int, lr: float) -> dict[str, Any]:
         """Make the log line from the sums over all ranks, and start anew."""
         # The one device-to-host copy per log line.
-        loss, top1, top5, images = sums.tolist()
+        loss, top1, top5, images, *teacher = sums.tolist()
+        good = {"top1": top1 / max(images, 1.0), "top5": top5 / max(images, 1.0)}
+        if self._is_multilabel:
+            good = {"micro_f1": 2 * top1 / max(top5, 1.0)}
         elapsed = time.perf_counter() - self._since
         self._restart()
         counted = max(images, 1.0)
@@ -69,8 +93,8 @@ class Meter:
             "samples_seen": samples_seen,
             "split": "train",
             "loss": loss / counted if images else None,
-            "top1": top1 / counted if images else None,
-            "top5": top5 / counted if images else None,
+            **{key: value if images else None for key, value in good.items()},
+            **({"distill_loss": teacher[0] / counted if images else None} if teacher else {}),
             "lr": lr,
             "images_per_second": round(images / elapsed, 2),
             "seconds": round(self.seconds, 3),

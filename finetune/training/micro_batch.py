@@ -22,6 +22,7 @@ from finetune.run.environment import dtype_of
 from finetune.run.record import RunRecord, read_record, write_record
 from finetune.text import byte_size
 from finetune.training.memory import (
+    NO_NEED,
     checkpoint_bytes,
     need_of,
     num_bytes,
@@ -89,12 +90,16 @@ def find_micro_batch(
     parts = _parts(setup.sampler, rank=accelerator.process_index, world=accelerator.num_processes)
     share = max(parts)
     need = need_of(network, image_size=image_size, dtype=dtype, images=min(share, 32))
+    distillation = trainer.distillation
+    teacher = NO_NEED if distillation is None else distillation.need(min(share, 32))
+    need += teacher
     available, later = available_bytes(device, setup.local_processes), still_to_come(trainer)
     room = int(available * SHARE) - later
     images = largest(list(parts), lambda size: need.at(parts[size]) <= room)
     if succeeds is None and device.type == "cuda":
         gradients = num_bytes(p for p in network.parameters() if p.requires_grad)
         ballast = max(later - gradients, 0)  # the twin is as large as the gradients
+        ballast += teacher.at(images)
         succeeds = functools.partial(passes, network, image_size, dtype, ballast)
     if succeeds is not None:
         smaller = (size for size in parts if size <= images)

@@ -24,9 +24,10 @@ SCHEDULES = ("constant", "linear", "cosine", "step")
 # Learned tables and tokens that have two or more axes but are no matrices of a linear map.
 _TABLES = frozenset(
     {
-        *("pos_embed", "pos_embed_window", "absolute_pos_embed", "position_embeddings"),
-        *("relative_position_bias_table", "rel_pos_h", "rel_pos_w", "attention_biases"),
-        *("cls_token", "class_token", "dist_token", "reg_token", "register_tokens", "mask_token"),
+        *("pos_embed", "pos_embed_window", "pos_embed_win", "absolute_pos_embed"),
+        *("position_embeddings", "relative_position_bias_table", "rel_pos_h", "rel_pos_w"),
+        *("attention_biases", "cls_token", "class_token", "dist_token", "reg_token"),
+        *("register_tokens", "mask_token", "latent"),
     }
 )
 # Optimisers of timm's that keep lists of tensors, or a dtype among their numbers.

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from finetune.errors import CheckpointError, DataError, RecipeError, SetupError
 from finetune.files import write_atomically
@@ -35,6 +36,7 @@ def begin(
     num_processes: int,
     resume: bool,
     notice: Callable[[str], None],
+    teacher: Mapping[str, Any] | None = None,
 ) -> int | None:
     """Start the run's record, or check that the recorded run is this one.
 
@@ -44,6 +46,7 @@ def begin(
         num_processes: of this launch.
         resume: whether the user asked to go on.
         notice: told of each damaged checkpoint.
+        teacher: `Distillation.facts`; None without one.
     Returns: the step to continue from; None if the run is already done.
     Raises: SetupError if there is a run already and `resume` is False; RecipeError or DataError if
         it is another one; CheckpointError if no checkpoint is intact.
@@ -69,6 +72,7 @@ def begin(
     else:
         setup = _without_unreadable(setup, record)
         _check_same(run, setup, record, notice, precision=precision, fingerprints=fingerprints)
+        _check_teacher(run, record, teacher)
         if is_done and run.has_model() and setup.steps == _steps_before(record, setup):
             return None
         start = run.newest(notice) or 0
@@ -78,15 +82,23 @@ def begin(
     run.prune({step for step in run.steps() if step <= start})
     run.forget_after(start)
     write_atomically(run.path / "recipe.yaml", setup.recipe.to_yaml())
+    facts = describe_machine(setup.device, num_processes) | _origin(setup, fingerprints, teacher)
+    write_record(run, {**record, "status": "running", "precision": precision, **facts})
+    return start
+
+
+def _origin(
+    setup: TrainingSetup, fingerprints: dict[str, str], teacher: Mapping[str, Any] | None
+) -> RunRecord:
+    """The record of what a run learns from: data, weights and, if there is one, a teacher."""
     facts: RunRecord = {
-        **describe_machine(setup.device, num_processes),
-        "precision": precision,
         "data_fingerprint": _joined(fingerprints),
         "split_fingerprints": fingerprints,
         "weights_sha256": setup.built.provenance.get("sha256"),
     }
-    write_record(run, {**record, "status": "running", **facts})
-    return start
+    if teacher is not None:
+        facts["teacher"] = dict(teacher)
+    return facts
 
 
 def _check_same(
@@ -101,10 +113,10 @@ def _check_same(
     """Refuse to continue a run whose recipe or data is another one, and show the difference."""
     old, new = learned(load_recipe(run.path / "recipe.yaml")), learned(setup.recipe)
     differences = {
-        f"{section}.{key}": f"the run has {old[section][key]!r}, now {new[section][key]!r}"
+        f"{section}.{key}": f"the run has {old[section].get(key)!r}, now {new[section].get(key)!r}"
         for section in new
-        for key in new[section]
-        if old[section][key] != new[section][key]
+        for key in old[section] | new[section]
+        if old[section].get(key) != new[section].get(key)
     }
     if differences and not (set(differences) <= _LENGTH and _same_past(run, setup, record)):
         shown = "; ".join(f"{key}: {values}" for key, values in differences.items())
@@ -144,6 +156,16 @@ def _check_same(
             "(an image, label or class was added, removed or changed); restore it, or choose "
             "another --out",
             code="data.changed",
+        )
+
+
+def _check_teacher(run: RunDir, record: RunRecord, teacher: Mapping[str, Any] | None) -> None:
+    """Refuse to continue a run with a teacher whose weights have changed."""
+    if teacher is not None and record.get("teacher", {}).get("sha256") != teacher["sha256"]:
+        raise RecipeError(
+            f"{run.path}: began with other weights of its teacher {teacher['name']}; restore "
+            "them, or choose another --out",
+            code="recipe.not_this_run",
         )
 
 

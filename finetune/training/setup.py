@@ -22,15 +22,16 @@ from finetune.data.decode_all import readable
 from finetune.data.from_recipe import data_of
 from finetune.data.image_store import num_workers, open_store
 from finetune.data.loader import Loader, Sampler, crosses_epoch
-from finetune.data.sampling import ClassSampling, class_draws
+from finetune.data.sampling import ClassSampling, class_counts, class_draws
 from finetune.data.source import Source, Split
 from finetune.data.streaming.row_groups import ShardItems
 from finetune.data.streaming.shuffle import lanes_of
 from finetune.errors import DataError, RecipeError
+from finetune.models.batch_norm import choose_statistics
 from finetune.models.build import build
 from finetune.models.saved import Built
 from finetune.recipe.load import Recipe
-from finetune.training.losses import Loss, loss_of
+from finetune.training.losses import AnyLoss, loss_of
 from finetune.training.optim import lr_at
 from finetune.transforms.evaluation import as_published, default_eval, make_pipeline, resized
 from finetune.transforms.pipeline import Pipeline
@@ -62,7 +63,7 @@ class TrainingSetup:
     local_processes: int
     notice: Callable[[str], None]
     progress: bool
-    labels: NDArray[np.int64] | None = None
+    labels: NDArray[Any] | None = None
 
     @property
     def num_classes(self) -> int:
@@ -75,7 +76,7 @@ class TrainingSetup:
         return num_workers(self.recipe.data.workers, self.local_processes)
 
     def with_num_samples(
-        self, num_samples: int, labels: NDArray[np.int64] | None = None
+        self, num_samples: int, labels: NDArray[Any] | None = None
     ) -> TrainingSetup:
         """The same setup for so many training images, with these labels; steps follow."""
         return dataclasses.replace(self, num_samples=num_samples, labels=labels)
@@ -103,7 +104,7 @@ class TrainingSetup:
     @property
     def class_counts(self) -> NDArray[np.int64]:
         """Training images of each class, (K,)."""
-        return np.bincount(self._train_labels, minlength=self.num_classes)
+        return class_counts(self._train_labels, self.num_classes)
 
     @property
     def class_draws(self) -> NDArray[np.int64]:
@@ -112,7 +113,7 @@ class TrainingSetup:
         return self.class_counts if kind is None else class_draws(self.class_counts, kind)
 
     @property
-    def _train_labels(self) -> NDArray[np.int64]:
+    def _train_labels(self) -> NDArray[Any]:
         return self.source.splits["train"].labels if self.labels is None else self.labels
 
     @property
@@ -128,10 +129,17 @@ class TrainingSetup:
             sampling=None if kind is None else ClassSampling(self._train_labels, kind, seed),
         )
 
-    def make_loss(self) -> Loss:
+    @property
+    def multilabel(self) -> bool:
+        """True if an image has any number of labels."""
+        return self.recipe.data.task == "multilabel"
+
+    def make_loss(self) -> AnyLoss:
         """Make the loss of a training step. Raises: RecipeError for weights of unknown classes."""
         names = self.source.class_names
-        return loss_of(self.recipe.optim, self.class_draws, names, self.device)
+        return loss_of(
+            *(self.recipe.optim, self.class_draws, names, self.device), multilabel=self.multilabel
+        )
 
     @property
     def steps_per_epoch(self) -> float:
@@ -250,12 +258,10 @@ class TrainingSetup:
 
     def plan(self) -> dict[str, Any]:
         """The run's settings and sizes, for `--dry-run` and run.json."""
-        model = self.built.model
         return {
             "architecture": self.built.architecture,
             "weights": self.built.provenance,
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+            **{key: self.built.provenance[key] for key in ("parameters", "trainable_parameters")},
             "classes": self.num_classes,
             "images_read": self.num_samples,
             "images": {name: len(split) for name, split in self.source.splits.items()},
@@ -272,6 +278,7 @@ class TrainingSetup:
             "warmup_steps": self.warmup_steps,
             "batch_size": self.recipe.data.batch_size,
             "workers": self.workers,
+            **({"task": self.recipe.data.task} if self.multilabel else {}),
             **({"class_draws": self.class_draws.tolist()} if self.recipe.data.sampling else {}),
         }
 
@@ -397,9 +404,12 @@ def _first_image(split: Split) -> torch.Tensor | None:
 def _build(recipe: Recipe, class_names: list[str]) -> Built:
     """Build the recipe's network, with the same random values in every process."""
     torch.manual_seed(recipe.run.seed)
-    settings = recipe.model.model_dump(exclude={"name", "compile"})
+    settings = recipe.model.model_dump(exclude={"name", "compile", "sync_bn", "freeze_bn"})
     num_classes = len(class_names)
-    return build(recipe.model.name, num_classes=num_classes, class_names=class_names, **settings)
+    settings["multilabel"] = recipe.data.task == "multilabel"
+    built = build(recipe.model.name, num_classes=num_classes, class_names=class_names, **settings)
+    choose_statistics(built.model, recipe.model)
+    return built
 
 
 def _preprocessing(recipe: Recipe, built: Built, notice: Callable[[str], None]) -> Preprocessing:

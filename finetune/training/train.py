@@ -100,15 +100,18 @@ def _train(
                 load_plain(setup.built.model, on_main(accelerator, lambda: weights_of(before)))
             trainer = build_trainer_state(setup, accelerator, run)
             setup.sampler.micro_batches(0, rank=rank, world=world)
-            precision = precision_of(accelerator)
+            precision, distillation = precision_of(accelerator), trainer.distillation
+            teacher = {} if distillation is None else {"teacher": distillation.facts}
             on_main(accelerator, lambda: _check_destination(recipe))
             if dry_run:
                 setup = setup.with_num_samples(on_main(accelerator, setup.read_images))
                 _tell(setup, size_notices(setup))
-                return {**setup.plan(), "precision": precision, "num_processes": world}
+                plan = {**setup.plan(), "precision": precision, "num_processes": world}
+                return plan | teacher
             patience = LOCK_SECONDS if resume and launcher is not None else 0.0
             on_main(accelerator, lambda: run.open(patience_seconds=patience))
             facts = {"precision": precision, "num_processes": world, "resume": resume}
+            facts |= teacher
             start = on_main(accelerator, lambda: begin(run, setup, **facts, notice=say))
         if start is None:
             results = on_main(accelerator, lambda: answer_anew(run, recipe))
@@ -186,7 +189,7 @@ def _loop(
         world=accelerator.num_processes,
         micro_batch=trainer.micro_batch,
     )
-    meter = Meter(accelerator.device, counters.seconds)
+    meter = Meter(accelerator.device, counters.seconds, distills=bool(trainer.distillation))
     first, began = counters.step + 1, meter.seconds
     forecast = _Forecast(setup.steps)
     keeps = val_loader is not None and can_keep(trainer, val_loader)
@@ -312,5 +315,7 @@ def _postfix(line: dict[str, Any]) -> dict[str, str]:
 def _validation(result: dict[str, Any], step: int, *, best: bool) -> str:
     """A validation's figures in a line."""
     keys = ["loss", "top1", "top5"] if len(result["per_class"]) > 5 else ["loss", "top1"]
+    if "map" in result:
+        keys = ["loss", "map", "macro_f1", "micro_f1"]
     figures = "  ".join(f"{key} {result[key]:.4f}" for key in keys)
     return f"step {step}: val {figures}{'  (the best so far)' if best else ''}"

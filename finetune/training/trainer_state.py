@@ -25,13 +25,15 @@ from finetune.data.loader import Batch
 from finetune.data.source import Split
 from finetune.errors import CheckpointError, DivergedError
 from finetune.models.adapter import merge_adapter
+from finetune.models.batch_norm import synchronise
 from finetune.models.head import set_train_mode
 from finetune.run import checkpoint
 from finetune.run.checkpoint import CheckpointWriter, Counters
 from finetune.run.directory import RunDir
+from finetune.training.distillation import Distillation
 from finetune.training.frozen_backbone import FrozenBackbone
 from finetune.training.launch import is_sharded
-from finetune.training.losses import Loss
+from finetune.training.losses import AnyLoss
 from finetune.training.meter import Meter
 from finetune.training.optim import can_mask, set_lr
 from finetune.training.setup import TrainingSetup
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DelayedScalars", "TrainerState"]
 
-_VAL_FIGURES = ("loss", "top1", "top5", "balanced_accuracy", "macro_f1")
+_VAL_FIGURES = ("loss", "top1", "top5", "map", "balanced_accuracy", "macro_f1", "micro_f1")
 
 
 class DelayedScalars:
@@ -100,6 +102,7 @@ class TrainerState:
         optimizer: as prepared.
         ema: the average of the weights, if `optim.ema_decay` asks for one.
         frozen: loads the data of a run that trains the head alone.
+        distillation: adds a teacher's part to the loss.
         compiled: whether training steps are compiled.
     """
 
@@ -113,11 +116,12 @@ class TrainerState:
         optimizer: AcceleratedOptimizer,
         ema: ModelEmaV3 | None,
         frozen: FrozenBackbone | None,
+        distillation: Distillation | None,
         compiled: bool,
     ) -> None:
         self.setup, self.accelerator, self.run = setup, accelerator, run
         self.model, self.optimizer, self.ema = model, optimizer, ema
-        self.frozen, self.compiled = frozen, compiled
+        self.frozen, self.distillation, self.compiled = frozen, distillation, compiled
         self.recipe = recipe = setup.recipe
         self.main = accelerator.is_main_process
         self.sharded = is_sharded(accelerator)
@@ -141,6 +145,8 @@ class TrainerState:
         Args: as for `TrainingSetup.loader`.
         Raises: DataError naming every image that cannot be read.
         """
+        if train and self.distillation is not None:
+            self.distillation.prepare(split)
         source = self.setup if self.frozen is None else self.frozen
         return source.loader(split, train=train, dtype=dtype)
 
@@ -155,12 +161,12 @@ class TrainerState:
             waiting = contextlib.nullcontext() if last else accelerator.no_sync(self.model)
             self._seed_dropout(number)
             with waiting:
-                logits_BK = self.model(batch.images_BCHW).float()
-                loss_sum = self._loss_sum(logits_BK, batch.labels_B, batch.targets_BK)
+                loss_sum, logits_BK, *teacher_sum = self.forward(batch)
                 # Gradients are averaged over ranks, and the loss is a mean over the global batch.
                 share = accelerator.num_processes / self.recipe.data.batch_size
                 accelerator.backward(loss_sum * _unless_infinite(loss_sum.detach(), share))
-            losses.append((loss_sum.detach(), logits_BK.detach(), batch.labels_B))
+            sums = [loss_sum, logits_BK, batch.labels_B, *teacher_sum]
+            losses.append([tensor.detach() for tensor in sums])
         finite = self._clip(optim.clip_norm).isfinite()
         set_lr(self.optimizer.optimizer, self.setup.lr(counters.step))
         self._update(finite)
@@ -174,6 +180,18 @@ class TrainerState:
             meter.add(*each, counts=finite)
         self._finite.send(finite)
         self._count_skipped(self._finite.receive())
+
+    def forward(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Return the loss summed over a batch, the logits and, if there is one, the teacher's part.
+
+        The logits are float32, (B, K).
+        """
+        logits_BK = self.model(batch.images_BCHW).float()
+        loss_sum = self._loss_sum(logits_BK, batch.labels_B, batch.targets_BK)
+        if self.distillation is None:
+            return loss_sum, logits_BK
+        loss_sum, teacher_sum = self.distillation.of_batch(loss_sum, logits_BK, batch)
+        return loss_sum, logits_BK, teacher_sum
 
     def _clip(self, limit: float | None) -> Tensor:
         """Clip the gradient to a norm, if to any. Returns: its norm before, over all ranks."""
@@ -251,7 +269,8 @@ class TrainerState:
         if self.main:
             self.run.log(line)
             if self.recipe.run.trackers:
-                names = ("loss", "top1", "top5", "lr", "images_per_second")
+                good = ("top1", "top5", "map", "micro_f1")
+                names = ("loss", "distill_loss", *good, "lr", "images_per_second")
                 values = {f"{line['split']}/{key}": line.get(key) for key in names}
                 self.accelerator.log(
                     {key: value for key, value in values.items() if value is not None},
@@ -271,7 +290,7 @@ class TrainerState:
             "step": step,
             "samples_seen": step * self.recipe.data.batch_size,
             "split": "val",
-            **{key: result[key] for key in _VAL_FIGURES},
+            **{key: result[key] for key in _VAL_FIGURES if key in result},
             "lr": self.setup.lr(step - 1),
             "images_per_second": result["images_per_second"],
             "seconds": round(meter.seconds, 3),
@@ -340,6 +359,9 @@ class TrainerState:
         processes.resume_garbage_collection()
         if self.main and self.counters.pending:
             meter.take_over(self.counters.pending)
+        if self.recipe.model.sync_bn and self.accelerator.num_processes > 1:
+            # not before: what tries the network out, or copies it, does so on each rank alone
+            synchronise(self.accelerator.unwrap_model(self.model))
         set_train_mode(self.model)
 
     def share_statistics(self) -> None:
@@ -350,7 +372,7 @@ class TrainerState:
             statistic.copy_(torch.as_tensor(self.accelerator.reduce(statistic, "mean")))
 
     @functools.cached_property
-    def _loss_sum(self) -> Loss:
+    def _loss_sum(self) -> AnyLoss:
         """The loss of a micro-batch; by now the images are known that can be read."""
         return self.setup.make_loss()
 
@@ -394,6 +416,8 @@ class TrainerState:
             step = self.run.newest(self.setup.notice) or self.counters.step
         weights = {**self._constant, **checkpoint.read_weights(self.run.folder(step))}
         model = self.evaluated()
+        if self.distillation is not None:
+            weights = self.distillation.discard(weights, model, self.setup.built.model)
         if self.sharded:
             checkpoint.set_weights(model, weights)
         else:

@@ -8,6 +8,7 @@ from typing import Any
 
 from finetune.errors import DivergedError
 from finetune.evaluation.intervals import TOO_FEW_IMAGES, wilson
+from finetune.evaluation.multilabel import chance_map
 from finetune.run.directory import RunDir
 from finetune.text import percent
 from finetune.training.banner import FEW_STEPS
@@ -15,8 +16,8 @@ from finetune.training.setup import TrainingSetup
 
 __all__ = ["refuse_exploded", "warnings_of"]
 
-_FAR_ABOVE = 2.0  # times ln K, the loss of an even guess: a network that learns is never there
-_EXPLODED = 10.0  # times ln K
+_FAR_ABOVE = 2.0  # times the loss of an even guess: a network that learns is never there
+_EXPLODED = 10.0  # times the same
 
 
 def warnings_of(
@@ -30,7 +31,7 @@ def warnings_of(
         results: the content of results.json so far.
         history: the lines of metrics.jsonl.
     """
-    guess = math.log(setup.num_classes)
+    guess = _guess(setup)
     train, final = _losses(history, "train"), _final_loss(results, history)
     advice = "lower optim.lr or set optim.clip_norm"
     lines = []
@@ -56,10 +57,10 @@ def refuse_exploded(run: RunDir, setup: TrainingSetup, results: dict[str, Any]) 
         setup, results: as for `warnings_of`.
     """
     history = run.history()
-    guess, optim = math.log(setup.num_classes), setup.recipe.optim
+    guess, optim = _guess(setup), setup.recipe.optim
     train, validated = _losses(history, "train"), _losses(history, "val")
     final = _final_loss(results, history)
-    # A head of zeros begins at ln K; another one may begin anywhere, and come down from there.
+    # A head of zeros begins at an even guess; another one may begin anywhere, and come down.
     started = guess if setup.recipe.model.head_init == "zeros" else (validated or [guess])[0]
     if final > max(_EXPLODED * guess, started) and (not train or train[-1] > guess):
         raise DivergedError(
@@ -69,6 +70,11 @@ def refuse_exploded(run: RunDir, setup: TrainingSetup, results: dict[str, Any]) 
             "all checkpoints are kept here.",
             code="diverged.loss",
         )
+
+
+def _guess(setup: TrainingSetup) -> float:
+    """The loss of an even guess: ln K, or ln 2 where each class is said or not."""
+    return math.log(2 if setup.multilabel else setup.num_classes)
 
 
 def _losses(history: Sequence[dict[str, Any]], split: str) -> list[float]:
@@ -91,6 +97,8 @@ def _sign_of_chance(results: dict[str, Any], num_classes: int) -> str:
     metrics = results.get(split)
     if not metrics or metrics["examples"] < TOO_FEW_IMAGES:
         return ""
+    if "map" in metrics:
+        return _sign_of_random_order(metrics, split)
     top1, examples = metrics["top1"], metrics["examples"]
     classes = metrics["per_class"]
     if sum(row["support"] > 0 for row in classes) < 2:
@@ -100,6 +108,16 @@ def _sign_of_chance(results: dict[str, Any], num_classes: int) -> str:
     if wilson(round(top1 * examples), examples)[0] <= 1 / num_classes:
         return f"the accuracy on the {examples:,} images of {split} is {percent(top1)}"
     return ""
+
+
+def _sign_of_random_order(metrics: dict[str, Any], split: str) -> str:
+    """The same for the mean average precision of several labels an image."""
+    examples = metrics["examples"]
+    mean, std = chance_map([row["support"] for row in metrics["per_class"]], examples)
+    if metrics["map"] > mean + 2 * std:
+        return ""
+    words = f"the mean average precision on the {examples:,} images of {split}"
+    return f"{words} is {percent(metrics['map'])} and that of a random order {percent(mean)}"
 
 
 def _shown(loss: float) -> str:

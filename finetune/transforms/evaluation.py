@@ -9,7 +9,7 @@ from finetune.transforms.grammar import parse
 from finetune.transforms.pipeline import Pipeline
 from finetune.transforms.preprocessing import Preprocessing
 
-__all__ = ["as_published", "default_eval", "make_pipeline", "resized"]
+__all__ = ["as_published", "corrupted", "default_eval", "make_pipeline", "resized"]
 
 
 def default_eval(preprocessing: Preprocessing) -> str:
@@ -62,6 +62,13 @@ def make_pipeline(
         train=train,
         decode_size=decode_size,
     )
+
+
+def corrupted(sentence: str, kind: str, severity: int) -> str:
+    """Return evaluation's sentence with a corruption at its end, before `normalise`."""
+    words = [word.strip() for word in sentence.split("|")]
+    kept = [word for word in words if not word.startswith("normalise")]
+    return " | ".join([*kept, f"corrupt('{kind}', {severity})"])
 
 
 def as_published(preprocessing: Preprocessing, sentence: str) -> Preprocessing | None:

@@ -39,7 +39,7 @@ def parse(text: str, *, train: bool = True) -> list[Call]:
 
     Args:
         text: for example "random_crop(32, padding=4) | flip".
-        train: whether random operations are allowed.
+        train: whether random operations are allowed; without them `corrupt` is.
     Raises: RecipeError naming every unknown operation, argument and wrong value at once.
     """
     problems: list[RecipeError] = []
@@ -104,7 +104,8 @@ def _read_call(node: ast.expr, problems: list[RecipeError]) -> Call:
             problems.append(problem)
     for key, parameter in parameters.items():
         if parameter.required and key not in values and len(problems) == num_before:
-            message = f"{name}: needs {key}, for example {name}(15)"
+            example = "'noise', 3" if name == "corrupt" else "15"
+            message = f"{name}: needs {key}, for example {name}({example})"
             problems.append(RecipeError(message, code="recipe.missing_key"))
     return Call(name, {key: values.get(key, spec.default) for key, spec in parameters.items()})
 
@@ -182,7 +183,8 @@ def _check(value: Any, parameter: Parameter) -> Any:
 
 
 def _check_choice(value: Any, parameter: Parameter) -> Any:
-    if value in parameter.choices or (value is None and parameter.default is None):
+    may_be_left_out = parameter.default is None and not parameter.required
+    if value in parameter.choices or (value is None and may_be_left_out):
         return value
     choices = parameter.choices
     raise ValueError(f"must be one of {', '.join(choices)}{nearest(str(value), choices)}")
@@ -217,7 +219,13 @@ def _check_order(calls: list[Call], *, train: bool) -> None:
                     code="recipe.conflict",
                 )
     random = [call.name for call in calls if call.operation.random]
-    if random and not train:
+    if train and "corrupt" in random:
+        raise RecipeError(
+            "pipeline: corrupt is not for training; remove it, and measure the trained model with "
+            "finetune eval --corrupt",
+            code="recipe.conflict",
+        )
+    if not train and {*random} - {"corrupt"}:
         raise RecipeError(
             f"pipeline: {', '.join(random)} is random and this pipeline must give the same image "
             "each time; use resize and center_crop",

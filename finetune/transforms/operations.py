@@ -7,11 +7,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["INTERPOLATIONS", "MAX_SIZE", "OPERATIONS", "Operation", "Parameter", "help_text"]
+__all__ = [
+    "CORRUPTIONS",
+    "INTERPOLATIONS",
+    "MAX_SIZE",
+    "OPERATIONS",
+    "SEVERITIES",
+    "Operation",
+    "Parameter",
+    "help_text",
+]
 
 MAX_SIZE = 8192  # pixels a side; more would ask for gigabytes an image
 
 Kind = Literal["size", "number", "integer", "spread", "pair", "choice"]
+CORRUPTIONS = ("noise", "blur", "jpeg", "contrast")
+SEVERITIES = (1, 2, 3, 4, 5)
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
 
 
@@ -102,6 +113,16 @@ OPERATIONS: dict[str, Operation] = {
             "magnitude": Parameter("integer", 9, 0, 999),
             "num_magnitude_bins": Parameter("integer", 31, 2, 1000),
             "interpolation": _WARP,
+        },
+        "pixels",
+        random=True,
+    ),
+    "corrupt": Operation(
+        f"corrupted by {', '.join(CORRUPTIONS)} of severity 1 to 5, to measure robustness; not in "
+        "recipes: finetune eval --corrupt",
+        {
+            "kind": Parameter("choice", choices=CORRUPTIONS, required=True),
+            "severity": Parameter("integer", None, SEVERITIES[0], SEVERITIES[-1], required=True),
         },
         "pixels",
         random=True,

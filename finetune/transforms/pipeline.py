@@ -33,6 +33,7 @@ from torch import Tensor
 
 from finetune.errors import RecipeError
 from finetune.transforms.color import color_jitter, rand_augment
+from finetune.transforms.corruption import corrupt
 from finetune.transforms.geometry import (
     Axis,
     central_start,
@@ -72,7 +73,7 @@ class Pipeline:
         image_size: (height, width) that the model expects, in pixels.
         mean, std: per channel, for pixel values from 0 to 1.
         interpolation: of resizes that name none: nearest, bilinear, bicubic or lanczos.
-        train: False refuses random operations.
+        train: False refuses random operations but `corrupt`, True refuses that.
         decode_size: for the decoder of its images; see `decode`.
     Raises: RecipeError if the sentence is wrong or cannot end at image_size.
     """
@@ -131,7 +132,7 @@ class Pipeline:
         if isinstance(images, Tensor):
             parts = _chunks(len(images), (images.shape[-2], images.shape[-1]))
         else:
-            images, parts = images.to(target), self._ragged_chunks(images.sizes_B2)
+            images, parts = images.to(target), self._ragged_chunks(images)
         with torch.autocast(target.type, enabled=False):  # its products would be of bf16
             if len(parts) == 1:
                 return self._part(images, parts[0], numbers, dtype, target)
@@ -166,7 +167,11 @@ class Pipeline:
     ) -> Tensor:
         """Process some of the images: (b, 3, h, w)."""
         if isinstance(images, Ragged):
-            made = self._normalise(self._several(images.part(rows), keys))
+            images = images.part(rows)
+            if images.are_usual.all():
+                made = self._group(torch.stack(list(images)), keys, dtype)
+            else:
+                made = self._normalise(self._several(images, keys))
         else:
             some = images[rows[0] : rows[-1] + 1].to(device, non_blocking=True)
             made = self._group(some, keys, dtype)
@@ -227,21 +232,24 @@ class Pipeline:
         canvas = resample(images, rows, columns)
         return canvas.clamp_(0, 255) if rows.overshoots or columns.overshoots else canvas
 
-    def _ragged_chunks(self, sizes_B2: Integers) -> list[Integers]:
+    def _ragged_chunks(self, images: Ragged) -> list[Integers]:
         """Split images of several sizes: one order of operations each, within memory.
 
         One image that is much larger than the others comes by itself, where all would otherwise
-        need a canvas, or weights, of its size.
+        need a canvas, or weights, of its size. Those of the usual size, if any, come first.
         """
+        sizes_B2, usual = images.sizes_B2, np.flatnonzero(images.are_usual)
+        parts = [usual[rows] for rows in _chunks(len(usual), images.usual or (1, 1))]
         groups: dict[tuple[int, ...], list[int]] = {}
         rooms = np.zeros_like(sizes_B2)  # of the canvases between the first step and the last
         for row, size in enumerate(_tuples(sizes_B2)):
+            if size == images.usual:
+                continue
             plan = self._plan(size)
             groups.setdefault(plan.order, []).append(row)
             between = [step.before for step in plan.steps if not step.geometric]
             between += [side for step in plan.steps if step.geometric for side in step.sizes[:-1]]
             rooms[row] = np.max([(0, 0), *between], axis=0)
-        parts = []
         for group in groups.values():
             part: list[int] = []
             for row in sorted(group, key=lambda row: sizes_B2[row].max()):
@@ -302,7 +310,7 @@ class Pipeline:
     def _pixels(
         self, images: Tensor, position: int, keys: Keys | None, sizes: Integers | None
     ) -> Tensor:
-        """Apply one colour operation or rotation to float32 images, which may be overwritten.
+        """Apply one operation on pixels to float32 images, which may be overwritten.
 
         Args:
             sizes: (b, 2) of images of several sizes; see finetune.transforms.color.
@@ -313,6 +321,8 @@ class Pipeline:
             return color_jitter(images, draws, sizes=sizes, **call.arguments)
         if call.name == "rand_augment":
             return rand_augment(images, draws, sizes=sizes, **call.arguments)
+        if call.name == "corrupt":
+            return corrupt(images, keys, sizes=sizes, **call.arguments)
         degrees = call.arguments["degrees"]
         low, high = degrees if isinstance(degrees, tuple) else (-degrees, degrees)
         angles = draws.uniform(1, low, high)[:, 0]

@@ -12,7 +12,7 @@ sums have its own terms alone, and the weights' own sum is exact.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -41,12 +41,14 @@ class Ragged(Sequence[Tensor]):
         sizes_B2: height and width of each image, on the host.
         starts_B: pixels in front of each image.
         strides_B: pixels from one row to the next.
+        usual: (H, W) of the images that are resampled as a batch of one size; None: none are.
     """
 
     pixels: Tensor
     sizes_B2: Integers
     starts_B: Integers
     strides_B: Integers
+    usual: tuple[int, int] | None = None
 
     @classmethod
     def packed(cls, pixels: Tensor, sizes_B2: Integers) -> Ragged:
@@ -90,13 +92,18 @@ class Ragged(Sequence[Tensor]):
         """Return some of the images; their pixels stay where they are."""
         if len(rows) == len(self) and np.array_equal(rows, np.arange(len(self))):
             return self
-        chosen = (each[rows] for each in (self.sizes_B2, self.starts_B, self.strides_B))
-        return Ragged(self.pixels, *chosen)
+        sizes, starts, strides = (e[rows] for e in (self.sizes_B2, self.starts_B, self.strides_B))
+        return Ragged(self.pixels, sizes, starts, strides, self.usual)
+
+    @property
+    def are_usual(self) -> npt.NDArray[np.bool_]:
+        """Return (B,) bool: the images of the usual size."""
+        size = self.usual or (-1, -1)
+        return np.asarray((self.sizes_B2 == size).all(axis=1))
 
     def to(self, device: torch.device) -> Ragged:
         """Return the same images on a device, copied at once."""
-        pixels = self.pixels.to(device, non_blocking=True)
-        return Ragged(pixels, self.sizes_B2, self.starts_B, self.strides_B)
+        return replace(self, pixels=self.pixels.to(device, non_blocking=True))
 
 
 class _Selection:

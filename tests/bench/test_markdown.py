@@ -99,6 +99,25 @@ def test_the_page(page: Callable[[dict[str, Any]], str]) -> None:
     assert page(changed(profile=PROFILE)).rstrip("\n") + "\n" == golden
 
 
+def test_whole_trainings_as_commands() -> None:
+    found = {name: RESULT[name] for name in RESULT if name not in ("rows", "inputs", "losses")}
+    times = {"seconds": spread(30.0, 40.0, 50.0), "cpu_seconds": spread(60.0), "host_bytes": 2**30}
+    ours = {"name": "finetune", "precision": "bf16", **times, "share": spread(1.0)}
+    theirs = {**ours, "name": "timm-train", "share": spread(0.7, 0.8, 0.9), "first_step": None}
+    jobs = [{**ours, "first_step": spread(12.5)}, theirs]
+    counts = {"images": {"train": 320, "val": 260}, "epochs": 1, "workers": 2}
+    machine = copy.deepcopy(RESULT["machine"])
+    machine["device"]["instructions"] = ["AVX512", "avx512_bf16"]
+    text = section({**found, **counts, "jobs": jobs, "machine": machine})
+    assert text.splitlines()[0].endswith("A Processor, end to end")
+    assert "| finetune | bf16 | 40.0 | 30.0–50.0 |  |  | 60.0 | 60.0–60.0 | 12.5 s | 1," in text
+    assert "| timm-train | bf16 | 40.0 | 30.0–50.0 | 0.80 × | 0.70–0.90 | 60.0 |" in text
+    assert "2 threads, AVX512 avx512_bf16; commit" in text
+    assert "320 images of training, 1 epoch, each followed by 260 of validation" in text
+    machine["device"]["instructions"] = ["AVX2"]
+    assert "2 threads, AVX2 without native bf16; commit" in section(changed(machine=machine))
+
+
 def test_what_was_not_measured_is_not_written() -> None:
     text = describe(changed(matrix_rate=None, rows=[row("finetune")]))
     assert "GFLOP" not in text

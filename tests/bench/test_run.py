@@ -187,6 +187,21 @@ def test_a_loop_in_one_precision(recipe: str, stands: list[Stand]) -> None:
     assert {"timm", "transformers"} <= set(found["machine"]["versions"])
 
 
+def test_our_own_training_in_float32(
+    recipe: str, stands: list[Stand], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = bench(recipe, ["run.precision=auto"], against=["finetune:fp32"], steps=5, repeats=2)
+    _, plain = found["rows"]
+    assert (plain["name"], plain["evaluation"], plain["workers"]) == ("finetune:fp32", None, None)
+    assert plain["ratio"] == 4  # 25 beside 100
+    assert [stand.make for stand in stands] == ["Ours", "Ours"]
+    assert [stand.arguments["recipe"].run.precision for stand in stands] == ["auto", "fp32"]
+    prepare = Stand.prepare
+    monkeypatch.setattr(Stand, "prepare", lambda self: {**prepare(self), "precision": "fp32"})
+    found = bench(recipe, against=["finetune:fp32"], repeats=1)
+    assert [row["name"] for row in found["rows"]] == ["finetune"]
+
+
 def test_the_command_gives_the_same_again(recipe: str, stands: list[Stand], tmp_path: Path) -> None:
     page, traces = tmp_path / "B.md", tmp_path / "traces"
     changes = ["data.train=resize | flip"]
@@ -273,7 +288,7 @@ class TestRefused:
     def nothing_starts(self, stands: list[Stand]) -> None:
         """Each test looks at it again."""
 
-    @pytest.mark.parametrize("loop", ["timm-loop:int8", "timm-loop:", "synthetic:bf16"])
+    @pytest.mark.parametrize("loop", ["timm-loop:int8", "timm-loop:", "synthetic:bf16", "finetune"])
     def test_an_unknown_precision(self, loop: str, recipe: str) -> None:
         error = refused(recipe, against=[loop])
         assert isinstance(error, RecipeError)
@@ -283,12 +298,12 @@ class TestRefused:
         error = refused(recipe, against=["timm"])
         assert isinstance(error, RecipeError)
         assert str(error).startswith("--against: unknown 'timm'")
-        assert "synthetic, decode, transformers, timm-loop" in str(error)
+        assert "synthetic, decode, finetune, transformers, timm-loop" in str(error)
 
     def test_decoding_what_is_kept(self, recipe: str) -> None:
         for change in ("data.keep=memory", "data.workers=0"):
             error = refused(recipe, "data.keep=none", change, against=["decode"])
-            assert "data.keep=none data.workers=2" in str(error)
+            assert "data.keep=none data.workers=auto" in str(error)
 
     def test_a_loop_that_is_not_installed(
         self, recipe: str, monkeypatch: pytest.MonkeyPatch

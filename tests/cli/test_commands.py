@@ -157,5 +157,6 @@ class TestLooking:
         replace(monkeypatch, "finetune.commands.probe", probe_model=double, **doubles)
         assert main(["probe", "runs/x", "--data", "folder:a", "--linear", "--knn", "20"]) == 0
         asked = {"data": "folder:a", "split": None, "shots": [1, 5], "seeds": 3, "linear": True}
+        asked["linear_sgd"] = False
         assert double.calls == [(("runs/x",), {**asked, "knn": 20, "out": None})]
         assert capsys.readouterr().out == "a table\n"

@@ -283,13 +283,15 @@ class TestEvalAndPredict:
         doubles = {"describe": Double("val: top1 0.5000"), "write_results": written}
         replace(monkeypatch, "finetune.commands.evaluate", evaluate_model=double, **doubles)
         arguments = ["--data", "folder:y", "--split", "val", "--out", "e", "--fit-temperature"]
-        assert main(["eval", "runs/x", *arguments]) == 0
+        assert main(["eval", "runs/x", *arguments, "--corrupt", "all"]) == 0
         asked = {"data": "folder:y", "split": "val", "fit_temperature": True, "out": "e"}
+        asked["corrupt"] = "all"
         assert double.calls == [(("runs/x",), asked)]
         assert written.calls == [((RESULTS["val"], "e"), {})]
         assert capsys.readouterr().out == "val: top1 0.5000\ne/results.json\n"
         assert main(["eval", "runs/x", "--json"]) == 0
         asked = {"data": None, "split": None, "fit_temperature": False, "out": None}
+        asked["corrupt"] = None
         assert double.calls[1] == (("runs/x",), asked)
         assert json.loads(capsys.readouterr().out) == RESULTS["val"]
         assert len(written.calls) == 1
@@ -307,7 +309,7 @@ class TestEvalAndPredict:
         (model, paths), kwargs = classify.calls[0]
         assert (model, list(paths)) == ("runs/x", ["a.png", "-"])
         asked = {"top_k": 2, "out": "o.csv", "sheet": "s.png", "calibrated": True}
-        assert kwargs == {**asked, "batch_size": None}
+        assert kwargs == {**asked, "batch_size": None, "threshold": None}
         assert capsys.readouterr().out == "a table\n"
 
         monkeypatch.setattr(

@@ -140,6 +140,22 @@ def test_the_folder_tells_the_class_where_it_is_one() -> None:
     assert area(drawn(rows, pictures), red) == 0
 
 
+def test_of_several_labels_all_have_a_line() -> None:
+    row = predicted("1.png", *"abcdefgh")
+    below = sheet_module._below
+    assert below(row) == row["predictions"][:3]
+    assert below({**row, "labels": row["predictions"][2:6]}) == row["predictions"][2:6]
+    lines = [one["label"] for one in below({**row, "labels": row["predictions"]})]
+    assert lines == [*"abcde", "and 3 more"]
+    (none,) = below({**row, "labels": []})
+    assert (none["label"], none["confidence"]) == ("no label", None)
+    heights = [
+        drawn([{**row, "labels": row["predictions"][:count]}], {0: plain(32, 32)}).height
+        for count in (0, 1, 4, 8)
+    ]
+    assert heights[0] == heights[1] < heights[2] < heights[3]
+
+
 def test_unreadable_files_are_marked_empty_tiles() -> None:
     rows = [predicted("a.png", "cat"), {"path": "b.png", "error": "an HTML page, not an image"}]
     image = drawn(rows, {0: plain(32, 32)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -13,15 +14,20 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from ranks import command, two_ranks
 from recipe_texts import tiny_text
 from refusals import refused
+from safetensors.torch import load_file, save_file
 
 from finetune.commands import evaluate
 from finetune.commands.evaluate import describe, evaluate_model, write_results
 from finetune.data.source import open_source
 from finetune.errors import SetupError
+from finetune.models.build import build
 from finetune.recipe.load import parse_recipe
 from finetune.training.train import train
+from finetune.transforms.evaluation import make_pipeline
+from finetune.transforms.random import sample_keys
 
 RECIPE = tiny_text("eval: 'resize(18) | center_crop'", optim="lr: 3e-3, steps: 6")
 
@@ -210,3 +216,84 @@ def test_the_report_names_every_class_and_the_files_hold_it(finished, tmp_path: 
     (tmp_path / "file").write_text("")
     with refused("setup.not_writable", "--out"):
         write_results(measured, tmp_path / "file")
+
+
+@pytest.fixture(scope="module")
+def sharp(finished, tmp_path_factory) -> Path:
+    """A run whose network answers to small changes of an image, after so few steps."""
+    run = tmp_path_factory.mktemp("sharp") / "run"
+    shutil.copytree(finished[0], run)
+    file = run / "model" / "model.safetensors"
+    state = load_file(file)
+    steep = {"head.weight": 100, "patch_embed.proj.weight": 20}
+    save_file({key: value * steep.get(key, 1) for key, value in state.items()}, file)
+    return run
+
+
+def corrupted_by_hand(run: Path, kind: str, severity: int) -> tuple[float, float]:
+    """Top-1 and loss of a run's network on its corrupted test images, one at a time."""
+    built = build(str(run))
+    source = open_source("embedded:digits").splits["test"]
+    sentence = f"resize(18) | center_crop | corrupt('{kind}', {severity})"
+    pipeline = make_pipeline(built.preprocessing, sentence)
+    right, losses = 0, 0.0
+    for place, label in enumerate(source.labels.tolist()):
+        image = torch.from_numpy(source.read(place)).permute(2, 0, 1)[None]
+        with torch.no_grad():
+            logits = built.model.eval()(pipeline(image, keys=sample_keys(0, 0, [place])))
+        right += int(logits.argmax()) == label
+        losses += float(torch.nn.functional.cross_entropy(logits, torch.tensor([label])))
+    return right / len(source), losses / len(source)
+
+
+def test_corrupted_images_are_measured_beside_clean_ones(sharp: Path) -> None:
+    clean, measured = evaluate_model(str(sharp)), evaluate_model(str(sharp), corrupt="all")
+    found = measured.pop("corrupted")
+    for result in (clean, measured):
+        del result["images_per_second"]
+    assert measured == clean
+    places = [(row["kind"], row["severity"]) for row in found["rows"]]
+    assert places == list(itertools.product(("noise", "blur", "jpeg", "contrast"), range(1, 6)))
+    rows = dict(zip(places, found["rows"], strict=True))
+    for kind in ("noise", "jpeg"):
+        top1, loss = corrupted_by_hand(sharp, kind, 5)
+        assert rows[kind, 5]["top1"] == pytest.approx(top1)
+        assert rows[kind, 5]["loss"] == pytest.approx(loss, rel=1e-5)
+        assert abs(rows[kind, 5]["loss"] - clean["loss"]) > 1e-3
+    for key in ("top1", "loss", "ece"):
+        assert found["mean"][key] == pytest.approx(np.mean([row[key] for row in found["rows"]]))
+    assert evaluate_model(str(sharp), corrupt="noise:5")["corrupted"]["rows"] == [rows["noise", 5]]
+    alone = evaluate_model(str(sharp / "model"), data="embedded:digits", corrupt="noise:5")
+    (row,) = alone["corrupted"]["rows"]
+    # a folder does not say in which precision it was trained: in bfloat16 here
+    assert row["loss"] == pytest.approx(rows["noise", 5]["loss"], rel=0.01)
+    text = describe({**measured, "corrupted": found})
+    assert f"mean of 20 corruptions: top1 {found['mean']['top1']:.4f}" in text
+    (line,) = [line for line in text.splitlines() if line.startswith("noise") and "ece" in line]
+    assert line.split()[2:] == [f"{rows['noise', severity]['ece']:.4f}" for severity in range(1, 6)]
+
+
+def test_two_processes_and_small_batches_corrupt_alike(sharp: Path, tmp_path: Path) -> None:
+    expected = evaluate_model(str(sharp), corrupt="noise")["corrupted"]
+    small = tmp_path / "small"
+    shutil.copytree(sharp, small)
+    text = (small / "recipe.yaml").read_text()
+    assert "eval_batch_size: 256" in text
+    (small / "recipe.yaml").write_text(text.replace("eval_batch_size: 256", "eval_batch_size: 50"))
+    ended = two_ranks(command, "eval", str(small), "--corrupt", "noise", "--json")
+    found = json.loads(ended.stdout)["corrupted"]
+    assert [row["top1"] for row in found["rows"]] == [row["top1"] for row in expected["rows"]]
+    for row, other in zip(found["rows"], expected["rows"], strict=True):
+        # the network's sums in batches of another size
+        assert row["loss"] == pytest.approx(other["loss"], abs=1e-5)
+
+
+def test_a_run_on_features_is_measured_on_corrupted_images(tmp_path: Path) -> None:
+    frozen = parse_recipe(
+        RECIPE, overrides=["model.freeze=backbone", "data.train=resize", "data.num_train=64"]
+    )
+    train(frozen, tmp_path / "run")
+    measured = evaluate_model(str(tmp_path / "run"), corrupt="contrast:5")
+    (row,) = measured["corrupted"]["rows"]
+    assert row["loss"] == pytest.approx(corrupted_by_hand(tmp_path / "run", "contrast", 5)[1])
+    assert row["loss"] != pytest.approx(measured["loss"], abs=1e-4)

@@ -94,6 +94,39 @@ def test_files_hold_the_rows(tmp_path: Path, suffix: str) -> None:
     assert os.listdir(tmp_path) == [path.name]
 
 
+# the second is said at a lower confidence than the first, which is not
+SEVERAL = [
+    {**row("a.png", 0.75, 0.25), "labels": row("", 0.75, 0.25)["predictions"][1:]},
+    {"path": "b.png", "error": "zero bytes"},
+    {**row("c.png", 1 / 3), "labels": row("", 1 / 3, 0.25)["predictions"]},
+    {**row("d.png", 0.5), "labels": []},
+]
+
+
+def test_several_labels_stand_beside_the_predictions(tmp_path: Path) -> None:
+    rows = Rows(NAMES, several=True)
+    path = tmp_path / "rows.csv"
+    with writing(path, depth=1, several=True) as write:
+        for one in SEVERAL:
+            rows.append(one)
+            write(one)
+    assert rows == SEVERAL
+    assert rows[1:3] == SEVERAL[1:3]
+    with path.open(encoding="utf-8", newline="") as file:
+        assert [line[1:5] for line in csv.reader(file)] == [
+            ["labels", "confidences", "label_1", "confidence_1"],
+            ["'=dog", "0.250000", "cat", "0.750000"],
+            [""] * 4,
+            ["cat|=dog", "0.333333|0.250000", "cat", "0.333333"],
+            ["[]", "", "cat", "0.500000"],
+        ]
+    assert describe(rows).splitlines() == [
+        "a.png  =dog 25.0 %  (cat 75.0 %)",
+        "c.png  cat 33.3 %  =dog 25.0 %",
+        "d.png  no label  (cat 50.0 %)",
+    ]
+
+
 ODD = [
     *("two\nlines.png", "cr\rend.png", 'quote".png', "comma,.png", " space .png", "\t.png"),
     *("=cmd.png", "-dash.png", "'=cmd.png", "''.png", "кот.png", "猫.png", "caf\udce9.png"),

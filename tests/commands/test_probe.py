@@ -21,6 +21,7 @@ from samples import make_folder, png, write
 from finetune.commands import probe
 from finetune.commands.probe import describe, probe_model, shots_of
 from finetune.data.source import open_source
+from finetune.evaluation import linear_probe
 from finetune.evaluation.linear_probe import few_shot
 from finetune.models.build import build
 from finetune.recipe.load import parse_recipe
@@ -28,6 +29,7 @@ from finetune.training.train import train
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
+FEW_STEPS = 60
 ARGS = {"patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2}
 RECIPE = tiny_text(
     "eval: 'resize(10) | center_crop'",
@@ -59,8 +61,18 @@ def without_times(result: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in result.items() if key not in ("features", "machine")}
 
 
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_probe, "_LEAST_STEPS", FEW_STEPS)
+
+
 def test_the_whole_answer_and_its_file(model: str, tmp_path: Path) -> None:
-    asked: dict[str, Any] = {"data": "embedded:digits", "linear": True, "knn": 20}
+    asked: dict[str, Any] = {
+        "data": "embedded:digits",
+        "linear": True,
+        "knn": 20,
+        "linear_sgd": True,
+    }
     result = probe_model(model, **asked, out=tmp_path / "new" / "folder")
     assert list(result["shots"]) == [1, 5, 10, 25]
     assert [len(row["seeds"]) for row in result["shots"].values()] == [3, 3, 3, 3]
@@ -79,6 +91,19 @@ def test_the_whole_answer_and_its_file(model: str, tmp_path: Path) -> None:
     }
     assert result["linear"]["chosen_on"] == "10% of train"
     assert result["linear"]["val_images"] == 145
+    sgd = result["linear_sgd"]
+    assert list(sgd) == [
+        *("accuracy", "features", "lr", "grid", "at_edge", "chosen_on"),
+        "val_images",
+    ]
+    inputs = ["1 class token", "1 class token, patches"]  # the network has one block
+    assert [row["features"] for row in sgd["grid"]] == [name for name in inputs for _ in range(13)]
+    assert 0.5 < sgd["accuracy"] < 1
+    assert (sgd["chosen_on"], sgd["val_images"]) == ("10% of train", 145)
+    plain = probe_model(model, data="embedded:digits", shots=[1, 5])
+    for count, row in plain["shots"].items():  # from pre-logits that were computed otherwise
+        assert result["shots"][count]["seeds"] == pytest.approx(row["seeds"], abs=0.006)
+    assert plain["linear_sgd"] is None
     assert result["knn"]["k"] == 20
     assert result["knn"]["plain"] > 0.5
     written = json.loads((tmp_path / "new" / "folder" / "probe.json").read_text())
@@ -91,6 +116,7 @@ def test_the_whole_answer_and_its_file(model: str, tmp_path: Path) -> None:
     for row in result["shots"].values():
         assert f"{row['accuracy']:.4f}  {row['std']:.4f}" in text
     assert f"{result['linear']['accuracy']:.4f}" in text
+    assert f"learning rate {sgd['lr']:g} on {sgd['features']}): {sgd['accuracy']:.4f}" in text
     assert f"{result['knn']['weighted']:.4f} weighted" in text
     assert "train from the cache" in text
 
@@ -178,7 +204,8 @@ def test_wrong_shots_are_refused(model: str) -> None:
 
 
 def of_one_rank(model: str, out: str) -> None:
-    result = probe_model(model, data="embedded:digits", linear=True, knn=5, out=out)
+    linear_probe._LEAST_STEPS = FEW_STEPS
+    result = probe_model(model, data="embedded:digits", linear_sgd=True, knn=5, out=out)
     assert bool(describe(result)) == (os.environ["RANK"] == "0")
 
 
@@ -192,7 +219,7 @@ def test_two_processes_give_the_figures_of_one(
     assert two["machine"]["num_processes"] == 2
     assert not any(one["cached"] for one in two["features"].values())
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "another"))
-    one = probe_model(model, data="embedded:digits", linear=True, knn=5)
+    one = probe_model(model, data="embedded:digits", linear_sgd=True, knn=5)
     assert without_times(json.loads(json.dumps(one))) == without_times(two)
     files = [
         {path.name for path in (tmp_path / folder / "features").iterdir()}

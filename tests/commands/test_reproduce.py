@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -158,6 +159,28 @@ def test_a_reported_figure_stands_beside_the_runs_own(plan: str, trained, tmp_pa
     assert lines[2].endswith("| reported |")
     assert lines[4].endswith("| – |")
     assert lines[5].endswith("| 0.61382 |")
+
+
+def test_several_labels_have_a_column_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("finetune.report.page.compare", lambda runs, out: out)
+
+    def done(name: str, **figures: float) -> Any:
+        figures |= {"loss": 2.0, "examples": 10}
+        entry = SimpleNamespace(name=name, reported=None)
+        facts = {"probe": None, "choices": [], "paths": [tmp_path / "a", tmp_path / "b"]}
+        return SimpleNamespace(entry=entry, results=[{"test": figures}] * 2, **facts)
+
+    pairs, digits = done("pairs", map=0.35, micro_f1=0.5), done("digits", top1=0.9, ece=0.1)
+    told = experiments._answer("pairs", "full", tmp_path, [pairs])
+    assert told["comparison"] is not None
+    lines = describe(told).splitlines()
+    assert lines[2] == "| run | seeds | images | mAP, % | loss |"
+    assert lines[4] == "| pairs | 2 | 10 | 35.00 ± 0.00 | 2.0000 ± 0.0000 |"
+    mixed = experiments._answer("both", "full", tmp_path, [pairs, digits])
+    assert mixed["comparison"] is None, "no figure is of both"
+    assert "| digits | 2 | 10 | 90.00 ± 0.00 | – |" in describe(mixed)
 
 
 def test_done_takes_runs_that_were_copied_from_elsewhere(

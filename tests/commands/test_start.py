@@ -150,6 +150,23 @@ class TestChoices:
 
 class TestRecipe:
     @pytest.mark.usefixtures("scores", "least")
+    @pytest.mark.parametrize("columns", [[], ["data.label_column=[a,b]"]])
+    def test_several_labels_as_asked(
+        self, columns: list[str], tmp_path: Path, clock: Callable[[float, float], None]
+    ) -> None:
+        clock(1e-4, 3e-4)
+        lines = ["path,a,b"]
+        for number in range(40):
+            (tmp_path / f"{number}.png").write_bytes(png(number, (8, 8)))
+            lines.append(f"{number}.png,{number % 2},{int(number % 3 > 0)}")
+        (tmp_path / "t.csv").write_text("\n".join(lines))
+        asked = ["data.task=multilabel", *columns]
+        made = start(f"csv:{tmp_path / 't.csv'}", overrides=asked, notice=print)
+        assert made.recipe.data.task == "multilabel"
+        assert "2 classes, images from 20 (a) to 26 (b)" in made.text
+        assert "val mAP 0.000" in made.text
+
+    @pytest.mark.usefixtures("scores", "least")
     def test_every_choice_is_in_the_text_and_overrides_win(
         self, tmp_path: Path, clock: Callable[[float, float], None]
     ) -> None:

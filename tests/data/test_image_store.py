@@ -7,12 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from samples import store_of
 
 from finetune.data import image_store as store_module
+from finetune.data.device_copy import of_one_size, pack
 from finetune.data.image_store import Store, num_workers
 from finetune.data.source import open_source
 from finetune.errors import DataError
+from finetune.transforms.pipeline import Pipeline, sample_keys
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +47,44 @@ def test_what_does_not_fit_in_memory_is_said(digits, monkeypatch) -> None:
 def test_unreadable_images_are_left_out_of_a_store_that_keeps_nothing(image_folder) -> None:
     (image_folder / "train" / "red" / "red-0.png").write_bytes(b"no image")
     split = open_source(f"folder:{image_folder}").splits["train"]
-    with pytest.raises(DataError, match="red-0"):
-        store_of(split, "none")
+    with pytest.raises(DataError, match="red-0"):  # it is found when it is needed
+        list(store_of(split, "none").read_all([np.arange(len(split))]))
     store = store_of(split, "none", unreadable="quarantine")
     assert len(store.split) == len(split) - 1
     (images,) = store.read_all([np.arange(len(store.split))])
     assert len(images) == len(split) - 1
+
+
+def test_a_store_that_keeps_nothing_decodes_nothing_before_it_is_needed(
+    image_folder, monkeypatch
+) -> None:
+    split = open_source(f"folder:{image_folder}").splits["train"]
+    many = split.subset(np.tile(np.arange(len(split)), 50))
+    decoded: list[int] = []
+    read = type(many).read
+    monkeypatch.setattr(
+        type(many), "read", lambda self, index, *room: decoded.append(index) or read(self, index)
+    )
+    store_of(many, "none")
+    assert 0 < len(decoded) <= 40, "samples, for what the images take and their size"
+
+
+def test_one_image_of_another_size_does_not_change_those_beside_it(digits) -> None:
+    arrays = [np.array(digits.read(index)) for index in range(4)]
+    odd = np.tile(arrays[0], (2, 3, 1))
+    half = (0.5, 0.5, 0.5)
+    pipeline = Pipeline(
+        "resize | random_crop(padding=2) | flip", image_size=(13, 11), mean=half, std=half
+    )
+    keys = sample_keys(0, 0, np.arange(5))
+    cpu = torch.device("cpu")
+    mixed = of_one_size(pack([*arrays[:2], odd, *arrays[2:]], cpu), (8, 8))
+    alone = pipeline(
+        of_one_size(pack(arrays, cpu), (8, 8)).permute(0, 3, 1, 2), keys=keys[[0, 1, 3, 4]]
+    )
+    both = pipeline(mixed, keys=keys)
+    assert torch.equal(both[[0, 1, 3, 4]], alone)
+    assert torch.equal(both[2:3], pipeline(pack([odd], cpu), keys=keys[2:3]))
 
 
 @pytest.mark.parametrize("image_bytes", [1, 2**20])

@@ -115,6 +115,21 @@ def digits():
     return open_source("embedded:digits").splits["test"]
 
 
+def test_corrupted_images_are_those_of_their_places_on_any_rank(digits) -> None:
+    loader = Loader(
+        store_of(digits.subset(np.arange(3))),
+        Pipeline("resize | corrupt('noise', 5)", image_size=(8, 8), train=False, **DIGITS),
+        num_classes=10,
+        device=torch.device("cpu"),
+    )
+    (whole,) = loader.once()
+    for world in (2, 4):  # one of four ranks has no image
+        ranks = [list(loader.once(rank=rank, world=world, batch_size=1)) for rank in range(world)]
+        batches = [batch for rank in ranks for batch in rank if len(batch.indices)]
+        found = torch.cat([batch.images_BCHW for batch in batches])
+        assert torch.equal(found, whole.images_BCHW)
+
+
 @pytest.mark.parametrize("total", range(1, 26))
 def test_evaluation_has_each_image_once_and_equal_numbers_of_batches(digits, total: int) -> None:
     pipeline = Pipeline("resize", image_size=(8, 8), train=False, **DIGITS)

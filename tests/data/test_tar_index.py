@@ -148,7 +148,7 @@ FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
     "a size below nothing": lambda raw: raw["sizes"].__setitem__(0, -1),
     "a size that overflows": lambda raw: raw["sizes"].__setitem__(5, 2**63 - 1),
     "a label too few": lambda raw: raw["labels"].pop(),
-    "a label of another kind": lambda raw: raw["labels"].__setitem__(0, [1]),
+    "a label of another kind": lambda raw: raw["labels"].__setitem__(0, [1.5]),
     "a name that is none": lambda raw: raw["names"].__setitem__(0, 7),
     "no labels": lambda raw: raw.pop("labels"),
     "a list of nothing": lambda raw: raw.update(offsets=[[1]] * 6),

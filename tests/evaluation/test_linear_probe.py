@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from finetune.evaluation import linear_probe as readout
 from finetune.evaluation.linear_probe import (
@@ -18,6 +21,8 @@ from finetune.evaluation.linear_probe import (
     fit_least_squares,
     logistic_regression,
     neighbours,
+    sgd_heads,
+    train_heads,
 )
 
 CASES = [
@@ -182,6 +187,69 @@ class TestLogisticRegression:
         monkeypatch.setattr(readout, "_MAX_ITERATIONS", 2)
         data = blobs(90, 8, 3)
         assert not logistic_regression(data, (np.arange(60), data), data)["converged"]
+
+
+class TestManyHeads:
+    COLUMNS = {"narrow": slice(2, 6), "wide": slice(0, 8)}  # noqa: RUF012
+    RATES = (1e-3, 0.1, 0.02)
+
+    @pytest.fixture(autouse=True)
+    def few_steps(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(readout, "_LEAST_STEPS", 60)
+
+    def trained(self, train: Any, columns: Any, rates: Any) -> dict[str, nn.Linear]:
+        return train_heads(train, columns, rates, num_classes=3, device=torch.device("cpu"))
+
+    def test_each_becomes_what_torchs_sgd_makes_of_it_alone(self) -> None:
+        values, labels = train = blobs(300, 8, 3)
+        together = self.trained(train, self.COLUMNS, self.RATES)
+        steps = 60  # 256 of 300 images make one step an epoch
+        for name, part in self.COLUMNS.items():
+            weights_RKD = together[name].weight.detach().unflatten(0, (len(self.RATES), 3))
+            biases_RK = together[name].bias.detach().unflatten(0, (len(self.RATES), 3))
+            for rate, weight, bias in zip(self.RATES, weights_RKD, biases_RK, strict=True):
+                alone = nn.Linear(part.stop - part.start, 3)
+                nn.init.zeros_(alone.bias)
+                nn.init.normal_(alone.weight, std=0.01, generator=torch.Generator().manual_seed(0))
+                optimizer = torch.optim.SGD(alone.parameters(), lr=rate, momentum=0.9)
+                draws = torch.Generator().manual_seed(0)
+                for step in range(steps):
+                    rows = torch.randperm(300, generator=draws)[:256]
+                    optimizer.param_groups[0]["lr"] = rate * (1 + math.cos(math.pi * step / 60)) / 2
+                    logits = alone(torch.from_numpy(values[:, part])[rows])
+                    optimizer.zero_grad()
+                    nn.functional.cross_entropy(logits, torch.from_numpy(labels)[rows]).backward()
+                    optimizer.step()
+                torch.testing.assert_close(weight, alone.weight.detach(), atol=1e-5, rtol=1e-4)
+                torch.testing.assert_close(bias, alone.bias.detach(), atol=1e-5, rtol=1e-4)
+        assert not torch.allclose(weights_RKD[0], weights_RKD[1], atol=0.1), "the rates differ"
+
+    def test_one_that_diverges_leaves_the_others_alone(self) -> None:
+        train = blobs(90, 8, 3)
+        both = self.trained((train[0] * 1e18, train[1]), self.COLUMNS, (1e3, 0.0))["wide"]
+        first, second = both.weight.detach().unflatten(0, (2, 3))
+        assert not first.isfinite().all()
+        assert second.isfinite().all()
+
+    def test_the_best_on_validation_is_read_once_on_test(self) -> None:
+        train, val, test = blobs(300, 8, 3), blobs(90, 8, 3, seed=1), blobs(90, 8, 3, seed=2)
+        wrong = (test[0], (test[1] + 1) % 3)
+        settings = {"columns": self.COLUMNS, "num_classes": 3, "device": torch.device("cpu")}
+        told, mistold = (
+            sgd_heads(train, (np.arange(250), val), t, **settings) for t in (test, wrong)
+        )
+        assert told["grid"] == mistold["grid"]
+        assert len(told["grid"]) == 2 * 13
+        best = max(row["val_accuracy"] for row in told["grid"])
+        first = next(row for row in told["grid"] if row["val_accuracy"] == best)
+        assert (first["features"], first["lr"]) == (told["features"], told["lr"])
+        # trained again, alone and on all of train
+        part = {told["features"]: self.COLUMNS[told["features"]]}
+        head = self.trained(train, part, (told["lr"],))[told["features"]]
+        with torch.no_grad():
+            predicted = head(torch.from_numpy(test[0][:, part[told["features"]]])).argmax(1).numpy()
+        assert told["accuracy"] == (predicted == test[1]).mean()
+        assert told["accuracy"] > 0.8 > 0.3 > mistold["accuracy"]
 
 
 @pytest.mark.parametrize("k", [1, 5, 20])

@@ -14,6 +14,9 @@ import pytest
 from faults_bad import PROMISE, Bad, Content, parametrised, refuse
 from samples import make_parquet, png
 
+from finetune.models.build import build
+from finetune.models.saved import save_model
+
 TABLE = "data info parquet:t.parquet"
 TRAIN = "train r.yaml --out run"
 RECIPE = """\
@@ -390,6 +393,102 @@ TABLES = {
 }
 
 
+def listed(code: str, named: str, *labels: Any, words: str = f"{TABLE} --multilabel") -> Bad:
+    """A table with these lists of labels."""
+    return table(code, named, words=words, labels=list(labels))
+
+
+def flags(code: str, named: str, **more: Any) -> Bad:
+    """A table with a column of 0 and 1 for ant, and others."""
+    make = {"t.parquet": columns(image=[png(1), png(2)], ant=[0, 1], **more)}
+    return Bad(f"{TABLE} --multilabel", code, named, make)
+
+
+def several(code: str, named: str, *rows: str) -> Bad:
+    """A CSV file of these lines, with several labels an image."""
+    files = lines(code, named, *rows).files
+    return Bad("data info csv:t.csv --multilabel", code, named, files)
+
+
+def save_multilabel(folder: Path) -> None:
+    """A model that gives an image any number of two labels."""
+    args = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    settings: dict[str, Any] = {"args": args, "image_size": 16, "pretrained": False}
+    built = build("vit_tiny_patch16_224", num_classes=2, multilabel=True, **settings)
+    folder.mkdir()
+    save_model(
+        folder,
+        built,
+        built.model.state_dict(),
+        class_names=["0", "1"],
+        preprocessing=built.preprocessing,
+        multilabel=True,
+    )
+
+
+LABELS = {
+    "one label in the place of a list": listed("data.wrong_labels", "int64", 0, 1),
+    "a list where one label is asked": listed("data.wrong_labels", "multilabel", [0], words=TABLE),
+    "a list that is missing": listed("data.no_labels", "row 1", [0, 1], None),
+    "a label in a list that is missing": listed("data.no_labels", "row 2", [0], [1], [0, None]),
+    "a label below 0": listed("data.wrong_labels", "-1 in row 1", [0, 1], [0, -1]),
+    "a label that is a fraction": listed("data.wrong_labels", "double", [0.5], [1.0]),
+    "lists of lists": listed("data.wrong_labels", "list", [[0]], [[1]]),
+    "no label at all": listed("data.no_labels", "'train'", [], []),
+    "one class": listed("data.one_class", "'1'", [1], [1]),
+    "names that differ in case": listed("data.duplicate_class", "'Cat'", ["cat"], ["Cat", "dog"]),
+    "a label that the names lack": Bad(
+        f"{TABLE} --multilabel",
+        "data.wrong_labels",
+        "5 in row 1",
+        {"t.parquet": lambda path: make_parquet(path, [[0], [1, 5]], names=["a", "b"])},
+    ),
+    "a column with a 2": flags("data.wrong_labels", "2 in row 0", bee=[2, 0]),
+    "a column with a NaN": flags("data.wrong_labels", "nan in row 1", bee=[0.0, float("nan")]),
+    "a column with a fraction": flags("data.wrong_labels", "0.5 in row 0", bee=[0.5, 1.0]),
+    "a column with a gap": flags("data.wrong_labels", "row 1", bee=[0, None]),
+    "a column of words": flags("data.wrong_labels", "'bee'", bee=["0", "1"]),
+    "columns without a 1": flags("data.wrong_labels", "'bee'", bee=["", ""]),
+    "a line with a 2": several("data.wrong_labels", "line 3", "path,a,b", "1.png,1,0", "2.png,2,1"),
+    "a line with a NaN": several("data.wrong_labels", "'nan'", "path,a,b", "1.png,nan,0"),
+    "a line with a gap": several("data.wrong_labels", "'b'", "path,a,b", "1.png,1,"),
+    "a line without a label": several("data.no_labels", "[]", HEAD, "1.png,a|b", "2.png,"),
+    "an empty name": several("data.wrong_labels", "'a||b'", HEAD, "1.png,a||b", "2.png,a"),
+    "an empty set beside a label": several(
+        "data.wrong_labels", "in line 2", HEAD, "1.png,a|b", "1.png,[]"
+    ),
+    "lines of 0 and 1 that differ": several(
+        "data.wrong_labels", "in line 2", "path,a,b", "1.png,1,0", "1.png,1,1"
+    ),
+    "an image of two splits": several(
+        "data.ambiguous", "in line 2", HEAD + ",split", "1.png,a,train", "1.png,b,test"
+    ),
+    "no line with a label": several("data.no_labels", "t.csv", "path,a,b", "1.png,0,0"),
+    "a column that is not there": Bad(
+        "train r.yaml data.task=multilabel data.label_column=[ant,bea] --out run",
+        "data.no_column",
+        "'bee'",
+        {
+            "t.parquet": columns(image=[png(1), png(2)], ant=[0, 1], bee=[1, 0]),
+            "r.yaml": RECIPE.replace("SOURCE", "parquet:t.parquet"),
+        },
+    ),
+    "a folder of classes": Bad("data info folder:d --multilabel", "data.no_labels", "cat|dog", FEW),
+    "digits that have one label": Bad(
+        "data info embedded:digits --multilabel", "data.wrong_labels", "embedded:digits"
+    ),
+    "other classes than the model's": Bad(
+        "eval run --data parquet:t.parquet",
+        "data.wrong_classes",
+        "'dog'",
+        {
+            "t.parquet": lambda path: make_parquet(path, [["1"], ["dog"]]),
+            "run": save_multilabel,
+        },
+    ),
+}
+
+
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -411,6 +510,12 @@ def test_folders(bad: Bad, fault: Callable[..., None]) -> None:
 def test_csv_files(bad: Bad, fault: Callable[..., None]) -> None:
     refuse(bad)
     fault("bad input: CSV files", PROMISE)
+
+
+@parametrised(LABELS)
+def test_several_labels(bad: Bad, fault: Callable[..., None]) -> None:
+    refuse(bad)
+    fault("bad input: several labels an image", PROMISE)
 
 
 @parametrised(TABLES)

@@ -51,7 +51,51 @@ def plan(text: str, code: str, named: str) -> Bad:
     return Bad("reproduce plan.yaml", code, named, {"plan.yaml": text})
 
 
+WHOLE = "bench r.yaml optim.steps=null optim.epochs=1 --end-to-end"
+BENCH = {
+    "bench: our own loop in no precision": Bad(
+        "bench r.yaml --against finetune", "recipe.unknown_name", "finetune:fp32"
+    ),
+    "bench: a whole training by steps": Bad(
+        "bench r.yaml --end-to-end", "recipe.unsupported", "optim.epochs"
+    ),
+    "bench: steps of a whole training": Bad(f"{WHOLE} --steps 9", "recipe.conflict", "--steps"),
+    "bench: a whole training in a loop": Bad(
+        f"{WHOLE} --against timm-loop", "recipe.unknown_name", "timm-train:PATH"
+    ),
+    "bench: a whole training by no file": Bad(
+        f"{WHOLE} --against timm-train", "recipe.unknown_name", "timm-train:PATH"
+    ),
+    "bench: a whole training by a file that is missing": Bad(
+        f"{WHOLE} --against timm-train:no.py", "recipe.not_found", "no.py"
+    ),
+    "bench: a whole training by another script": Bad(
+        f"{WHOLE} --against timm-train:t.py", "recipe.wrong_value", "t.py", {"t.py": "print(1)"}
+    ),
+    "bench: a whole training by a script that fails": Bad(
+        f"{WHOLE} --against timm-train:t.py", "recipe.wrong_value", "t.py", {"t.py": "--data-dir"}
+    ),
+    "bench: a whole training that streams": Bad(
+        f"{WHOLE} data.source=parquet:x data.streaming=true", "recipe.unsupported", "data.streaming"
+    ),
+    "bench: a whole training without validation": Bad(
+        f"{WHOLE} data.val_fraction=0", "recipe.unsupported", "data.val_fraction"
+    ),
+    "bench: a whole training by other methods": Bad(
+        f"{WHOLE} optim.ema_decay=0.9 optim.schedule=linear",
+        "recipe.unsupported",
+        "optim.ema_decay, optim.schedule",
+    ),
+    "bench: a whole training with other images": Bad(
+        f"{WHOLE} 'data.train=resize | rotate(9)' --against timm-train:t.py",
+        "recipe.unsupported",
+        "rotate",
+        {"t.py": "print(1)"},
+    ),
+}
+
 USAGE = {
+    **BENCH,
     "an unknown verb": Bad("trian", "usage", "'train'"),
     "an unknown option": Bad("train r.yaml --resum", "usage", "--resume"),
     "no argument": Bad("train", "usage", "RECIPE"),
@@ -86,6 +130,24 @@ USAGE = {
         "eval net --data embedded:digits", "data.wrong_classes", "embedded:digits"
     ),
     "eval: an empty --out": Bad(["eval", "net", "--out", ""], "recipe.wrong_value", "--out"),
+    **{
+        f"eval: corrupted by {name}": Bad(
+            ["eval", "net", "--data", "folder:d", "--corrupt", word], "recipe.unknown_name", word
+        )
+        for name, word in {
+            "a slip of the pen": "nose",
+            "severity 0": "noise:0",
+            "severity 6": "noise:6",
+            "half a severity": "noise:2.5",
+            "no severity": "blur:",
+            "a severity of all": "all:3",
+            "an operation": "corrupt('noise',3)",
+        }.items()
+    },
+    "eval: an empty --corrupt": Bad(
+        ["eval", "net", "--data", "folder:d", "--corrupt", ""], "recipe.unknown_name", "--corrupt"
+    ),
+    "eval: --corrupt without a kind": Bad("eval net --corrupt", "usage", "--corrupt"),
     "eval: a file for --out": Bad(
         "eval net --data folder:d --out file", "setup.not_writable", "--out"
     ),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from faults_bad import PROMISE, Bad, Content, parametrised, refuse
+from networks import timm_folder
 
 BASE = """\
 model: {name: embedded:vit_nano}
@@ -33,6 +34,22 @@ def override(*words: str, code: str, named: str) -> Bad:
 def adapted(*words: str, code: str, named: str) -> Bad:
     """An override of a recipe that trains an adapter."""
     return override("model.adapter.kind=lora", *words, code=code, named=named)
+
+
+def distilled(*words: str, code: str = "recipe.wrong_value", named: str) -> Bad:
+    """An override of a recipe with a teacher."""
+    return override("distill.teacher=embedded:vit_ti", *words, code=code, named=named)
+
+
+def taught(teacher: str, *, code: str, named: str) -> Bad:
+    """A recipe with another teacher, beside which lies one that is cut off."""
+    words = ["train", "good.yaml", f"distill.teacher={teacher}", "--out", "run"]
+    return Bad(words, code, named, {"good.yaml": BASE, "damaged": damaged})
+
+
+def damaged(path: Path) -> None:
+    tensors = timm_folder(path) / "model.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-100])
 
 
 def laughs() -> str:
@@ -137,6 +154,16 @@ KEYS = {
     ),
     "chance in evaluation": (
         lines('digits"', 'digits", eval: flip'),
+        "recipe.conflict",
+        "data.eval",
+    ),
+    "corrupted training": (
+        lines('digits"', 'digits", train: "resize | corrupt(\'noise\', 3)"'),
+        "recipe.conflict",
+        "data.train",
+    ),
+    "corrupted evaluation": (
+        lines('digits"', 'digits", train: resize, eval: "resize | corrupt(\'noise\', 3)"'),
         "recipe.conflict",
         "data.eval",
     ),
@@ -291,6 +318,15 @@ FIT = {
     "a size beside the patches": override(
         "model.image_size=65", "--dry-run", code="recipe.wrong_size", named="65 px"
     ),
+    "a size beside the windows": override(
+        "model.name=hiera_tiny_224",
+        "model.pretrained=false",
+        "model.args={embed_dim: 16, num_heads: 1, stages: [1, 1, 1, 1]}",
+        "model.image_size=80",
+        "--dry-run",
+        code="recipe.wrong_size",
+        named="80x80 px",
+    ),
     "an optimiser of nobody": override(
         "optim.name=adamv", "--dry-run", code="recipe.unknown_name", named="'adamv'"
     ),
@@ -384,6 +420,33 @@ METHODS = {
     "an adapter of random weights": adapted(
         "model.pretrained=false", code=CONFLICT, named="model.adapter"
     ),
+    "both kinds of batch norm": override(
+        "model.sync_bn=true", "model.freeze_bn=true", code=CONFLICT, named="model.sync_bn"
+    ),
+    "synchronised batch norm in a ViT": override(
+        "model.sync_bn=true", code="recipe.unsupported", named="embedded:vit_nano"
+    ),
+    "frozen batch norm in a ViT": override(
+        "model.freeze_bn=true", code="recipe.unsupported", named="model.freeze_bn"
+    ),
+    "frozen batch norm of random weights": override(
+        "model.freeze_bn=true", "model.pretrained=false", code=CONFLICT, named="model.freeze_bn"
+    ),
+    "synchronised batch norm in a frozen backbone": override(
+        "model.sync_bn=true", "model.freeze=backbone", code=CONFLICT, named="model.sync_bn"
+    ),
+    "frozen batch norm beside an adapter": adapted(
+        "model.freeze_bn=true", code=CONFLICT, named="model.freeze_bn"
+    ),
+    "compiled synchronised batch norm": override(
+        "model.sync_bn=true", "model.compile=true", code=CONFLICT, named="model.compile"
+    ),
+    "batch norm that is neither true nor false": override(
+        "model.sync_bn=2", code=VALUE, named="model.sync_bn"
+    ),
+    "a name of Lightning": override(
+        "model.sync_batchnorm=true", code="recipe.unknown_key", named="model.sync_bn"
+    ),
     "a name of peft": override(
         "model.lora_rank=4", code="recipe.unknown_key", named="adapter.rank"
     ),
@@ -447,6 +510,60 @@ METHODS = {
     "a tail longer than the head": override("data.long_tail=0.5", code=VALUE, named="long_tail"),
     "a name of keras": override(
         "optim.class_weight=balanced", code="recipe.unknown_key", named="class_weights"
+    ),
+    **{
+        f"{key} for several labels": override(
+            "data.task=multilabel", f"{key}={value}", code=CONFLICT, named=key.rpartition(".")[2]
+        )
+        for key, value in {
+            "data.sampling": "class_balanced",
+            "data.long_tail": "10",
+            "optim.class_weights": "balanced",
+            "optim.focal_gamma": "2",
+            "optim.logit_adjustment": "1",
+            "run.best": "val.top1",
+            "distill.teacher": "embedded:vit_nano",
+        }.items()
+    },
+    "an asymmetric loss for one label": override(
+        "optim.asymmetric_loss.clip=0", code=CONFLICT, named="data.task"
+    ),
+    "a figure of several labels for one": override(
+        "run.best=val.map", code=CONFLICT, named="val.map"
+    ),
+    "several columns for one label": override(
+        "data.label_column=[a,b]", code=CONFLICT, named="multilabel"
+    ),
+    "a list of one column": override(
+        *("data.task=multilabel", "data.label_column=[a]"), code=VALUE, named="at least two"
+    ),
+    "a margin of 1": override(
+        *("data.task=multilabel", "optim.asymmetric_loss.clip=1"), code=VALUE, named="clip"
+    ),
+    "a teacher that is not there": taught(
+        "gone/run", code="weights.not_found", named="distill.teacher"
+    ),
+    "a teacher of no name": taught("vit_tny", code="weights.unknown_name", named="distill.teacher"),
+    "a damaged teacher": taught("damaged", code="weights.damaged", named="distill.teacher"),
+    "a teacher of other classes": taught(
+        "embedded:vit_ti", code="weights.wrong_classes", named="distill.kind=features"
+    ),
+    "a run that is its own teacher": taught("run", code=CONFLICT, named="this very run"),
+    "no teacher": override("distill.weight=0.5", code="recipe.missing_key", named="teacher"),
+    "a temperature of 0": distilled("distill.temperature=0", named="distill.temperature"),
+    "a temperature that is no number": distilled("distill.temperature=.nan", named="temperature"),
+    "a teacher of no weight": distilled("distill.weight=0", named="distill.weight"),
+    "a teacher of a weight above 1": distilled("distill.weight=1.5", named="distill.weight"),
+    "a teacher of a weight that is no number": distilled("distill.weight=.nan", named="weight"),
+    "an unknown kind of distillation": distilled("distill.kind=logit", named="'logits'"),
+    "a temperature of features": distilled(
+        "distill.kind=features", "distill.temperature=2", code=CONFLICT, named="temperature"
+    ),
+    "features for a frozen backbone": distilled(
+        "distill.kind=features", "model.freeze=backbone", code=CONFLICT, named="model.freeze"
+    ),
+    "a name of timm's teacher": override(
+        "kd_temperature=4", code="recipe.unknown_key", named="'distill.temperature=4'"
     ),
     "a stage with blocks that are not there": override(
         "optim.stages=[{steps: 1, freeze: 99}]", code=VALUE, named="99"

@@ -117,7 +117,34 @@ MEMBERS = {
     "a fraction in JSON": made(
         "data.wrong_labels", "'0.5'", *IMAGES, ("a.json", b'{"label": 0.5}')
     ),
-    "a list in JSON": made("data.wrong_labels", "'[1]'", *IMAGES, ("a.json", b'{"label": [1]}')),
+    "a list in JSON": made(
+        *("data.wrong_labels", "'[1]'", *IMAGES),
+        *(("a.json", b'{"label": [1]}'), ("b.json", b'{"label": 1}')),
+    ),
+    "a label where lists are asked": made(
+        "data.wrong_labels", "00000.png", *GOOD, options=("data.task=multilabel",)
+    ),
+    "lists of two kinds": made(
+        "data.wrong_labels",
+        "'cat'",
+        *IMAGES,
+        ("a.json", b'{"label": [0]}'),
+        ("b.json", b'{"label": [1, "cat"]}'),
+        options=("data.task=multilabel",),
+    ),
+    "a null in a list": made(
+        "data.wrong_labels",
+        "a.json",
+        *IMAGES,
+        ("a.json", b'{"label": [0, null]}'),
+        options=("data.task=multilabel",),
+    ),
+    "columns of tar": made(
+        "data.no_column",
+        "one field",
+        *GOOD,
+        options=("data.task=multilabel", "data.label_column=[a,b]"),
+    ),
     "a huge number in JSON": made(
         "data.wrong_labels", "a.json", *IMAGES, ("a.json", b'{"cls": 9%s}' % (b"9" * 30))
     ),

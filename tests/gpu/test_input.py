@@ -28,6 +28,8 @@ SENTENCES = {
     "color_jitter": "resize | color_jitter(0.4, 0.4, 0.4, 0.2)",
     "rand_augment": "resize | rand_augment(num_ops=4, magnitude=12)",
     "rand_augment bilinear": "resize | rand_augment(num_ops=4, interpolation='bilinear')",
+    # jpeg is computed on the host, from rounded levels
+    **{f"corrupt {k}": f"resize | corrupt('{k}', 3)" for k in ("noise", "blur", "contrast")},
     "random_erasing": "resize | normalise | random_erasing(p=1.0)",
     "mixup": "resize | mixup(0.8)",
     "cutmix": "resize | cutmix(1.0)",
@@ -63,7 +65,8 @@ def photos(sizes: str) -> list[torch.Tensor]:
 def test_pixels_are_those_of_the_cpu(kind: str, sizes: str, figure: Any) -> None:
     from finetune.transforms.pipeline import Pipeline, sample_keys
 
-    prepare = Pipeline(SENTENCES[kind], image_size=SIZE, mean=(0.5,) * 3, std=(0.25,) * 3)
+    settings = {"image_size": SIZE, "mean": (0.5,) * 3, "std": (0.25,) * 3}
+    prepare = Pipeline(SENTENCES[kind], **settings, train="corrupt" not in kind)
     keys = sample_keys(3, 1, np.arange(IMAGES))
     images = photos(sizes)
     given = torch.stack(images) if sizes == "alike" else images

@@ -22,6 +22,7 @@ NETWORKS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "vit": ("vit_tiny_patch16_224", VIT, ["attention", "mlp"]),
     "distilled": ("deit_tiny_distilled_patch16_224", VIT, ["qkv"]),
     "convnext": ("test_convnext", {}, ["all"]),
+    "eva": ("eva02_base_patch14_224", VIT, [r"[qkv]_proj", "mlp"]),
     "same-padding": ("tf_efficientnet_lite0", {}, [r"blocks\.0\..*", "conv_stem"]),
 }
 
@@ -131,9 +132,10 @@ def test_an_adapter_that_could_not_work_is_refused() -> None:
         built("convnext", targets=["attention"])
     with refused("recipe.unsupported", "grouped"):
         built("convnext", targets=["conv_dw"])
-    # timm's BEiT reads the weights of qkv, standardised convolutions change them
+    # timm's BEiT and small EVA-02 read the weights of qkv, standardised convolutions change them
     for name, args, targets in (
         ("beit_base_patch16_224", {**VIT}, ["qkv"]),
+        ("eva02_small_patch14_224", {**VIT}, ["attention"]),
         ("test_nfnet", {}, ["all"]),
     ):
         adapter = {"kind": "lora", "rank": 2, "alpha": None, "targets": targets, "dropout": 0.0}

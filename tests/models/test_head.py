@@ -183,11 +183,13 @@ class TestFreezing:
         assert not any(name.startswith(("stages.3.", "head.")) for name in frozen(made))
 
     @pytest.mark.parametrize("checkpointing", [False, True])
-    @pytest.mark.parametrize("key", ["vit", "registers", "beit", "clip", "densenet"])
+    @pytest.mark.parametrize("key", ["vit", "registers", "beit", "clip", "rope", "densenet"])
     def test_backward_ends_at_the_last_trained_block(self, key: str, checkpointing: bool) -> None:
         name, args, size, blocks = (
             {
                 "clip": ("vit_base_patch32_clip_224", TINY, 32, 1),  # a norm before its blocks
+                # learned frequencies that all blocks share
+                "rope": ("vit_small_patch16_rope_mixed_224", TINY, 32, 1),
                 # a change of resolution between its blocks
                 "densenet": ("densenet121", {"block_config": (1, 1), "growth_rate": 8}, 32, 2),
             }.get(key)

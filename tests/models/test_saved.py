@@ -65,6 +65,16 @@ class TestSaving:
         assert loaded.keys() == state.keys()
         assert all(torch.equal(loaded[k], state[k]) for k in state)
 
+    def test_channels_last_makes_the_same_file(self, tmp_path: Path) -> None:
+        files, made = [], built("resnet")
+        for name, memory_format in (("a", torch.contiguous_format), ("b", torch.channels_last)):
+            state = made.model.to(memory_format=memory_format).state_dict()
+            (tmp_path / name).mkdir()
+            save_as(tmp_path / name, made, state)
+            files.append((tmp_path / name / "model.safetensors").read_bytes())
+        assert not state["conv1.0.weight"].is_contiguous()
+        assert files[0] == files[1]
+
     @pytest.mark.parametrize(
         "settings, named",
         [

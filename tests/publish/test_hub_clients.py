@@ -52,7 +52,8 @@ SECOND = {
     "crop_pct": 1.0,
     "crop_mode": "squash",
 }
-PREPROCESSING = {"public": SECOND, "pinned": FIRST, "private": FIRST}
+PREPROCESSING = {"public": SECOND, "pinned": FIRST, "private": FIRST, "several": SECOND}
+SEVERAL = ["data.task=multilabel", "data.source=embedded:digit_pairs"]
 MODELS = list(PREPROCESSING)
 # What was promised; the same weights in the same code gave no difference at all.
 TOLERANCE = 1e-5
@@ -93,13 +94,13 @@ def confidences(model: Classifier, path: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def pushed(tmp_path_factory: pytest.TempPathFactory, no_pictures: None) -> Iterator[Pushed]:
-    """Two runs: the first is pushed, also as a private model, then the second in its place."""
+    """The first run is pushed, also as a private model, then the second in its place."""
     top = tmp_path_factory.mktemp("clients")
     runs = []
-    for number, sentence in enumerate(("resize(40) | center_crop(32)", "resize")):
+    of_runs = [("resize(40) | center_crop(32)", OWN), ("resize", []), ("resize", SEVERAL)]
+    for number, (sentence, own) in enumerate(of_runs):
         path = top / f"recipe-{number}.yaml"
         path.write_text(RECIPE.replace("EVAL", sentence))
-        own = [] if number else OWN
         train(load_recipe(path, [f"run.seed={number}", *own]), top / f"run-{number}")
         runs.append(top / f"run-{number}")
     models = [Classifier.load(run, device="cpu") for run in runs]
@@ -114,10 +115,12 @@ def pushed(tmp_path_factory: pytest.TempPathFactory, no_pictures: None) -> Itera
         first = push(runs[0], "alice/digits")
         push(runs[0], "alice/secret", private=True)
         push(runs[1], "alice/digits")
+        push(runs[2], "alice/pairs")
         where = [("alice/digits", None), ("alice/digits", first["commit"]), ("alice/secret", None)]
+        where += [("alice/pairs", None)]
         setup = {"models": where, "images": str(top / "images.pt"), "picture": str(image)}
         (top / "job.json").write_text(json.dumps(setup))
-        of = dict(zip(MODELS, (models[1], models[0], models[0]), strict=True))
+        of = dict(zip(MODELS, (models[1], models[0], models[0], models[2]), strict=True))
         yield Pushed(
             hub=hub,
             setup=top / "job.json",

@@ -101,6 +101,19 @@ def test_the_figures_are_the_runs_and_seeds_have_a_spread() -> None:
     assert "step 4" in text
 
 
+def test_thresholds_of_several_labels_that_were_never_fitted() -> None:
+    several = parse_recipe(RECIPE.to_yaml(), overrides=["data.task=multilabel", "run.best=val.map"])
+    row = dict.fromkeys(("ap", "precision", "recall", "f1")) | {"support": 0, "threshold": 0.5}
+    test = {"map": 0.4, "macro_f1": 0.3, "micro_f1": 0.2, "loss": 0.1, "examples": 355}
+    results = {"steps": 5, "best_step": 4, "test": {**test, "per_class": [row] * 40}}
+    text = write_card(facts(recipe=several, results=results))
+    assert "| test | 355 | 0.4000 | 0.3000 | 0.2000 | 0.1000 |" in text
+    assert "| class 29 | 0.5000 | – | – | – | – |" in text
+    assert "class 30" not in text, "results.json has them"
+    assert "under `calibration`" not in text
+    assert "no validation split" in text
+
+
 def test_figures_on_few_images_carry_their_uncertainty() -> None:
     few = {**TEST, "top1": 0.75, "examples": 20}
     many = {**TEST, "examples": 1000}

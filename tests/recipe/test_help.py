@@ -41,7 +41,7 @@ class TestHelpAndSchema:
         assert schema["title"] == "finetune recipe"
         assert schema["additionalProperties"] is False
         assert set(schema["required"]) == {"model", "data", "optim"}
-        assert len(schema["$defs"]) == 7
+        assert len(schema["$defs"]) == 9
         for definition in schema["$defs"].values():
             assert definition["additionalProperties"] is False
             assert all("description" in field for field in definition["properties"].values())

@@ -56,6 +56,32 @@ def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, name: str) ->
         assert torch.equal(value, other_ema.module.state_dict()[key]), key
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb"])  # torch's fused kernels, and timm's
+def test_channels_last_changes_no_file_and_no_step(tmp_path: Path, name: str) -> None:
+    def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = timm.create_model("test_resnet", num_classes=3)
+        model.to(memory_format=torch.channels_last)
+        return model, build_optimizer(model, name=name, lr=1e-3)
+
+    model, optimizer = made()
+    checkpoint.capture(model, optimizer, None, {}).write(tmp_path)
+    first = copy.deepcopy(model).to(memory_format=torch.contiguous_format)
+    folder = tmp_path / "first"
+    folder.mkdir()
+    checkpoint.capture(first, build_optimizer(first, name=name, lr=1e-3), None, {}).write(folder)
+    file = "model.safetensors"
+    assert (tmp_path / file).read_bytes() == (folder / file).read_bytes()
+    step(model, optimizer, 0)
+    checkpoint.capture(model, optimizer, None, {}).write(tmp_path)
+    other, continued = made()
+    checkpoint.restore(tmp_path, other, continued, None)
+    for each in ((model, optimizer), (other, continued)):
+        step(*each, 1)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, other.state_dict()[key]), key
+
+
 def test_every_optimiser_that_a_run_takes_is_kept(tmp_path: Path) -> None:
     """By its own name; those that need a package or a GPU are taken where there are such."""
 

@@ -75,7 +75,7 @@ def test_they_are_the_pixels_of_the_steps(train: str, batch_size: int) -> None:
     assert isinstance(loader.store.images, torch.Tensor)
     indices = [0, 5, len(split) - 1]
     shown = augmented(setup, split, indices, one_size=True, epochs=epochs)
-    assert [one.label for one in shown] == split.labels[indices].tolist()
+    assert [one.labels for one in shown] == [[label] for label in split.labels[indices]]
     for index, one in zip(indices, shown, strict=True):
         assert one.epochs.shape == (epochs, 32, 32, 3)
         assert np.array_equal(one.epochs, np.stack(expected[index][:epochs]))

@@ -53,14 +53,20 @@ def test_plain_attention_on_a_cpu_in_bf16_alone(
     "name, device, last",
     [
         ("test_resnet", "cuda", True),
-        ("test_resnet", "cpu", False),
+        ("test_resnet", "cpu", True),
         ("test_vit", "cuda", False),
+        ("test_vit", "cpu", False),
+        ("vit_base_r50_s16_224", "cuda", True),  # a hybrid
+        ("vit_base_r50_s16_224", "cpu", False),
+        ("repvgg_a0", "cuda", True),  # its stem convolves single pixels with a stride
+        ("repvgg_a0", "cpu", False),
     ],
 )
-def test_networks_that_convolve_have_their_channels_last_on_a_gpu(
+def test_networks_that_convolve_have_their_channels_last(
     name: str, device: str, last: bool
 ) -> None:
-    model = timm.create_model(name)
+    hybrid = {"embed_dim": 48, "depth": 1, "num_heads": 3} if name.startswith("vit_base") else {}
+    model = timm.create_model(name, **hybrid)
     choose_kernels(model, device=torch.device(device), dtype=torch.bfloat16)
     weights = [p for p in model.parameters() if p.ndim == 4 and p.shape[1] > 1 and p.shape[2] > 1]
     assert weights

@@ -9,6 +9,7 @@ import pytest
 import torch
 from refusals import refused
 from sklearn.utils.class_weight import compute_class_weight
+from timm.loss import AsymmetricLossMultiLabel, BinaryCrossEntropy
 from torch import Tensor
 from torch.nn import functional
 
@@ -129,3 +130,70 @@ def test_a_batch_that_is_cut_has_the_same_sum(keys: dict[str, Any]) -> None:
 def test_a_weight_of_an_unknown_class_is_refused() -> None:
     with refused("recipe.unknown_name", "optim.class_weights", "'bea'", "'bee'"):
         of(class_weights={"bea": 2})
+
+
+def several(images: int = 64) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, labels of any number an image, and targets of images that are mixed."""
+    logits, _, _ = batch(images)
+    labels = (torch.rand(logits.shape, generator=torch.Generator().manual_seed(1)) < 0.4).byte()
+    return logits, labels, 0.7 * labels + 0.3 * labels.flip(0)
+
+
+def of_several(**keys: Any) -> Any:
+    optim = OptimSection.model_validate({"lr": 1e-3, "steps": 1, **keys})
+    return loss_of(optim, COUNTS, NAMES, CPU, multilabel=True)
+
+
+def test_several_labels_have_torchs_binary_cross_entropy() -> None:
+    logits, labels, mixed = several()
+    for targets in (None, mixed):
+        given = labels.float() if targets is None else targets
+        expected = functional.binary_cross_entropy_with_logits(logits, given) * len(logits)
+        torch.testing.assert_close(of_several()(logits, labels, targets), expected)
+
+
+def test_their_smoothing_is_timms() -> None:
+    logits, labels, _ = batch()
+    expected = BinaryCrossEntropy(smoothing=0.1)(logits, labels) * len(logits)
+    hot = functional.one_hot(labels, 4).byte()
+    torch.testing.assert_close(of_several(label_smoothing=0.1)(logits, hot, None), expected)
+
+
+@pytest.mark.parametrize("gamma_neg, gamma_pos, clip", [(4, 1, 0.05), (2, 0, 0.2), (3, 2, 0)])
+def test_the_asymmetric_loss_is_ridniks(gamma_neg: float, gamma_pos: float, clip: float) -> None:
+    logits, labels, mixed = several()
+    keys = {"gamma_neg": gamma_neg, "gamma_pos": gamma_pos, "clip": clip}
+    loss = of_several(asymmetric_loss=keys)
+    p = logits.double().sigmoid()
+    shifted = (p - clip).clamp(min=0)
+    good, bad = (1 - p) ** gamma_pos * p.log(), shifted**gamma_neg * (1 - shifted).log()
+    for targets in (None, mixed):
+        shares = labels if targets is None else targets
+        expected = -(shares * good + (1 - shares) * bad).sum() / 4
+        torch.testing.assert_close(loss(logits, labels, targets), expected.float())
+    authors = AsymmetricLossMultiLabel(**keys)
+    each = [authors(*one) for one in zip(logits.split(1), labels.split(1), strict=True)]
+    total = torch.stack(each).sum()  # of float32, in which they take 1 - p
+    torch.testing.assert_close(loss(logits, labels, None) * 4, total, rtol=1e-5, atol=0)
+    plain = of_several(asymmetric_loss={"gamma_neg": 0, "gamma_pos": 0, "clip": 0})
+    torch.testing.assert_close(plain(logits, labels, None), of_several()(logits, labels, None))
+
+
+@pytest.mark.parametrize("gamma", [0.3, 2.0])
+def test_the_asymmetric_loss_of_sure_images_has_a_finite_gradient(gamma: float) -> None:
+    logits = torch.tensor([[200.0, -200.0], [-200.0, 200.0]], requires_grad=True)
+    for clip in (0, 0.05):
+        keys = {"gamma_neg": gamma, "gamma_pos": gamma, "clip": clip}
+        labels = torch.tensor([[1, 0], [1, 0]])
+        of_several(asymmetric_loss=keys)(logits, labels, None).backward()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("keys", [{}, {"asymmetric_loss": {}, "label_smoothing": 0.1}])
+def test_a_batch_of_several_labels_that_is_cut_has_the_same_sum(keys: dict[str, Any]) -> None:
+    logits, labels, mixed = several()
+    loss = of_several(**keys)
+    parts = zip(logits.split(20), labels.split(20), mixed.split(20), strict=True)
+    cut = torch.stack([loss(*part) for part in parts]).sum()
+    torch.testing.assert_close(cut, loss(logits, labels, mixed))

@@ -179,6 +179,24 @@ def test_bias_tables_of_a_windowed_net_are_spared() -> None:
     assert {groups[name]["weight_decay"] for name in tables} == {0.0}
 
 
+@pytest.mark.parametrize(
+    "name, args, table",
+    [
+        ("hiera_small_abswin_256", {"embed_dim": 8, "stages": (1, 1, 1, 1)}, "pos_embed_win"),
+        ("vit_base_patch16_siglip_224", {}, "attn_pool.latent"),
+        ("vit_small_patch16_rope_mixed_224", {}, "rope.freqs"),
+    ],
+)
+def test_learned_tables_of_other_networks_are_spared(
+    name: str, args: dict[str, Any], table: str
+) -> None:
+    tiny = args or {"embed_dim": 8, "depth": 1, "num_heads": 1}
+    model = timm.create_model(name, **tiny)
+    groups = by_name(model, param_groups(model, lr=1.0, weight_decay=0.1))
+    assert groups[table]["weight_decay"] == 0
+    assert {name for name, group in groups.items() if group["weight_decay"]}
+
+
 def test_names_in_no_weight_decay_are_spared_and_embedding_layers_too() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

@@ -101,6 +101,7 @@ def _resize_position(
     """Resize the learned position embeddings in `state` to the network's grid, where it has any."""
     source, target = state.get("pos_embed"), getattr(model, "pos_embed", None)
     grid = getattr(getattr(model, "patch_embed", None), "grid_size", None)
+    grid = grid or getattr(model, "tokens_spatial_shape", None)  # of Hiera
     if source is None or not isinstance(target, Tensor) or grid is None:
         return "none"
     num_prefix = target.shape[1] - grid[0] * grid[1]

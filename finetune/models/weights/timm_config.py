@@ -57,6 +57,7 @@ CONTROL_ARGS = (
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
 CROP_MODES = ("center", "squash", "border")
+MULTILABEL = "multi_label_classification"  # the problem_type that transformers knows, too
 LARGEST_SIDE = 8192  # pixels
 LARGEST_ARGUMENT = 20_000  # far above any width, depth or length of a network
 LARGEST_JSON = 8 * 2**20  # bytes; ImageNet-21k's class names with their descriptions take 2 MB
@@ -74,6 +75,8 @@ class Weights:
         class_names: in the order of the classifier's outputs, when the weights carry them.
         provenance: source, revision, file, sha256, license.
         temperature: divides the logits before the softmax; None when it was never fitted.
+        multilabel: an image has any number of labels: the scores are sigmoids.
+        thresholds: of each class, from which score on it is said; None when they were never fitted.
         from_config: model_args and config come from a config.json, not from timm or the user.
     """
 
@@ -84,6 +87,8 @@ class Weights:
     class_names: list[str] | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
     temperature: float | None = None
+    multilabel: bool = False
+    thresholds: list[float] | None = None
     from_config: bool = False
 
     @property
@@ -157,10 +162,14 @@ def read_config(path: Path, source: str, **place: Any) -> Weights:
         if key in config and not is_valid(config[key]):
             raise _wrong(label, key, config[key], expected)
     names = content.get("label_names") or pretrained_cfg.get("label_names") or content.get("labels")
+    multilabel = content.get("problem_type") == MULTILABEL
+    classes = config.get("num_classes")
     return Weights(
         architecture=architecture,
-        class_names=_class_names(names, config.get("num_classes"), label),
-        temperature=_temperature(content, label),
+        class_names=_class_names(names, classes, label),
+        temperature=None if multilabel else _temperature(content, label),
+        multilabel=multilabel,
+        thresholds=_thresholds(content, classes, label) if multilabel else None,
         model_args=_model_args(content, label),
         config=config,
         provenance={"source": source, **place, "license": config.get("license")},
@@ -261,6 +270,18 @@ def _temperature(content: Mapping[str, Any], label: str) -> float | None:
     if not isinstance(split, str) or not split:
         raise _wrong(label, "calibration.split", split, "the name of a split")
     return float(value)
+
+
+def _thresholds(content: Mapping[str, Any], classes: Any, label: str) -> list[float] | None:
+    """The threshold of each class that a run fitted, or None."""
+    values = _mapping(content, "calibration", label).get("thresholds")
+    if values is None:
+        return None
+    is_list = isinstance(values, list) and len(values) == classes
+    if not is_list or not all(_is_real(value) and 0 <= value <= 1 for value in values):
+        expected = "a number from 0 to 1 for each class"
+        raise _wrong(label, "calibration.thresholds", values, expected)
+    return [float(value) for value in values]
 
 
 def _model_args(content: Mapping[str, Any], label: str) -> dict[str, Any]:

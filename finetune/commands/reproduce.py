@@ -91,7 +91,7 @@ def reproduce(
     plan_name, small = path.parent.name if path.name == PLAN else path.stem, scale == "smoke"
     folder = Path(out or Path("runs") / (plan_name + ("-smoke" if small else "")))
     plan = made_small(plan) if small else plan
-    added = [*plan.smoke, f"run.note={SMOKE}", *overrides] if small else list(overrides)
+    added = [f"run.note={SMOKE}", *overrides] if small else list(overrides)
     check_runs(plan, path, added, sources)
     outcomes: list[Outcome] = []
     wanted = [] if done else [name for name in known if not only or name in only]

@@ -119,6 +119,7 @@ class Entry(Section):
         None, description="a figure that stands beside the run's own without being a claim"
     )
     beside: tuple[Beside, ...] = Field((), description="of other programs, for the page")
+    smoke: tuple[Text, ...] | None = Field(None, description="in the place of the plan's smoke")
 
     def combinations(self) -> Iterator[tuple[str, ...]]:
         """The overrides of every combination of the grid's values; a single () without a grid."""
@@ -249,11 +250,13 @@ def with_source_of(recipe: Recipe, run: Recipe) -> Recipe:
 
 
 def made_small(plan: Plan) -> Plan:
-    """The plan of a smoke test: of every grid and of the seeds the first two."""
+    """The plan of a smoke test: its overrides, and of every grid and of the seeds the first two."""
     runs = []
     for entry in plan.runs:
-        grid = {key: values[:_SMALL] for key, values in entry.grid.items()}
-        runs.append(entry.model_copy(update={"grid": grid, "seeds": entry.seeds[:_SMALL]}))
+        small: dict[str, Any] = {"seeds": entry.seeds[:_SMALL]}
+        small["grid"] = {key: values[:_SMALL] for key, values in entry.grid.items()}
+        smoke = plan.smoke if entry.smoke is None else entry.smoke
+        runs.append(entry.model_copy(update={**small, "overrides": (*entry.overrides, *smoke)}))
     return plan.model_copy(update={"runs": tuple(runs)})
 
 

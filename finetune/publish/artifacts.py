@@ -60,15 +60,13 @@ def write_evidence(
         results: the content of results.json so far.
         repository: owner/name that the card's examples shall use.
         adapter_repository: the same for the card of the adapter, if there is one.
-        pictures: False leaves them out, which saves a second.
+        pictures: False leaves them out, and the neighbours' results, which saves a second.
     """
     facts = _facts(folder, run, results)
-    facts = replace(
-        facts,
-        seeds=_seeds(run, load_recipe(run.path / "recipe.yaml"), results),
-        pictures=_draw(folder, run, results, facts.config) if pictures else (),
-        repository=repository,
-    )
+    facts = replace(facts, repository=repository)
+    if pictures:
+        seeds = _seeds(run, load_recipe(run.path / "recipe.yaml"), results)
+        facts = replace(facts, seeds=seeds, pictures=_draw(folder, run, results, facts.config))
     (folder / "README.md").write_text(write_card(facts), encoding="utf-8")
     if (folder / "adapter").is_dir():
         facts = replace(facts, repository=adapter_repository)
@@ -200,13 +198,12 @@ def _seeds(
             if folder == run.path.resolve() or not (folder / "recipe.yaml").is_file():
                 continue
             theirs = load_recipe(folder / "recipe.yaml")
-            status = read_record(other).get("status")
+            if without_seed(theirs) != own or read_record(other).get("status") != "done":
+                continue
             measured = other.read_json("results.json")
         except (FinetuneError, OSError):
             continue  # a neighbour that cannot be read is none of this run's business
-        if status != "done" or not measured or without_seed(theirs) != own:
-            continue
-        if _is_whole(measured.get("test"), recipe.data.task):
+        if measured and _is_whole(measured.get("test"), recipe.data.task):
             by_seed.setdefault(theirs.run.seed, measured)
     return sorted(by_seed.items())
 

@@ -267,7 +267,7 @@ def test_processes_of_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         bench_jobs(recipe_file(tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_whole_call(tmp_path: Path, script: Path) -> None:
     """Ours and the Trainer's in fact; nothing is left behind."""
     pytest.importorskip("transformers")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from doubles import Double
@@ -75,7 +76,8 @@ def test_a_place_that_cannot_be_is_refused_before_any_work(
 def test_a_folder_that_cannot_be_made_is_one_message_too(
     verb: str, path: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    monkeypatch.setattr("finetune.report.page.read_run", Double(None))
+    run = SimpleNamespace(is_multilabel=False)
+    monkeypatch.setattr("finetune.report.page.read_run", Double(run))
     monkeypatch.setattr("finetune.report.run_data.check_run", Double(None))
     Path("file").write_text("")
     code = main([*FOLDERS[verb], path])

@@ -120,7 +120,7 @@ def test_a_frozen_backbone_computes_its_features_once(tmp_path: Path) -> None:
     assert found["options"] == []
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_forecast_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     temporary, here = tmp_path / "temporary", tmp_path / "here"
     temporary.mkdir()
@@ -163,6 +163,7 @@ def plan_of(**changes: Any) -> dict[str, Any]:
     parts |= {
         "images": 7,
         "features": 0,
+        "teacher": 0,
         "snapshot": 60,
         "activations": 100,
         "activations_per_image": 5,

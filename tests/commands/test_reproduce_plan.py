@@ -125,6 +125,6 @@ def test_every_plan_that_ships_can_be_run(path: Path) -> None:
     shipped = load_plan(path)
     assert len(SHIPPED) >= 6
     assert f"finetune reproduce {path.parent.name}" in path.read_text().splitlines()[0]
-    for entry in shipped.runs:
-        for scale in ((), shipped.smoke):
-            load_recipe(path.parent / entry.recipe, [*entry.overrides, *scale])
+    for plan in (shipped, made_small(shipped)):
+        for entry in plan.runs:
+            load_recipe(path.parent / entry.recipe, entry.overrides)

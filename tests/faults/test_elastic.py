@@ -66,6 +66,7 @@ def check_same(run: Path, whole: Path) -> tuple[float, list[int]]:
 KILLS = [(3, 1, 8), (2, 0, 60), (3, 2, 6), (2, 1, 4), (3, 0, 40)]
 
 
+@pytest.mark.faults
 def test_three_processes_then_two_then_three(tmp_path: Path, fault: Any) -> None:
     words = [*SETTINGS, "optim.lr=0.01", "optim.steps=32", "run.eval_every=32"]
     recipe = parse_recipe(RECIPE, overrides=[*words, "run.save_every=3"])

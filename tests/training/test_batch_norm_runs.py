@@ -75,7 +75,7 @@ def test_without_it_they_drift_apart(tmp_path: Path) -> None:
     assert np.abs(np.subtract(losses(on_two(tmp_path)), losses(tmp_path / "one"))).max() > 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_two_ranks_compute_micro_batches_anew_alike(tmp_path: Path) -> None:
     plain, again = tmp_path / "plain", tmp_path / "again"
     for folder, choice in ((plain, "false"), (again, "true")):

@@ -50,7 +50,8 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     body = VisionTransformer.forward_features
 
     def counted(self: VisionTransformer, x: torch.Tensor, **rest: Any) -> torch.Tensor:
-        seen.append(len(x))
+        if not x.is_meta:  # a look at the size computes nothing
+            seen.append(len(x))
         return body(self, x, **rest)
 
     monkeypatch.setattr(VisionTransformer, "forward_features", counted)

@@ -15,6 +15,7 @@ from typing import Any
 import timm
 import torch
 from timm.data.config import resolve_data_config
+from timm.models import VisionTransformer
 from torch import nn
 from torch.func import functional_call
 
@@ -401,7 +402,8 @@ def _unknown_argument(architecture: str, argument: str, error: Exception) -> Rec
 def _check_size(model: nn.Module, weights: Weights, size: tuple[int, int]) -> None:
     """Refuse an image size, (height, width), that is not for this network."""
     _check_divisible(model, size, weights.architecture)
-    if size != tuple(weights.config.get("input_size", (3, *size)))[-2:]:
+    own_size = tuple(weights.config.get("input_size", (3, *size)))[-2:]
+    if size != own_size and not isinstance(model, VisionTransformer):  # whole patches do for that
         _check_computes(model, size, weights.architecture)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from finetune.data.source import Source, open_source
 from finetune.data.splits import keep_classes, long_tail, merge_val, split_train, take
-from finetune.errors import RecipeError
+from finetune.errors import DataError, RecipeError
 from finetune.recipe.load import DataSection, Recipe
 
 __all__ = ["data_of", "section_of", "whole_data_of"]
@@ -16,7 +16,8 @@ def data_of(section: DataSection, seed: int) -> Source:
     Args:
         section: names the source, and how its splits are made.
         seed: the run's, for a section without `split_seed`.
-    Raises: DataError or HubError if the source cannot be opened or split.
+    Raises: DataError or HubError if the source cannot be opened or split, or of several labels an
+        image a split has none.
     """
     source = whole_data_of(section, seed)
     seed = _split_seed(section, seed)
@@ -25,6 +26,13 @@ def data_of(section: DataSection, seed: int) -> Source:
     source = take(source, "train", section.num_train, seed)
     source = split_train(source, section.val_fraction, seed)
     source = take(source, "val", section.num_val, seed)
+    for split in source.splits.values():
+        if split.is_multilabel and not split.labels.any():
+            raise DataError(
+                f"split '{split.name}': no image has a label, so nothing can be measured; correct "
+                "the labels, or leave the split out",
+                code="data.no_labels",
+            )
     return long_tail(source, section.long_tail, seed)
 
 
@@ -46,9 +54,7 @@ def section_of(model: str, recipe: Recipe | None, data: str | None) -> tuple[Dat
             f"{model}: is not a run directory; say what to measure it on with --data",
             code="recipe.missing_option",
         )
-    preprocessing = (
-        recipe.data.model_dump(include={"eval", "decode_size", "task"}) if recipe else {}
-    )
+    preprocessing = recipe.data.model_dump(include={"eval", "decode_size"}) if recipe else {}
     return DataSection(source=data, **preprocessing), 0
 
 

@@ -51,7 +51,7 @@ _SPREAD_OF_SIZES = 4  # how much more than the mean a batch may take; memory is 
 _MOST = 32  # processes that decode at once
 _REMEDY = (
     "finetune data scan lists all such images; mend them, or leave them out with "
-    "data.unreadable: quarantine"
+    "data.unreadable: quarantine, and begin anew"
 )
 
 

@@ -102,11 +102,11 @@ class Facts:
     @property
     def columns(self) -> dict[str, str]:
         """The figures of a split to show, with their heads; top-5 of five classes is always 1."""
-        few = 0 < len(self.config.get("label_names") or []) <= 5
         every = [self.results, *(results for _, results in self.seeds)]
         measured = [one[split] for one in every for split in ("test", "val") if one.get(split)]
         missing = {key for key in _COLUMNS if not all(key in one for one in measured)}
-        missing |= {"top5"} if few else set()
+        missing |= {"top5"} if 0 < len(self.config.get("label_names") or []) <= 5 else set()
+        missing |= {"top1", "top5"} if self.is_multilabel else {"map", "micro_f1"}
         return {key: head for key, head in _COLUMNS.items() if key not in missing}
 
     @property

@@ -186,7 +186,7 @@ class Distillation:
         read = self._read  # alone: whoever copies the network copies no teacher
 
         def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            if module.training:
+            if module is layer and module.training:  # a copy of the network has this hook, too
                 read.clear()
                 read.append(inputs[0])
 

@@ -17,8 +17,10 @@ from tars import tar
 
 from finetune.cli.main import main
 from finetune.data.decode_all import info, scan, without_unreadable
+from finetune.data.from_recipe import data_of
 from finetune.data.source import Source, Split, open_source
 from finetune.data.splits import keep_classes, merge_val, split_train, take
+from finetune.recipe.load import DataSection
 
 SETS = [["ant", "cat"], ["bee"], [], ["cat", "bee", "ant"]]
 MATRIX = [[1, 0, 1], [0, 1, 0], [0, 0, 0], [1, 1, 1]]
@@ -247,3 +249,15 @@ def test_data_info_counts_images_of_each_class(
 def test_a_folder_of_classes_has_one_label_an_image(tmp_path: Path) -> None:
     with refused("data.no_labels", "labels.csv"):
         opened(make_folder(tmp_path, {"train/cat": 2, "train/dog": 2}))
+
+
+def test_a_split_without_a_label_is_refused_before_training(tmp_path: Path) -> None:
+    lines = ["path,label,split"]
+    for index in range(8):
+        (tmp_path / f"{index}.png").write_bytes(png(index))
+        label, split = ("a|b", "train") if index < 6 else ("[]", "test")
+        lines.append(f"{index}.png,{label},{split}")
+    (tmp_path / "labels.csv").write_text("\n".join(lines))
+    section = DataSection(source=f"csv:{tmp_path / 'labels.csv'}", task="multilabel")
+    with refused("data.no_labels", "'test'"):
+        data_of(section, 0)

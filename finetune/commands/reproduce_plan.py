@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 from finetune.errors import RecipeError, nearest
 from finetune.recipe import yaml as recipe_yaml
 from finetune.recipe.load import Claim, Recipe, Section, load_recipe
-from finetune.recipe.types import Arguments, Metric, Range, Real, Text, When, Whole
+from finetune.recipe.types import Arguments, Metric, Range, Real, Score, Text, When, Whole
 from finetune.recipe.validate import validate
 
 __all__ = [
@@ -99,15 +99,7 @@ class Entry(Section):
     )
     overrides: tuple[Text, ...] = Field((), description="key=value, as on the command line")
     grid: Arguments = Field({}, description="keys and the values to choose among")
-    by: Literal[
-        "val.top1",
-        "val.top5",
-        "val.balanced_accuracy",
-        "val.macro_f1",
-        "val.loss",
-        "val.map",
-        "val.micro_f1",
-    ] = Field("val.top1", description="what chooses among the grid")
+    by: Score = Field("val.top1", description="what chooses among the grid")
     final: tuple[Text, ...] = Field(
         (), description="overrides once the grid has chosen; data.val_fraction=0 trains on it all"
     )

@@ -24,7 +24,9 @@ __all__ = [
     "NUM_BINS",
     "Counts",
     "Mistakes",
+    "mean_known",
     "mean_std",
+    "rates",
     "worst",
 ]
 
@@ -156,15 +158,15 @@ class Counts:
         whole, fraction = self._whole.tolist(), self._fraction.tolist()
         sums = [w * _ONE + f for w, f in zip(whole, fraction, strict=True)]  # Python integers
         correct, counts = self._bin_correct.tolist(), self._bin_counts.tolist()
-        per_class = _per_class(confusion)
+        per_class = rates(confusion.support_K, confusion.predicted_K, confusion.hits_K)
         gaps = sum(abs(c * _ONE - total) for c, total in zip(correct, sums[1:], strict=True))
         return {
             "loss": sums[0] / (_ONE * examples),
             "top1": int(confusion.hits_K.sum()) / examples,
             "top5": top5 / examples,
             "ece": gaps / (_ONE * examples),
-            "balanced_accuracy": _mean(row["recall"] for row in per_class),
-            "macro_f1": _mean(row["f1"] for row in per_class),
+            "balanced_accuracy": mean_known(row["recall"] for row in per_class),
+            "macro_f1": mean_known(row["f1"] for row in per_class),
             "examples": examples,
             "per_class": per_class,
             "confusion": confusion.to_json(),
@@ -239,11 +241,16 @@ def _rank(logits_BK: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
     return ahead_BK.sum(1, dtype=torch.int32), predicted_B
 
 
-def _per_class(confusion: Confusion) -> list[dict[str, Any]]:
-    """Support, recall, precision and F1 of each class."""
-    hits = confusion.hits_K.tolist()
-    support = confusion.support_K.tolist()
-    predicted = confusion.predicted_K.tolist()
+def rates(
+    support_K: NDArray[np.int64], predicted_K: NDArray[np.int64], hits_K: NDArray[np.int64]
+) -> list[dict[str, Any]]:
+    """Return support, recall, precision and F1 of each class; None where nothing is divided by.
+
+    Args:
+        support_K, predicted_K: images that have a class, and those of which it is said.
+        hits_K: images with both.
+    """
+    counts = zip(hits_K.tolist(), support_K.tolist(), predicted_K.tolist(), strict=True)
     return [
         {
             "support": s,
@@ -251,12 +258,12 @@ def _per_class(confusion: Confusion) -> list[dict[str, Any]]:
             "precision": h / p if p else None,
             "f1": 2 * h / (s + p) if s + p else None,
         }
-        for h, s, p in zip(hits, support, predicted, strict=True)
+        for h, s, p in counts
     ]
 
 
-def _mean(values: Iterable[float | None]) -> float:
-    """The mean of what is known; some class is, in a split with images."""
+def mean_known(values: Iterable[float | None]) -> float:
+    """Return the mean of what is known; some class is, in a split with images."""
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known)
 

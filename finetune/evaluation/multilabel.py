@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from finetune.errors import DataError, DivergedError
+from finetune.evaluation.metrics import mean_known, rates
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -77,16 +78,17 @@ class LabelScores:
         if self.thresholds is None:
             self.thresholds = [threshold for _, threshold in pairs]
         self._said_NK = scores_NK >= np.array(self.thresholds)
-        rows = _per_class(labels_NK, self._said_NK)
+        hits_NK = self._said_NK & (labels_NK == 1)
+        support_K, predicted_K = labels_NK.sum(axis=0, dtype=np.int64), self._said_NK.sum(axis=0)
+        rows = rates(support_K, predicted_K, hits_NK.sum(axis=0))
         for row, (ap, _), threshold in zip(rows, pairs, self.thresholds, strict=True):
             row |= {"ap": ap, "threshold": threshold}
-        hits = int((self._said_NK & (labels_NK == 1)).sum())
-        marks = int(self._said_NK.sum()) + int(labels_NK.sum(dtype=np.int64))
+        marks = int(support_K.sum() + predicted_K.sum())
         return {
             "loss": math.fsum(self._losses_N) / len(labels_NK),
-            "map": _mean(row["ap"] for row in rows),
-            "macro_f1": _mean(row["f1"] for row in rows),
-            "micro_f1": 2 * hits / marks,
+            "map": mean_known(row["ap"] for row in rows),
+            "macro_f1": mean_known(row["f1"] for row in rows),
+            "micro_f1": 2 * int(hits_NK.sum()) / marks,
             "examples": len(labels_NK),
             "per_class": rows,
         }
@@ -152,27 +154,6 @@ def _rated(
     best = len(f1) - 1 - int(f1[::-1].argmax())  # of equals the highest threshold
     below = scores[best - 1] if best else 0.0
     return ap, float((below + scores[best]) / 2)
-
-
-def _per_class(labels_NK: NDArray[np.uint8], said_NK: NDArray[np.bool_]) -> list[dict[str, Any]]:
-    """Support, precision, recall and F1 of each class."""
-    support_K = labels_NK.sum(axis=0, dtype=np.int64).tolist()
-    said_K = said_NK.sum(axis=0).tolist()
-    hits_K = (said_NK & (labels_NK == 1)).sum(axis=0).tolist()
-    return [
-        {
-            "support": s,
-            "precision": h / p if p else None,
-            "recall": h / s if s else None,
-            "f1": 2 * h / (s + p) if s + p else None,
-        }
-        for h, s, p in zip(hits_K, support_K, said_K, strict=True)
-    ]
-
-
-def _mean(values: Any) -> float:
-    known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known)
 
 
 def chance_map(supports: Sequence[int], images: int) -> tuple[float, float]:

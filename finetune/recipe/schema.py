@@ -30,6 +30,7 @@ from finetune.recipe.types import (
     Real,
     Renames,
     Repository,
+    Score,
     Size,
     Std,
     Text,
@@ -517,15 +518,7 @@ class RunSection(Section):
     save_every: Whole | None = Field(None, ge=1, description="steps; null: at each evaluation")
     log_every: Whole = Field(10, ge=1, description="steps")
     keep_checkpoints: Whole = Field(2, ge=1, description="how many of the last ones stay")
-    best: Literal[
-        "val.top1",
-        "val.top5",
-        "val.balanced_accuracy",
-        "val.macro_f1",
-        "val.loss",
-        "val.map",
-        "val.micro_f1",
-    ] = Field(
+    best: Score = Field(
         "val.top1",
         description="what makes a checkpoint the best one; of task multilabel val.map is the "
         "default, the mean average precision over the classes",

@@ -35,6 +35,7 @@ __all__ = [
     "Real",
     "Renames",
     "Repository",
+    "Score",
     "Size",
     "Std",
     "Text",
@@ -297,6 +298,15 @@ Text = Annotated[str, BeforeValidator(_text)]
 Names = Annotated[tuple[Text, ...], BeforeValidator(_list_of_one)]
 Patterns = Annotated[Names, AfterValidator(_patterns)]
 ClassNames = Annotated[Names, AfterValidator(_two_or_more_names)]
+Score = Literal[  # a figure of validation by which checkpoints, or runs, are chosen
+    "val.top1",
+    "val.top5",
+    "val.balanced_accuracy",
+    "val.macro_f1",
+    "val.loss",
+    "val.map",
+    "val.micro_f1",
+]
 LabelColumns = Annotated[str | tuple[str, ...], BeforeValidator(_label_columns)]
 ClassWeights = Annotated[Literal["balanced"] | dict[str, float], BeforeValidator(_class_weights)]
 Size = Annotated[int | tuple[int, int], BeforeValidator(_image_size)]

@@ -141,9 +141,11 @@ def _from_cache(
     import datasets
 
     wanted = cached_commit(name, revision)
-    for copy in _copies(name):
-        if copy.name == wanted:
-            os.utime(copy)  # `datasets` takes the newest copy, of any revision
+    copies = _copies(name)
+    for copy in copies:
+        if copy.name == wanted:  # `datasets` takes the newest copy, of any revision
+            newest = max(other.stat().st_mtime_ns for other in copies)
+            os.utime(copy, ns=(newest, max(time.time_ns(), newest + 1_000_000)))
     cause = "HF_HUB_OFFLINE is set" if fault is None else str(fault)
     try:
         loaded = datasets.load_dataset(name, config, revision=revision)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -156,7 +157,9 @@ class TestFaults:
 
 
 class TestCache:
-    def test_nobody_there(self, hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_nobody_there(
+        self, hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         [new, old, _] = hub.commits(NAME)
         for name in (f"hub:{NAME}@v1", f"hub:{NAME}"):
             open_source(name)
@@ -164,6 +167,8 @@ class TestCache:
         started = time.monotonic()
         assert labels(open_source(f"hub:{NAME}@v1")) == [0, 1, 1]
         assert labels(open_source(f"hub:{NAME}")) == [0, 1, 1, 0]
+        [other] = [copy for copy in (tmp_path / "home").glob("**/default/*/*") if copy.name == new]
+        os.utime(other, (time.time() + 9, time.time() + 9))  # the clock was set back since
         assert labels(open_source(f"hub:{NAME}@{old}")) == [0, 1, 1]
         assert time.monotonic() - started < 5
         told = capsys.readouterr().err

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,6 +67,21 @@ def test_steps_are_taken_with_the_usual_one(
     monkeypatch.setattr(TrainerState, "step", watched)
     (tmp_path / "tiny.yaml").write_text(TINY)
     command = ["train", str(tmp_path / "tiny.yaml"), "optim.steps=2", "run.eval_every=2"]
+    frozen = gc.get_freeze_count()
     assert main([*command, "--out", str(tmp_path / "run")]) == 0
     assert seen == [USUAL] * 2
     assert gc.get_threshold() == USUAL
+    assert gc.get_freeze_count() > frozen  # its imports
+
+
+def test_a_process_ends_without_it() -> None:
+    lines = [
+        "import atexit, gc, sys",
+        "from finetune.cli.main import main",
+        "sys.argv = ['finetune', '--version']",
+        "atexit.register(lambda: print(gc.get_freeze_count() > 10_000))",
+        "sys.exit(main())",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stdout.endswith("True\n")

@@ -60,8 +60,9 @@ def _prepare_environment() -> None:
         OMP_NUM_THREADS="1",  # the networks are tiny, and sums of one thread are repeatable
         TOKENIZERS_PARALLELISM="false",
     )
-    for name in ("HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_TOKEN"):
+    for name in ("HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_TOKEN", "PYTHONDONTWRITEBYTECODE"):
         os.environ.pop(name, None)
+    sys.dont_write_bytecode = False  # each process of a test would compile the package: 0.5 s
 
 
 _prepare_environment()  # before any test module imports torch or huggingface_hub

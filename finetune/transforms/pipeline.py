@@ -54,7 +54,7 @@ from finetune.transforms.random import (
     on_device,
     sample_keys,
 )
-from finetune.transforms.schedule import Plan, Size, Step, check_end, make_plan, size_after
+from finetune.transforms.plan import Plan, Size, Step, check_end, make_plan, size_after
 
 __all__ = ["Pipeline", "sample_keys"]
 

@@ -5,7 +5,7 @@ from refusals import refused
 
 from finetune.errors import RecipeError
 from finetune.transforms.grammar import parse
-from finetune.transforms.schedule import Size, check_end, make_plan, size_after
+from finetune.transforms.plan import Size, check_end, make_plan, size_after
 
 
 def order(text: str, size: Size, image_size: Size) -> str:

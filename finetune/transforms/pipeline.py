@@ -43,6 +43,7 @@ from finetune.transforms.geometry import (
     warp,
 )
 from finetune.transforms.grammar import Call, parse
+from finetune.transforms.plan import Plan, Size, Step, check_end, make_plan, size_after
 from finetune.transforms.ragged import Ragged, Span, resample
 from finetune.transforms.random import (
     Draws,
@@ -54,7 +55,6 @@ from finetune.transforms.random import (
     on_device,
     sample_keys,
 )
-from finetune.transforms.plan import Plan, Size, Step, check_end, make_plan, size_after
 
 __all__ = ["Pipeline", "sample_keys"]
 

@@ -7,6 +7,7 @@ an output folder and caches of its own. What the others are not told is as they 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -30,6 +31,7 @@ from finetune.bench.timer import spread
 from finetune.bench.torchvision_transforms import translate
 from finetune.bench.trainer_job import FIRST_STEP
 from finetune.console import bar, say_nothing
+from finetune.data.decode_all import readable
 from finetune.data.streaming.row_groups import ShardItems
 from finetune.errors import RecipeError, SetupError, masked, nearest
 from finetune.models.saved import save_model
@@ -119,7 +121,7 @@ def bench_jobs(
     if out is not None:
         check_page(Path(out))
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    setup = open_setup(recipe, device=device, notice=say_nothing, progress=False)
+    setup = _readable(open_setup(recipe, device=device, notice=say_nothing, progress=False))
     precision = pick_precision(recipe.run.precision, device)
     with TemporaryDirectory(prefix="finetune-bench-") as temporary:
         job = _Job(setup, Path(temporary), precision, script)
@@ -263,19 +265,31 @@ def _class_folders(setup: TrainingSetup) -> list[str]:
     return [f"{label:06d}" for label in range(setup.num_classes)]
 
 
-def _write_images(job: _Job) -> None:
-    """Write the images into train/CLASS/ and val/CLASS/: their own bytes, or else as PNG.
+def _readable(setup: TrainingSetup) -> TrainingSetup:
+    """The setup with the images of train and val that can be read.
 
-    Raises: RecipeError for streamed images, or without validation images.
+    Raises: RecipeError for streamed images, or without validation images; DataError for images that
+        cannot be read, if data.unreadable is stop.
     """
-    splits, classes = job.setup.source.splits, _class_folders(job.setup)
+    splits, data = setup.source.splits, setup.recipe.data
     if not len(splits.get("val", ())) or isinstance(splits["train"].items, ShardItems):
         raise RecipeError(
             "data.source: --end-to-end writes images of training and of validation into a folder, "
-            f"and {job.recipe.data.source} has no validation split or is streamed; set "
-            "data.val_fraction, or name a source on this machine",
+            f"and {data.source} has no validation split or is streamed; set data.val_fraction, or "
+            "name a source on this machine",
             code="recipe.unsupported",
         )
+    kept = {}
+    for name in ("train", "val"):
+        rows = readable(splits[name], workers=setup.workers, unreadable=data.unreadable)
+        kept[name] = splits[name].subset(rows)
+    source = dataclasses.replace(setup.source, splits=kept)
+    return dataclasses.replace(setup, source=source, num_samples=len(kept["train"]))
+
+
+def _write_images(job: _Job) -> None:
+    """Write the images into train/CLASS/ and val/CLASS/: their own bytes, or else as PNG."""
+    splits, classes = job.setup.source.splits, _class_folders(job.setup)
     (job.folder / "classes.txt").write_text("\n".join(classes))
     for name in ("train", "val"):
         split, folders = splits[name], [job.folder / "images" / name / each for each in classes]

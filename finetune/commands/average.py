@@ -19,6 +19,7 @@ from torch import Tensor
 
 from finetune.console import say, say_nothing
 from finetune.errors import DataError, RecipeError, SetupError, WeightsError
+from finetune.evaluation.claims import main_figure
 from finetune.evaluation.evaluate import NUM_MISTAKES, evaluate, examine
 from finetune.files import make_folder
 from finetune.models.adapter import load_plain, plain_state
@@ -95,7 +96,7 @@ def average(
     def measured(state: State) -> dict[str, float]:
         load_plain(network, state)
         figures = evaluate(network, val_loader, accelerator, batch_size=size)
-        return {key: figures[key] for key in (_lead(figures), "loss")}
+        return {key: figures[key] for key in (main_figure(figures), "loss")}
 
     if alphas:
         kind, tried, chosen, state = _wise(setup, start, first.state, alphas, measured)
@@ -118,7 +119,7 @@ def average(
 
 def describe(result: Mapping[str, Any]) -> str:
     """List what was tried and chosen, and the figures of what was written, for people."""
-    lead = _lead(result["val"])
+    lead = main_figure(result["val"])
     lines = [f"{'validation':32}{lead:>8}{'loss':>10}"]
     lines += [f"{row['name']:32}{row[lead]:8.4f}{row['loss']:10.4f}" for row in result["tried"]]
     lines.append(f"{result['kind']}: {result['chosen']}")
@@ -129,11 +130,6 @@ def describe(result: Mapping[str, Any]) -> str:
             text = "  ".join(f"{key} {figures[key]:.4f}" for key in shown)
             lines.append(f"{split}: {text}  ({images})")
     return "\n".join([*lines, result["folder"]])
-
-
-def _lead(figures: Mapping[str, Any]) -> str:
-    """Name the figure that chooses: the accuracy or, of several labels an image, the mAP."""
-    return "map" if "map" in figures else "top1"
 
 
 # --- averages -------------------------------------------------------------------------------------
@@ -182,7 +178,7 @@ def _wise(
     for alpha in sorted(set(alphas)):
         state = interpolated(start, end, alpha, head=head)
         tried.append({"name": f"alpha {alpha:g}", "alpha": alpha, **measured(state)})
-        score = tried[-1][_lead(tried[-1])]
+        score = tried[-1][main_figure(tried[-1])]
         if score >= best:  # of equals the one nearer to the fine-tuned weights
             best, best_state, chosen = score, state, tried[-1]["name"]
     of = "the head, too" if kept else "the fine-tuned head"
@@ -199,7 +195,7 @@ def _soup(
         state = mean_of([member.state for member in members])
         tried.append({"name": "mean", **measured(state)})
         return "uniform soup", tried, f"all {len(members)} runs", state
-    lead = _lead(tried[0])
+    lead = main_figure(tried[0])
     order = sorted(range(len(members)), key=lambda index: -tried[index][lead])
     taken, best = order[:1], tried[order[0]][lead]
     for index in order[1:]:

@@ -429,6 +429,13 @@ def _by_the_models_classes(
             "with the same classes",
             code="data.wrong_classes",
         )
+    if source.columns and (missing := [name for name in names if name not in source.columns]):
+        raise DataError(
+            f"{source.name}: has no column of 0 and 1 for {len(missing)} of the {len(names)} "
+            f"classes of {model}: {', '.join(missing[:5])}; add these columns, as no other says "
+            "which images have the class",
+            code="data.no_column",
+        )
     if theirs == names:
         return source.splits[split], names
     place = np.array([number[name] for name in theirs], dtype=np.int64)

@@ -29,7 +29,7 @@ from finetune.commands.reproduce_plan import (
 )
 from finetune.console import say
 from finetune.errors import Interrupted, RecipeError, nearest
-from finetune.evaluation.claims import VERDICTS, table
+from finetune.evaluation.claims import VERDICTS, main_figure, table
 from finetune.evaluation.metrics import mean_std
 from finetune.files import write_atomically
 from finetune.processes import is_first_rank
@@ -149,23 +149,24 @@ def _outcome(
         return _probed(entry, recipe_with(()), folder / entry.name, anew=results_of is _trained)
     chosen: Sequence[str] = ()
     choices: list[dict[str, Any]] = []
-    split, _, key = entry.by.partition(".")
     for changes in entry.combinations() if entry.grid else ():
         path = folder / f"{entry.name}-choose" / entry.folder_of(changes)
         recipe = recipe_with([*changes, "run.test=false", f"run.seed={entry.seeds[0]}"])
         results = results_of(path, recipe)
         if results is None:
             return None
+        by = entry.by or f"val.{main_figure(results.get('val', {}))}"
+        split, _, key = by.partition(".")
         figure = results.get(split, {}).get(key)
         if figure is None:
             raise RecipeError(
-                f"{entry.name}: nothing to choose by: {path.relative_to(folder)} has no "
-                f"{entry.by}; set data.val_fraction",
+                f"{entry.name}: nothing to choose by: {path.relative_to(folder)} has no {by}; "
+                "set data.val_fraction",
                 code="recipe.conflict",
             )
-        choices.append({"overrides": list(changes), entry.by: figure, "run": str(path)})
+        choices.append({"overrides": list(changes), by: figure, "run": str(path)})
     if choices:
-        best = (min if key == "loss" else max)(choices, key=lambda row: row[entry.by])
+        best = (min if key == "loss" else max)(choices, key=lambda row: row[by])
         choices = [{**row, "chosen": row is best} for row in choices]
         chosen = best["overrides"]
     done: dict[Path, _Results] = {}
@@ -194,10 +195,11 @@ def _trained(folder: Path, recipe: Recipe) -> _Results:
     A run that is done and has no model/ was copied without it, and is not trained again for it.
     """
     results = finished(folder, recipe)
-    if results is not None and not (folder / "model").is_dir():
+    if results is None:
+        gc.collect()  # the network of the run before, which Accelerate's wrappers hold
+        torch.cuda.empty_cache()  # for those who ask the device what is free
+    elif not (folder / "model").is_dir():
         return results
-    gc.collect()  # the network of the run before, which Accelerate's wrappers hold
-    torch.cuda.empty_cache()  # for those who ask the device what is free
     try:
         return train(recipe, folder, resume=True, stay=True)
     except Interrupted as error:

@@ -99,7 +99,9 @@ class Entry(Section):
     )
     overrides: tuple[Text, ...] = Field((), description="key=value, as on the command line")
     grid: Arguments = Field({}, description="keys and the values to choose among")
-    by: Score = Field("val.top1", description="what chooses among the grid")
+    by: Score | None = Field(
+        None, description="what chooses among the grid; null: val.top1, of task multilabel val.map"
+    )
     final: tuple[Text, ...] = Field(
         (), description="overrides once the grid has chosen; data.val_fraction=0 trains on it all"
     )

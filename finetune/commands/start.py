@@ -31,7 +31,8 @@ from finetune.data.decode_all import sample_sizes
 from finetune.data.sampling import class_counts
 from finetune.data.source import Source, open_source
 from finetune.data.streaming.row_groups import ShardItems
-from finetune.errors import DataError
+from finetune.errors import DataError, RecipeError
+from finetune.evaluation.claims import main_figure
 from finetune.files import write_atomically
 from finetune.models.build import build
 from finetune.recipe.load import Recipe, parse_recipe
@@ -46,6 +47,7 @@ from finetune.training.lr_range import LrRange, lr_range
 __all__ = ["Candidate", "Choice", "Facts", "Started", "Way", "look", "note", "start"]
 
 _SECTIONS = ("model", "data", "optim", "run")
+_LEAST = "{model: {name: x}, data: {source: x}, optim: {name: adamw, lr: 1, epochs: 1}}"
 _BUDGET_SECONDS = 300.0  # of computing; a larger set or a slower machine gets a cheaper way
 _SAMPLED = 32  # images that are decoded to see their size
 _TRIED = 2000  # training images beyond which fine-tuning pays, if the same weights are frozen
@@ -132,8 +134,11 @@ def start(
         source: a folder, or a source string as `data.source` takes it.
         overrides: `section.key=value` each; they win over what is chosen.
         notice: told what is being tried.
-    Raises: DataError if the images cannot be trained on.
+    Raises: RecipeError for overrides that no recipe has, before an image is looked at; DataError if
+        the images cannot be trained on.
     """
+    overrides = [*overrides]
+    _refuse_wrong(overrides)
     asked, others = _asked(overrides)
     image, label = asked.get("data.image_column"), asked.get("data.label_column")
     columns = tuple(map(str, label)) if isinstance(label, list) else None
@@ -273,6 +278,15 @@ def _with_measured_lr(
     )
     made = choices.made(way, why, lr=Choice("lr", lr, why_lr))
     return Started(made.recipe, made.text, curve)
+
+
+def _refuse_wrong(overrides: Iterable[str]) -> None:
+    """Refuse unknown keys and wrong values; what goes together depends on what is chosen."""
+    try:
+        parse_recipe(_LEAST, overrides=overrides)
+    except RecipeError as error:
+        if error.code != "recipe.conflict":
+            raise
 
 
 def _asked(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
@@ -487,7 +501,7 @@ def _score(recipe: Recipe) -> tuple[float, int]:
 
     with tempfile.TemporaryDirectory(prefix="finetune-start-") as folder:
         val = train(recipe, Path(folder) / "trial")["val"]
-        return float(val["map" if "map" in val else "top1"]), int(val["examples"])
+        return float(val[main_figure(val)]), int(val["examples"])
 
 
 def _yaml(name: str, sections: dict[str, list[Choice]], asked: Mapping[str, Any]) -> str:

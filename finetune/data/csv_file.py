@@ -29,6 +29,7 @@ _LABEL_NAMES = ("label", "labels", "class", "class_name", "target", "category")
 _FILES = ("metadata.csv", "labels.csv")  # in a folder of images
 _MOST_BYTES = 2**28  # of a file: millions of lines
 _FLAGS = {"0": False, "1": True, "0.0": False, "1.0": True}  # pandas writes the latter
+_SEVERAL = 0.05  # of the images: with | in more labels than that, it may well be a separator
 _LISTED = 60  # characters of a text in a message
 
 
@@ -54,7 +55,7 @@ def read_csv(
     *,
     split: str | None = None,
     multilabel: bool = False,
-) -> dict[str, list[tuple[str, Label]]]:
+) -> tuple[dict[str, list[tuple[str, Label]]], tuple[str, ...]]:
     """Read the paths and the labels of images.
 
     Args:
@@ -62,7 +63,7 @@ def read_csv(
         columns: of paths and of labels; None to find them by their usual names.
         split: that all images belong to; None for that of the column `split`, or train.
         multilabel: an image has any number of labels.
-    Returns: (path in the file's folder, label) by split, sorted.
+    Returns: (path in the file's folder, label) by split, sorted; and the columns of 0 and 1.
     Raises: DataError naming the line.
     """
     records = _records(file, _text(file))
@@ -96,16 +97,41 @@ def read_csv(
         message = "has no rows below its header; add a line for each image"
         raise DataError(f"{printable(file)}: {message}", code="data.empty")
     _refuse_missing(file, list(rows.values()))
-    flags = {header[place] for place in labels if len(labels) > 1}
-    if unused := sorted(flags.difference(*(row.label for row in rows.values() if flags))):
-        notice(f"{printable(file)}: columns without a 1 are no classes: {', '.join(unused[:5])}")
+    names = tuple(header[place] for place in labels)
+    _check_labels(file, names, [row.label for row in rows.values()])
     if repeated:
         lines = counted(repeated, "repeated line")
         notice(f"{printable(file)}: {lines} left out; each image counts once")
     found: dict[str, list[tuple[str, Label]]] = {}
     for row in sorted(rows.values()):
         found.setdefault(row.split, []).append((row.path, row.label))
-    return in_order(found)
+    return in_order(found), names if len(names) > 1 else ()
+
+
+def _check_labels(file: Path, columns: Sequence[str], labels: Sequence[Label]) -> None:
+    """Give notice of labels that may be meant otherwise.
+
+    Raises: DataError for a lone column of 0 and 1.
+    """
+    joined = [label for label in labels if isinstance(label, str) and "|" in label]
+    if len(joined) > len(labels) * _SEVERAL:
+        notice(
+            f"{printable(file)}: {joined[0][:_LISTED]!r} is one class, and {len(joined):,} of "
+            f"{counted(len(labels), 'image')} have such a label; set data.task=multilabel if | "
+            "stands between several"
+        )
+    sets = [label for label in labels if not isinstance(label, str)]
+    if len(columns) > 1:
+        if unused := sorted({*columns}.difference(*sets)):
+            names = ", ".join(unused[:5])
+            notice(f"{printable(file)}: columns without a 1 are no classes: {names}")
+    elif columns[0].lower() not in _LABEL_NAMES and {*sets} and {*sets} <= {(n,) for n in _FLAGS}:
+        raise DataError(
+            f"{printable(file)}: only one class, the column {columns[0]!r} of 0 and 1; add a "
+            f"column of another, or set data.task=multiclass and data.label_column={columns[0]} "
+            "for the classes 0 and 1",
+            code="data.one_class",
+        )
 
 
 def _labels(

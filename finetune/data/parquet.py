@@ -58,6 +58,7 @@ class Tables:
     labels: dict[str, np.ndarray]
     class_names: list[str]
     description: str
+    columns: tuple[str, ...] = ()  # of 0 and 1
 
 
 def read_parquet(
@@ -113,7 +114,8 @@ def _tables(
     """
     schema = next(iter(schemas.values()))
     image, names = find_columns(schema, *columns, multilabel=multilabel)
-    if len(names) > 1:
+    flags = tuple(names) if len(names) > 1 else ()
+    if flags:
         numbered = number_columns(
             {split: {name: read_labels(split, name, image) for name in names} for split in schemas}
         )
@@ -124,7 +126,8 @@ def _tables(
         declared = {split: declared_names(schema, names[0]) for split, schema in schemas.items()}
         numbered, class_names = (number_sets if multilabel else number_labels)(labels, declared)
     items = {split: make_items(split, image) for split in numbered}
-    return Tables(items, numbered, class_names, f"columns {image!r} and {shown_columns(names)}")
+    shown = f"columns {image!r} and {shown_columns(names)}"
+    return Tables(items, numbered, class_names, shown, flags)
 
 
 def _find_files(path: str) -> list[Path]:

@@ -171,12 +171,14 @@ class Source:
         splits: by name, among train, val and test.
         class_names: in the order of the labels.
         description: where it came from and how it was read, for people.
+        columns: of 0 and 1, if it has several; a class without one may be in any image.
     """
 
     name: str
     splits: dict[str, Split]
     class_names: list[str]
     description: str
+    columns: tuple[str, ...] = ()
 
 
 def open_source(
@@ -229,14 +231,14 @@ def _open(
         return _open_folder(source, rest, multilabel=multilabel)
     if kind == "csv":
         file = Path(rest).expanduser().absolute()
-        listed = read_csv(file, columns, multilabel=multilabel)
-        return _of_files(source, file.parent, listed, f"images of {file.name}")
+        listed, flags = read_csv(file, columns, multilabel=multilabel)
+        return _of_files(source, file.parent, listed, f"images of {file.name}", flags)
     if kind == "embedded":
         return _open_embedded(source, rest, multilabel=multilabel)
     read = {"hub": read_hub, "tar": read_tar}.get(kind, read_parquet)
     tables = read(rest, columns, streaming=streaming, multilabel=multilabel)
     splits = {name: Split(name, tables.labels[name], tables.items[name]) for name in tables.labels}
-    return Source(source, splits, tables.class_names, tables.description)
+    return Source(source, splits, tables.class_names, tables.description, tables.columns)
 
 
 def _check(source: Source) -> None:
@@ -321,6 +323,7 @@ def _open_tables(
         tables: in these folders, by split.
     """
     listed: dict[str, list[tuple[str, Label]]] = {}
+    columns: dict[str, tuple[str, ...]] = {}
     for split, table in tables.items():
         if table is None:
             raise DataError(
@@ -329,22 +332,35 @@ def _open_tables(
                 code="data.no_labels",
             )
         if folders[split] == root:
-            listed = read_csv(table, multilabel=multilabel)
+            listed, columns[split] = read_csv(table, multilabel=multilabel)
         else:
             start = f"{folders[split].name}{os.sep}"
-            rows = read_csv(table, split=split, multilabel=multilabel)[split]
-            listed[split] = [(start + path, label) for path, label in rows]
-    names = {table.name for table in tables.values() if table}
-    return _of_files(source, root, listed, f"images of {' and '.join(sorted(names))}")
+            rows, columns[split] = read_csv(table, split=split, multilabel=multilabel)
+            listed[split] = [(start + path, label) for path, label in rows[split]]
+    first, *others = columns
+    for other in others:
+        if lone := sorted({*columns[first]} ^ {*columns[other]}):
+            raise DataError(
+                f"{source}: the table of '{first}' or of '{other}' has no column {lone[0]!r}, "
+                "and the other one has; write both with the same columns of 0 and 1",
+                code="data.split_mismatch",
+            )
+    names = " and ".join(sorted({table.name for table in tables.values() if table}))
+    return _of_files(source, root, listed, f"images of {names}", columns[first])
 
 
 def _of_files(
-    source: str, root: Path, listed: Mapping[str, Sequence[tuple[str, Label]]], description: str
+    source: str,
+    root: Path,
+    listed: Mapping[str, Sequence[tuple[str, Label]]],
+    description: str,
+    columns: tuple[str, ...] = (),
 ) -> Source:
     """Make a source of image files.
 
     Args:
         listed: (path below the root, class or classes) of each image, by split.
+        columns: as `Source` has them.
     """
     labels = [label for files in listed.values() for _, label in files]
     class_names = sorted(
@@ -363,7 +379,7 @@ def _of_files(
         files = sorted(files)
         items = FileItems(root, [path for path, _ in files])
         splits[split] = Split(split, _numbered([label for _, label in files], number), items)
-    return Source(source, splits, class_names, description)
+    return Source(source, splits, class_names, description, columns)
 
 
 def _numbered(labels: Sequence[Label], number: Mapping[str, int]) -> np.ndarray:

@@ -11,19 +11,24 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from finetune.text import MISSING, counted, markdown_table, percent
 
-__all__ = ["ACCURACIES", "VERDICTS", "answer", "table", "wording"]
+__all__ = ["ACCURACIES", "VERDICTS", "answer", "main_figure", "table", "wording"]
 
 # ends of metrics that are shares
 ACCURACIES = ("top1", "top5", "balanced_accuracy", "macro_f1", "micro_f1", "map")
 VERDICTS = ("met", "not met", "not measured")
 
 _ROUNDING = 1e-9  # 0.8 is within 0.1 of 0.7, whatever binary fractions say
+
+
+def main_figure(figures: Container[str]) -> str:
+    """Return the figure that chooses among models: the mAP of several labels an image, or top1."""
+    return "map" if "map" in figures else "top1"
 
 
 @dataclass(frozen=True)

@@ -305,8 +305,7 @@ def _results(facts: Facts) -> list[str]:
             spread.append(mean_and_std(mean, std, 4))
         seeds = ", ".join(str(seed) for seed, _ in measured)
         label = f"test, mean ± std of {len(measured)} seeds ({seeds})"
-        images = measured[0][1]["examples"]
-        rows.append([label, f"{images:,}", *spread])
+        rows.append([label, f"{measured[0][1]['examples']:,}", *spread])
     heads = ["split", "images", *facts.columns.values()]
     lines = ["## Results", "", *markdown_table(heads, rows), ""]
     return [*lines, *_uncertainty(facts.results), *_temperature(facts.results)]
@@ -352,6 +351,8 @@ def _classes(facts: Facts) -> list[str]:
             "gave the largest F1 on the validation images (so the F1 of val is a little too good) "
             "and is in [config.json](config.json) under `calibration`."
         )
+        if unseen := sum(not row["support"] for row in facts.results["val"]["per_class"]):
+            origin += f" For {counted(unseen, 'label')} without a validation image it is 0.5."
     return [
         "An image has every label whose score, the sigmoid of its logit, is at or above the "
         f"label's threshold, which {origin}",
@@ -364,8 +365,7 @@ def _classes(facts: Facts) -> list[str]:
 def _temperature(results: Mapping[str, Any]) -> list[str]:
     """The effect of the temperature on the test split, and advice against one that does harm."""
     test = results.get("test") or {}
-    scaled = test.get("calibrated")
-    if not scaled:
+    if not (scaled := test.get("calibrated")):
         return []
     fitted = f"{scaled['temperature']:.4g}, a temperature fitted on the validation split,"
     if scaled["loss"] > test["loss"]:

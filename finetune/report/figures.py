@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from finetune.evaluation.claims import main_figure
 from finetune.evaluation.confusion import DENSE_CLASSES, Confusion
 from finetune.report.run_data import number
 from finetune.report.style import (
@@ -92,7 +93,7 @@ def curves(
 
 def curve_keys(history: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """The keys of log lines that have a curve, with top1 or, for several labels an image, map."""
-    measured = "map" if any("map" in line for line in history) else "top1"
+    measured = main_figure({key for line in history for key in line})
     return ("loss", measured, "lr", "images_per_second")
 
 

@@ -17,6 +17,7 @@ import jinja2
 
 from finetune.data.source import Split
 from finetune.errors import RecipeError
+from finetune.evaluation.claims import main_figure
 from finetune.evaluation.confusion import DENSE_CLASSES, Confusion
 from finetune.files import make_folder, write_atomically
 from finetune.report import figures
@@ -273,7 +274,7 @@ def _calibration(run: Run, split: str) -> dict[str, Any]:
 def _write_comparison(runs: Sequence[Run], page: Path) -> Path:
     recipes = groups(runs)
     named = [(group.name, run.history) for group in recipes for run in group.runs]
-    measured = "map" if runs[0].is_multilabel else "top1"
+    measured = main_figure({key for run in runs for line in run.history for key in line})
     drawn = ((measured, "val"), ("loss", "val"), ("loss", "train"), ("lr", "train"))
     shown = columns(runs)
     rows, (recipe_rows, scale) = run_rows(recipes, runs, shown), group_rows(recipes, shown)

@@ -94,7 +94,7 @@ class TrainingSetup:
         """
         image = _first_image(self.source.splits["train"])
         if image is None:
-            return  # decoding all of them will name them
+            return  # decoding names them: before training, or with keep none as they are needed
         keys = np.zeros(1, dtype=np.uint64)
         for name in ("train", "eval"):
             pipeline: Pipeline = getattr(self, f"{name}_pipeline")

@@ -173,6 +173,29 @@ def test_images_that_are_encoded_keep_their_bytes(tmp_path: Path, kind: str) -> 
     assert suffixes == ({".jpg", ".png"} if kind == "folder" else {".png"})
 
 
+def test_images_that_cannot_be_read(
+    tmp_path: Path, script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_folder(tmp_path / "set", {"a": 6, "b": 6})
+    (tmp_path / "set" / "a" / "2.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    recipe, clock = recipe_file(tmp_path, "val_fraction: 0.5", source=source), Clock()
+    monkeypatch.setattr(end_to_end, "_timed", clock)
+    with refused("data.unreadable", "2.png"):
+        bench_jobs(recipe, repeats=1)
+    assert not clock.order
+    found = bench_jobs(recipe, ["data.unreadable=quarantine"], repeats=1)
+    assert sum(found["images"].values()) == 11
+
+
+@pytest.mark.parametrize("key", ["data.task=multilabel", "distill.teacher=embedded:vit_ti"])
+def test_what_the_others_cannot_do_is_refused_before_anything_is_read(
+    tmp_path: Path, key: str
+) -> None:
+    name = key.partition("=")[0].removesuffix(".teacher")
+    with refused("recipe.unsupported", name, "--end-to-end"):
+        bench_jobs(recipe_file(tmp_path, source="folder:nowhere"), [key])
+
+
 def test_timms_options_are_the_recipes(tmp_path: Path) -> None:
     recipe = recipe_file(tmp_path)
     overrides = ["optim.label_smoothing=0.1", "optim.betas=[0.9, 0.95]", "data.workers=3"]

@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from finetune.cli.main import main
 from finetune.commands import export as export_module
 from finetune.commands.average import average, describe
+from finetune.commands.evaluate import evaluate_model
 from finetune.commands.export import export_model
 from finetune.commands.predict import Classifier
 from finetune.commands.show_images import show_source, show_training
@@ -196,6 +197,42 @@ class TestPredict:
             assert min(picture.size) > 500
 
 
+class TestEval:
+    def lines(self, top: Path, kept: list[int]) -> str:
+        """The test images with columns of 0 and 1 for some classes. Returns: the source string."""
+        table = [["path", *map(str, kept)]]
+        for index, row in enumerate(measured().labels):
+            table.append([f"images/{index:02}.png", *(str(row[k]) for k in kept)])
+        (top / "flags.csv").write_text("\n".join(map(",".join, table)))
+        return f"csv:{top / 'flags.csv'}"
+
+    def test_a_class_without_a_column_is_not_absent(self, top: Path) -> None:
+        test = json.loads((top / "run" / "results.json").read_text())["test"]
+        whole = evaluate_model(str(top / "run"), data=self.lines(top, [*range(10)]))
+        assert whole["map"] == pytest.approx(test["map"], abs=1e-6)
+        with refused("data.no_column", "2 of the 10 classes", "3, 7"):
+            some = [k for k in range(10) if k not in (3, 7)]
+            evaluate_model(str(top / "run"), data=self.lines(top, some))
+
+    def test_a_column_without_a_1_is(self, top: Path) -> None:
+        source = self.lines(top, [*range(10)])
+        head, *rows = (top / "flags.csv").read_text().splitlines()
+        (top / "flags.csv").write_text("\n".join([head, *(f"{row[:-1]}0" for row in rows)]))
+        found = evaluate_model(str(top / "run"), data=source)["per_class"][9]
+        assert (found["support"], found["ap"]) == (0, None)
+
+    def test_corrupted_images(self, call: Call) -> None:
+        code, out, _ = call("eval run --corrupt noise:5 --json")
+        assert code == 0
+        found = json.loads(out)
+        (row,) = found["corrupted"]["rows"]
+        assert row.keys() == {"kind", "severity", "map", "loss"}
+        assert (row["map"], row["loss"]) != (found["map"], found["loss"])
+        assert found["corrupted"]["mean"] == {key: row[key] for key in ("map", "loss")}
+        _, out, _ = call("eval run --corrupt noise:5")
+        assert f"mean of 1 corruption: map {row['map']:.4f}  loss {row['loss']:.4f}" in out
+
+
 def _falling(one: dict[str, Any]) -> float:
     return -float(one["confidence"])
 
@@ -276,6 +313,19 @@ class TestCard:
             "calibration error",
         ):
             assert wrong not in text
+
+    def test_thresholds_of_classes_that_no_image_has_are_not_fitted(
+        self, top: Path, text: str, tmp_path: Path
+    ) -> None:
+        assert "validation image it is" not in text
+        shutil.copytree(top / "run", tmp_path / "run")
+        results = json.loads((tmp_path / "run" / "results.json").read_text())
+        for row in results["val"]["per_class"][:2]:
+            row["support"] = 0
+        (tmp_path / "run" / "results.json").write_text(json.dumps(results))
+        refresh(RunDir(tmp_path / "run"))
+        text = (tmp_path / "run" / "model" / "README.md").read_text()
+        assert "For 2 labels without a validation image it is 0.5." in text
 
     def test_its_code_gives_the_labels(
         self, top: Path, text: str, rows: list[dict[str, Any]]

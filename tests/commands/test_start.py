@@ -212,6 +212,21 @@ class TestRecipe:
         assert "0.900 with the backbone of ti frozen, 0.800 with all of nano trained" in why
         assert "1 epoch each" in told[0]
 
+    @pytest.mark.parametrize(
+        "word, code",
+        [
+            ("optim.lrr=1e-3", "recipe.unknown_key"),
+            ("lr=1e-3", "recipe.unknown_key"),
+            ("optim.steps=many", "recipe.wrong_value"),
+        ],
+    )
+    def test_wrong_keys_are_refused_before_the_images_are_looked_at(
+        self, word: str, code: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delattr(start_module, "open_source")
+        with refused(code, f"override '{word}'"):
+            start("embedded:digits", overrides=["optim.steps=3", word])
+
     def test_images_that_cannot_be_read_are_refused_when_all_are(self, tmp_path: Path) -> None:
         for name in ("a", "b"):
             (tmp_path / "photos" / name).mkdir(parents=True)

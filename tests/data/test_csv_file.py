@@ -128,6 +128,49 @@ def test_lines_that_repeat_another_count_once(
 
 
 @pytest.mark.parametrize(
+    "labels, is_told",
+    [
+        (["cat|dog", "cat", "dog", "cat"], True),
+        (["a|b", *["a"] * 20, "b"], False),  # a name that holds one
+    ],
+)
+def test_labels_that_may_be_several(
+    tmp_path: Path, labels: list[str], is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = [f"{number}.png" for number in range(len(labels))]
+    for name in names:
+        write(tmp_path / name, png(1))
+    source = table(tmp_path, HEAD, *map(",".join, zip(names, labels, strict=True)))
+    with caplog.at_level(logging.WARNING):
+        assert open_source(source).class_names == sorted({*labels})
+    told = [one.message for one in caplog.records if "data.task=multilabel" in one.message]
+    assert [repr(labels[0]) in one for one in told] == [True] * is_told
+    caplog.clear()
+    open_source(source, multilabel=True)
+    assert not caplog.records
+
+
+def test_columns_of_0_and_1(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = ["path,cat,dog,cow", "img/0.png,1,1,0", "img/1.png,0,1,0"]
+    with caplog.at_level(logging.WARNING):
+        source = open_source(table(tmp_path, *rows), multilabel=True)
+    assert (source.class_names, source.columns) == (["cat", "dog"], ("cat", "dog", "cow"))
+    assert "cow" in caplog.text
+    one = ["path,tags", "img/0.png,cat|dog", "img/1.png,[]"]
+    source = open_source(table(tmp_path, *one), multilabel=True)
+    assert (source.class_names, source.columns) == (["cat", "dog"], ())
+    numbers = ["path,tags", "img/0.png,0|1", "img/1.png,1"]
+    assert open_source(table(tmp_path, *numbers), multilabel=True).class_names == ["0", "1"]
+
+
+def test_a_lone_column_of_0_and_1_is_one_class(tmp_path: Path) -> None:
+    source = table(tmp_path, "path,cat", "img/0.png,0", "img/1.png,1")
+    with refused("data.one_class", "'cat'", "data.label_column=cat"):
+        open_source(source, multilabel=True)
+    assert open_source(source, label_column="cat").class_names == ["0", "1"]
+
+
+@pytest.mark.parametrize(
     "lines,code,named",
     [
         (["img/0.png,a", "img/1.png,"], "no_labels", "line 3"),
@@ -220,6 +263,16 @@ class TestInAFolder:
         table(tmp_path / "s/test", "file_name,label,split", "x.png,b,train", name="metadata.csv")
         with refused("data.no_split", "line 2", "'train'"):
             open_source(f"folder:{tmp_path}/s")
+
+    def test_columns_of_0_and_1_are_those_of_all_splits(self, tmp_path: Path) -> None:
+        for split, head, row in (("train", "a,b", "1,1"), ("test", "a,c", "1,0")):
+            write(tmp_path / "s" / split / "x.png", png(1))
+            table(tmp_path / "s" / split, f"path,{head}", f"x.png,{row}")
+        with refused("data.split_mismatch", "'train'", "'test'", "'b'"):
+            open_source(f"folder:{tmp_path}/s", multilabel=True)
+        table(tmp_path / "s" / "test", "path,b,a", "x.png,1,0")
+        opened = open_source(f"folder:{tmp_path}/s", multilabel=True)
+        assert opened.splits["test"].labels.tolist() == [[0, 1]]
 
     def test_class_folders_say_it_themselves(self, tmp_path: Path) -> None:
         source = make_folder(tmp_path / "d", {"a": 2, "b": 1})

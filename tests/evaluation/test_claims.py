@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from finetune.evaluation.claims import VERDICTS, answer, table
+from finetune.evaluation.claims import VERDICTS, answer, main_figure, table
 
 
 def line(split: str, step: int, **values: Any) -> dict[str, Any]:
@@ -286,3 +286,8 @@ def test_importing_claims_does_not_import_torch() -> None:
         "import sys, finetune.evaluation.claims; assert not {'torch', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_chooses_is_the_figure_of_the_task() -> None:
+    assert main_figure({"loss": 1.0, "top1": 0.5, "top5": 0.9}) == "top1"
+    assert main_figure({"loss": 1.0, "map": 0.5, "macro_f1": 0.9}) == "map"

@@ -460,6 +460,9 @@ LABELS = {
     "lines of 0 and 1 that differ": several(
         "data.wrong_labels", "in line 2", "path,a,b", "1.png,1,0", "1.png,1,1"
     ),
+    "a lone column of 0 and 1": several(
+        "data.one_class", "'cat'", "path,cat", "1.png,0", "2.png,1"
+    ),
     "an image of two splits": several(
         "data.ambiguous", "in line 2", HEAD + ",split", "1.png,a,train", "1.png,b,test"
     ),

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from timm.task.distillation import LogitDistillationTask
 from torch import Tensor, nn
 
+from finetune.commands.evaluate import evaluate_model
 from finetune.console import say_nothing
 from finetune.models.build import build
 from finetune.models.saved import Built
@@ -49,6 +50,12 @@ RECIPE = tiny_text(
     run="precision: fp32, log_every: 1, eval_every: 3, save_every: 2",
     width=16,
 )
+ADAPTED = """
+model: {name: embedded:vit_nano, adapter: {rank: 2, targets: [attention]}}
+data: {source: embedded:digits, eval: resize, batch_size: 16, num_train: 60, num_test: 40}
+optim: {lr: 3e-3, steps: 4, ema_decay: 0.5}
+run: {precision: fp32, log_every: 1, eval_every: 4, save_every: 2, threads: 1}
+"""
 FEATURES = "distill.kind=features"
 # Random by name, the same pixels by probability: so the teacher is beside each step.
 BESIDE, ONCE = "data.train=resize | flip(0)", "data.train=resize"
@@ -218,6 +225,28 @@ class TestRuns:
         assert parts == figures(tmp_path / "whole", "distill_loss")
         assert 0 < parts[-1] != parts[0]
         assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+
+    def test_an_adapter_learns_from_it_and_is_resumed_to_the_bit(
+        self, teacher: Path, tmp_path: Path
+    ) -> None:
+        words = [FEATURES, f"distill.teacher={teacher}"]
+        chosen = parse_recipe(ADAPTED, overrides=words)
+        results = train(chosen, tmp_path / "whole")
+        killed_before(3, chosen, tmp_path / "run")
+        train(chosen, tmp_path / "run", resume=True)
+        for key in ("loss", "distill_loss"):
+            assert figures(tmp_path / "run", key) == figures(tmp_path / "whole", key)
+        assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+        run = RunDir(tmp_path / "whole")
+        kept = load_file(run.folder(4) / "model.safetensors")
+        layers = {name.partition(".")[0] for name in kept}
+        assert layers == {"blocks", "head", "distill_projection"}
+        first = load_file(run.folder(2) / "model.safetensors")
+        assert not any(torch.equal(first[name], kept[name]) for name in kept)
+        for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
+            assert not any("distill" in name for name in load_file(run.path / "model" / file))
+        measured = evaluate_model(str(run.path), split="test")
+        assert measured["loss"] == pytest.approx(results["test"]["loss"], abs=1e-6)
 
     @pytest.mark.parametrize("kind", ["logits", "features"])
     def test_the_teacher_answers_once_where_nothing_is_random(

@@ -98,11 +98,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         multiprocessing.forkserver.ensure_running()
 
 
-def pytest_unconfigure() -> None:
-    """Let the interpreter end as it would."""
-    gc.unfreeze()
-
-
 class NetworkBlocked(ConnectionError):
     """A test tried to leave this machine."""
 

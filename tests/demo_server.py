@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from networks import built, save, shuffle
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 CHROMIUM = "/usr/bin/chromium"
 # The suite's own guard ends at the process; this one names whoever asks another host.
 GUARD = """
@@ -47,7 +48,6 @@ def names(host, *args, **kwargs):
     return resolve(host, *args, **kwargs)
 socket.socket.connect, socket.getaddrinfo = guarded, names
 """
-SERVE = "from finetune.demo.server import serve; serve(sys.argv[1], port=0)"
 ODD_NAMES = ["<img src=x onerror=document.title='broken'>", "${1+1}", "{{7*7}}", "a & b", "élan"]
 
 
@@ -63,48 +63,61 @@ class Running:
     """A server's address, its process, and what it has written so far."""
 
     url: str
-    process: subprocess.Popen[str]
+    process: BaseProcess
     lines: list[str] = field(default_factory=list)
 
-    def interrupt(self, number: int = signal.SIGINT) -> int:
-        self.process.send_signal(number)
-        return self.process.wait(timeout=30)
+    def interrupt(self, number: int = signal.SIGINT) -> int | None:
+        """Send a signal. Returns: the exit code, or minus the signal; None if it goes on."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+        self.process.join(timeout=30)
+        return self.process.exitcode
 
 
 @contextmanager
-def running(command: Sequence[str], *, cwd: Path, **environment: str) -> Iterator[Running]:
-    """Start a server that says its address on standard error, and end it."""
+def running(serve: Callable[[], object], **environment: str) -> Iterator[Running]:
+    """Fork a server that says its address on standard error, and end it.
+
+    Args:
+        serve: what the process does, which has imported what this one has.
+        environment: its variables beside this process's own.
+    """
     pytest.importorskip("gradio", reason="Gradio is not installed: pip install 'finetune[demo]'")
-    process = subprocess.Popen(
-        [*command],
-        cwd=cwd,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    reading, writing = os.pipe()
+
+    def work() -> None:
+        os.dup2(writing, 1)
+        os.dup2(writing, 2)
+        sys.stdout = sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+        os.environ.update(environment)
+        tempfile.tempdir = None  # it may be another there
+        serve()
+
+    process = multiprocessing.get_context("fork").Process(target=work, daemon=True)
+    process.start()
+    os.close(writing)
     server = Running("", process)
 
     def read() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            server.lines.append(line)
-            if found := re.search(r"http://[^\s;]+", line):
-                server.url = server.url or found[0]
+        with os.fdopen(reading) as stream:
+            for line in stream:
+                server.lines.append(line)
+                if found := re.search(r"http://[^\s;]+", line):
+                    server.url = server.url or found[0]
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     deadline = time.monotonic() + 120
     try:
         while not server.url:
-            assert process.poll() is None, "".join(server.lines)
+            assert process.is_alive(), "".join(server.lines)
             assert time.monotonic() < deadline, "".join(server.lines)
             time.sleep(0.05)
         yield server
     finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait(timeout=30)
+        process.terminate()
+        process.join(timeout=30)
+        process.kill()
         reader.join(timeout=10)
 
 
@@ -115,9 +128,14 @@ def demo(model: str, *, before: str = "", **environment: str) -> Iterator[Runnin
     Args:
         before: code that runs first, such as one that takes a protection away.
     """
-    code = f"{GUARD}\n{before}\n{SERVE}"
-    command = [sys.executable, "-c", code, model]
-    with running(command, cwd=REPOSITORY, **environment) as server:
+
+    def serve() -> None:
+        exec(f"{GUARD}\n{before}", {})
+        from finetune.demo.server import serve
+
+        serve(model, port=0)
+
+    with running(serve, **environment) as server:
         yield server
 
 

@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import struct
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,14 +26,19 @@ class File:
     """One file of the corpus: its pixels, or a part of the message that refuses it.
 
     Attributes:
-        content: the file's bytes.
+        made: the file's bytes, or what makes them: every process of a suite reads this module.
         result: (H, W, 3) uint8, or a part of the message.
         suffix: of the file's name.
     """
 
-    content: bytes
+    made: bytes | Callable[[], bytes]
     result: np.ndarray | str
     suffix: str = ".png"
+
+    @functools.cached_property
+    def content(self) -> bytes:
+        """The file's bytes."""
+        return self.made if isinstance(self.made, bytes) else self.made()
 
 
 def picture(height: int = 12, width: int = 18) -> np.ndarray:
@@ -127,14 +134,28 @@ def _resized(content: bytes, box: bytes, skip: int, size: bytes) -> bytes:
     return content[:place] + size + content[place + len(size) :]
 
 
+def _icon() -> bytes:
+    """An icon that holds a PNG of 81 megapixels."""
+    flat = flat_png(9000, 9000, kind=0)
+    return b"\0\0\1\0\1\0" + struct.pack("<BBBBHHII", 16, 16, 0, 0, 1, 32, len(flat), 22) + flat
+
+
+def _with_text(*, international: bool) -> bytes:
+    """A PNG with 50 MB of packed text."""
+    texts = PngInfo()
+    if international:
+        texts.add_itxt("Comment", "x" * 50_000_000, zip=True)
+    else:
+        texts.add_text("Comment", "x" * 50_000_000, zip=True)
+    return encoded(picture(), "PNG", pnginfo=texts)
+
+
 def _bombs() -> dict[str, File]:
     """Of each format one file that says more pixels than the limit, and few bytes for them."""
     small = Image.fromarray(picture())
     side = 13_000
     size = struct.pack(">II", side, side)
     gif = encoded(small, "GIF")
-    flat = flat_png(9000, 9000, kind=0)
-    icon = b"\0\0\1\0\1\0" + struct.pack("<BBBBHHII", 16, 16, 0, 0, 1, 32, len(flat), 22) + flat
     # what PIL writes for one colour, 13,000 x 13,000
     webp = "524946461e000000574542505650384c110000002fc7f2b10c0750ad2614b9ff8188e87f0000"
     large, tiles = "more than the limit of 64,000,000", "tiles of 9000 x 9000 pixels, more than"
@@ -148,13 +169,13 @@ def _bombs() -> dict[str, File]:
         "GIF, its frame alone": File(
             _resized(gif, b"\x2c\0\0\0\0", 0, struct.pack("<HH", side, side)), large, ".gif"
         ),
-        "TIFF": File(_tiff(9000), large, ".tif"),
-        "TIFF, its tile alone": File(_tiff(16, tile=9000), tiles, ".tif"),
+        "TIFF": File(lambda: _tiff(9000), large, ".tif"),
+        "TIFF, its tile alone": File(lambda: _tiff(16, tile=9000), tiles, ".tif"),
         "TIFF, the first of its tags alone": File(
-            _tiff(16, (322, 16), (323, 16), tile=9000), tiles, ".tif"
+            lambda: _tiff(16, (322, 16), (323, 16), tile=9000), tiles, ".tif"
         ),
         "WebP": File(bytes.fromhex(webp), large, ".webp"),
-        "ICO": File(icon, "an icon, which is not supported", ".png"),
+        "ICO": File(_icon, "an icon, which is not supported", ".png"),
     }
     if features.check("jpg_2000"):
         box = encoded(small, "JPEG2000")
@@ -272,9 +293,6 @@ def _hostile() -> dict[str, File]:
     gif = encoded(frames[0], "GIF", **several)
     with Image.open(io.BytesIO(gif)) as opened:
         first = np.asarray(opened.convert("RGB"))
-    texts, compressed = PngInfo(), PngInfo()
-    texts.add_itxt("Comment", "x" * 50_000_000, zip=True)
-    compressed.add_text("Comment", "x" * 50_000_000, zip=True)
     large = "more than the limit of 64,000,000|too large to be decoded"
     return {
         "an animated GIF": File(gif, first, ".gif"),
@@ -287,10 +305,12 @@ def _hostile() -> dict[str, File]:
         "a header of 200 megapixels, JPEG": File(_jpeg_header(20_000, 10_000), large, ".jpg"),
         "a header of 100 megapixels": File(flat_png(10_000, 10_000, whole=False), large),
         "a header of 2**62 pixels": File(flat_png(2**31 - 1, 2**31 - 1, whole=False), large),
-        "80 megapixels of one colour": File(flat_png(10_000, 8_000), large),
-        "80 megapixels of one colour and alpha": File(flat_png(10_000, 8_000, kind=6), large),
-        "a bomb of text, zTXt": File(encoded(frames[0], "PNG", pnginfo=compressed), "too large"),
-        "a bomb of text, iTXt": File(encoded(frames[0], "PNG", pnginfo=texts), "too large"),
+        "80 megapixels of one colour": File(lambda: flat_png(10_000, 8_000), large),
+        "80 megapixels of one colour and alpha": File(
+            lambda: flat_png(10_000, 8_000, kind=6), large
+        ),
+        "a bomb of text, zTXt": File(lambda: _with_text(international=False), "too large"),
+        "a bomb of text, iTXt": File(lambda: _with_text(international=True), "too large"),
         **_bombs(),
     }
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -372,16 +373,24 @@ def command(recipe: str, *words: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_whole_call(recipe: str, tmp_path: Path) -> None:
-    """Ours and a loop over timm in processes of their own; nothing is left behind."""
-    places = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+def test_a_whole_call(
+    recipe: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Ours and a loop over timm in processes of their own; nothing is left behind.
+
+    They are forked from this one, which has imported torch; the next test starts them as users do.
+    """
+    monkeypatch.setattr("finetune.bench.subprocess._START", "fork")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     words = ["--against", "timm-loop", "--steps", "2", "--repeats", "2", "--json"]
-    done = subprocess.run(
-        command(recipe, *words), capture_output=True, text=True, env=places, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    code = main(["bench", recipe, *SMALL, *words])
+    said = capfd.readouterr()
+    assert code == 0, said.err
+    found = json.loads(said.out)
     assert [row["name"] for row in found["rows"]] == ["finetune", "timm-loop"]
     assert found["order"][:4] == found["order"][5:9]
     for row in found["rows"]:

@@ -329,12 +329,13 @@ def test_weights_of_an_older_export_do_not_stay(instant: None, tmp_path: Path) -
     assert sorted(os.listdir(tmp_path)) == ["vit_nano.onnx", "vit_nano.onnx.json"]
 
 
-# Shallow, but with every kind of layer; the second block of swin's first stage shifts its windows.
+# Small, but with every kind of layer; the second block of swin's first stage shifts its windows.
+SWIN = {"depths": [2, 1], "num_heads": [1, 2], "embed_dim": 16, "window_size": 4}
 ARCHITECTURES: dict[str, tuple[int, dict[str, Any]]] = {
-    "vit_tiny_patch16_224": (96, {"depth": 2}),
-    "resnet18": (64, {}),
-    "convnext_atto": (64, {"depths": [1, 1, 1, 1]}),
-    "swin_tiny_patch4_window7_224": (112, {"depths": [2, 1], "num_heads": [3, 6]}),
+    "vit_tiny_patch16_224": (96, {"depth": 1, "embed_dim": 32, "num_heads": 2}),
+    "resnet18": (64, {"layers": [1, 1, 1, 1], "channels": [8, 16, 32, 64]}),
+    "convnext_atto": (64, {"depths": [1, 1, 1, 1], "dims": [8, 16, 16, 16]}),
+    "swin_tiny_patch4_window7_224": (32, SWIN),
 }
 
 

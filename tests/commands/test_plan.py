@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +28,15 @@ CHANGES = (
     *("data.batch_size=24", "data.micro_batch=12", "data.num_train=120", "run.test=false"),
     *("optim.ema_decay=0.9", "run.eval_every=5", "model.args.depth=1"),
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_turns() -> Iterator[None]:
+    """Few steps, and no look for garbage among all that the other tests have left."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("finetune.commands.plan._MOST", 3)
+        patch.setattr("finetune.commands.plan.gc", SimpleNamespace(collect=lambda: 0))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +95,11 @@ def test_disk_holds_the_last_the_best_and_the_one_that_is_written(trial: Trial) 
     json.dumps(predicted)
 
 
-def test_without_a_checkpoint_on_the_way_there_is_no_snapshot(tmp_path: Path) -> None:
+def test_without_a_checkpoint_on_the_way_there_is_no_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # tests/bench/test_predictor.py has them
+    monkeypatch.setattr("finetune.commands.plan.other_settings", lambda *_: [])
     changes = ("data.val_fraction=0", "run.eval_every=12", "model.freeze=backbone")
     made = Trial(Recorder(), recipe=tiny(*CHANGES, *changes), folder=str(tmp_path))
     made.prepare()

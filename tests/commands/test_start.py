@@ -142,7 +142,10 @@ class TestChoices:
             start(folder, overrides=["model.name=vit_base_patch16_224.nope"], notice=print)
 
     @pytest.mark.usefixtures("scores", "least")
-    def test_nothing_is_mirrored_unasked(self, tmp_path: Path) -> None:
+    def test_nothing_is_mirrored_unasked(
+        self, tmp_path: Path, clock: Callable[[float, float], None]
+    ) -> None:
+        clock(1e-4, 3e-4)
         made = start(str(photos(tmp_path / "photos", {"a": 12, "b": 12})), notice=print)
         assert "flip" not in (made.recipe.data.train or "")
         assert "add '| flip'" in made.text

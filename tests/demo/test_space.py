@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import re
 import shutil
 import signal
@@ -23,7 +24,11 @@ from finetune.commands.predict import Classifier
 from finetune.demo import space
 from finetune.demo.space import export_space
 
-pytest.importorskip("gradio", reason="Gradio is not installed: pip install 'finetune[demo]'")
+
+@pytest.fixture(scope="module", autouse=True)
+def needs_gradio() -> None:
+    """Not as this file is read, which every process of a suite does."""
+    pytest.importorskip("gradio", reason="Gradio is not installed: pip install 'finetune[demo]'")
 
 
 @pytest.fixture(scope="module")
@@ -176,15 +181,25 @@ def test_what_is_not_required_is_known() -> None:
     assert names - needed == {"accelerate", "datasets", "scikit-learn", "matplotlib"}
 
 
+def in_a_fork(program: str) -> None:
+    """Run a program in this process, which was forked, as if it had imported nothing of ours."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "finetune"]:
+        del sys.modules[name]
+    exec(program, {"sys": sys})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("hosted", [False, True])
 def test_it_runs_from_nothing_but_its_folder(
     model: str, exported: Path, tmp_path: Path, hosted: bool
 ) -> None:
-    """Alone and on the hub, whose page frames it and whose proxy may change the Host."""
+    """Alone and on the hub, whose page frames it and whose proxy may change the Host.
+
+    Gradio reads the variables of the hub as it is imported: that one starts from nothing.
+    """
     folder = tmp_path / "elsewhere"
     shutil.copytree(exported, folder)
-    code = [sys.executable, "-c", f"{GUARD}\n{WITHOUT}"]
+    program = f"{GUARD}\nimport gc; gc.disable()\n{WITHOUT}"
     environment = {"PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": "1"}
     browsers: list[dict[str, str]] = [{}]
     if hosted:
@@ -199,7 +214,14 @@ def test_it_runs_from_nothing_but_its_folder(
             {"Origin": origin, "Host": "10.0.0.7:7860"},
             {"Origin": "https://own.example", "Sec_Fetch_Site": "same-origin"},
         ]
-    with running(code, cwd=folder, **environment) as server:
+
+    def serve() -> None:
+        os.chdir(folder)
+        if hosted:
+            os.execv(sys.executable, [sys.executable, "-c", program])
+        in_a_fork(program)
+
+    with running(serve, **environment) as server:
         page = ask(server.url, Sec_Fetch_Site="cross-site", Sec_Fetch_Dest="iframe")
         assert page[0] == 200
         assert "flowers" in page[1]

@@ -24,7 +24,8 @@ BROKEN_PIPE = 141  # what a shell reports of a program that SIGPIPE has ended
 
 # Stands before the command line: in every step a library prints, past Python's own streams.
 PRINTING = """
-import os, sys
+import gc, os, sys
+gc.disable()  # as the command line does while it imports
 from finetune.training.trainer_state import TrainerState
 
 step = TrainerState.step

@@ -269,6 +269,7 @@ def test_the_recorded_command_line(
     from finetune.recipe.load import load_recipe
     from finetune.training.train import train
 
+    without_plots(monkeypatch)
     words = ["train", "net.yaml", f"--token={TOKEN}", f"https://alice:{IN_ADDRESS}@hub/x"]
     monkeypatch.setattr(sys, "argv", ["/usr/bin/finetune", *words, *OTHERS.values()])
     train(load_recipe("net.yaml", ["run.push_to=null"]), "kept")

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import timm
 import torch
-from peft import PeftModel
 from refusals import refused
 from torch import Tensor, nn
 
@@ -83,6 +82,8 @@ def test_merged_unmerged_and_pefts_own_give_the_same_logits(
     close(logits(model), expected)
     alone = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     close(logits(alone), expected)
+    from peft import PeftModel
+
     of_peft = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
     assert of_peft.peft_config["default"].base_model_name_or_path == "owner/name"
     close(logits(of_peft), expected)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from faults_runs import without_pictures
 from PIL import Image
 from recipe_texts import tiny_text
 from refusals import refused
@@ -24,10 +25,15 @@ RECIPE = tiny_text("eval: 'resize(18) | center_crop'", optim="lr: 3e-3, steps: 6
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """Three runs side by side: two seeds of one recipe, and another recipe."""
+    """Three runs side by side: two seeds of one recipe, and another recipe.
+
+    The first has pictures; the other two, and what is refreshed, do without.
+    """
     folder = tmp_path_factory.mktemp("evidence")
-    for name, change in (("a", "run.seed=0"), ("b", "run.seed=1"), ("c", "optim.lr=1e-3")):
-        train(parse_recipe(RECIPE, overrides=[change]), folder / name)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, change in (("a", "run.seed=0"), ("b", "run.seed=1"), ("c", "optim.lr=1e-3")):
+            train(parse_recipe(RECIPE, overrides=[change]), folder / name)
+            without_pictures(patch)
     return folder
 
 
@@ -153,7 +159,9 @@ def test_nothing_published_tells_where_it_was_made(
     monkeypatch.setenv("HF_TOKEN", "hf_canary_token_that_must_not_be_seen")
     start = tmp_path / "first"
     changes = [f"data.source=folder:{image_folder}", "optim.steps=2", "data.batch_size=4"]
-    train(parse_recipe(RECIPE, overrides=changes), start)
+    with pytest.MonkeyPatch.context() as patch:
+        without_pictures(patch)
+        train(parse_recipe(RECIPE, overrides=changes), start)
     again = [*changes, f"model.name={start}", "model.args={}", "model.pretrained=true"]
     out = tmp_path / "second"
     train(parse_recipe(RECIPE, overrides=again), out)

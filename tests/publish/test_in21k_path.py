@@ -1,8 +1,8 @@
 """The recipes of ImageNet-21k weights, as they stand, from timm's name to the push.
 
 The hub is on loopback (`in21k_hub.py`). A step is smaller than the recipe's: 2 images, once or
-twice. The weights have two of their twelve blocks, in the long run all. One recipe is launched as
-its header says, the others train in forked processes.
+twice. They train in forked processes, and the weights have two of their twelve blocks. In the long
+run these have all of them, and one recipe is launched as its header says.
 """
 
 # B batch, C channels, D width, H W pixels, K classes, N tokens
@@ -171,7 +171,8 @@ def test_from_the_name_to_the_push(
     asked = len(hub.requests)
     overrides = [*SMALL, *case.shorter, f"run.push_to={destination}"]
     overrides += [f"model.args.depth={depth}"] * (depth < DEPTH)
-    out, said = (launch if recipe == LAUNCHED else run)(hub, place, recipe, *overrides)
+    launches = recipe == LAUNCHED and depth == DEPTH
+    out, said = (launch if launches else run)(hub, place, recipe, *overrides)
     requests = [f"{method} {path}" for method, path in hub.requests[asked:]]
 
     record = json.loads((out / "run.json").read_text())

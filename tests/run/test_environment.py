@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from faults_runs import check_done, in_child
 from refusals import refused
 
 from finetune.run import environment as provenance
@@ -65,9 +66,12 @@ def test_the_launchers_configuration_file_is_read(tmp_path: Path, monkeypatch) -
 
 
 def test_a_parent_that_launches_nothing_asks_for_nothing() -> None:
-    code = "from finetune.run.environment import requested_processes; print(requested_processes())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "None"
+    """Such as this process."""
+
+    def work() -> None:
+        assert requested_processes() is None
+
+    check_done(in_child(work))
 
 
 def test_the_commit_is_the_checkouts(tmp_path: Path, monkeypatch) -> None:

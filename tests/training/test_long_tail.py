@@ -33,11 +33,11 @@ data:
   sampling: square_root
   train: resize | random_crop(padding=2) | mixup(0.8)
   eval: resize
-  batch_size: 24
-  val_fraction: 0.2
+  batch_size: 12
+  val_fraction: 0.05
   num_test: 64
-optim: {lr: 1e-3, steps: 20, class_weights: balanced, focal_gamma: 1, ema_decay: 0.5}
-run: {precision: fp32, log_every: 1, eval_every: 10, save_every: 5, threads: 1}
+optim: {lr: 1e-3, steps: 8, class_weights: balanced, focal_gamma: 1, ema_decay: 0.5}
+run: {precision: fp32, log_every: 1, eval_every: 4, save_every: 2, threads: 1}
 """
 
 
@@ -63,8 +63,8 @@ def test_the_record_says_how_often_images_come(whole: tuple[Path, dict[str, Any]
     assert draws[9] / images[9] > 5 > 1 > draws[0] / images[0]
     run = read_run(whole[0])
     rows = dict(data_rows(run))
-    assert "'8' has 1 training image" in rows["Rare classes"]
-    assert rows["Sampling"].startswith(f"square_root: an image of '8' comes {draws[8]} times")
+    assert "'9' has 1 training image" in rows["Rare classes"]
+    assert rows["Sampling"].startswith(f"square_root: an image of '9' comes {draws[9]} times")
     tiles = {tile["label"]: tile for tile in headline(run)}
     assert "macro F1" in tiles["Balanced accuracy"]["note"]
     card = (whole[0] / "model" / "README.md").read_text()
@@ -83,7 +83,7 @@ def test_the_best_is_that_of_the_balanced_accuracy(whole: tuple[Path, dict[str, 
 def test_a_killed_run_is_resumed_to_the_bit(
     whole: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    killed_before(18, recipe(BEST), tmp_path / "run")
+    killed_before(6, recipe(BEST), tmp_path / "run")
     train(recipe(BEST), tmp_path / "run", resume=True)
     assert losses(tmp_path / "run") == losses(whole[0])
     assert weights(tmp_path / "run") == weights(whole[0])
@@ -100,7 +100,7 @@ def test_features_are_trained_as_images_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = ["data.train=resize", "model.freeze=backbone", "data.sampling=class_balanced"]
-    plain += ["optim.class_weights={'9': 3}", "optim.steps=8"]
+    plain += ["optim.class_weights={'9': 3}", "optim.steps=4"]
     train(recipe(*plain), tmp_path / "features")
     monkeypatch.setattr(
         "finetune.training.frozen_backbone._reason_for_images", lambda *_: "for a test"
@@ -147,7 +147,7 @@ def test_what_is_rare_is_said_and_the_remedy_only_where_there_is_none() -> None:
                 progress=False,
             )
         )
-        return next(line for line in found if "'8'" in line)
+        return next(line for line in found if "'9'" in line)
 
     none = ["data.sampling=null", "optim.class_weights=null", "optim.focal_gamma=0"]
     assert "optim.class_weights=balanced" in line(*none)

@@ -284,7 +284,8 @@ def _readable(setup: TrainingSetup) -> TrainingSetup:
         rows = readable(splits[name], workers=setup.workers, unreadable=data.unreadable)
         kept[name] = splits[name].subset(rows)
     source = dataclasses.replace(setup.source, splits=kept)
-    return dataclasses.replace(setup, source=source, num_samples=len(kept["train"]))
+    setup = dataclasses.replace(setup, source=source)
+    return setup.with_num_samples(len(kept["train"]), kept["train"].labels)
 
 
 def _write_images(job: _Job) -> None:

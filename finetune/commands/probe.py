@@ -23,6 +23,7 @@ from finetune.evaluation.features import Features, identity_of, places_of, split
 from finetune.evaluation.linear_probe import (
     BIAS,
     L2,
+    draw_shots,
     few_shot,
     logistic_regression,
     neighbours,
@@ -72,7 +73,8 @@ def probe_model(
         data: a source string; None for the one that the run was trained on.
         split: what is measured on, "test" or "val"; None for test, or for val where there is no
             test. A val split that the source does not have is taken from train, as in training.
-        shots: images of each class to learn from, all from train.
+        shots: images of each class to learn from, all from train. Where nothing else is asked for
+            and no image may be left out, features of these images alone are computed.
         seeds: how many draws of them: seeds 0, 1, …
         linear: also logistic regression on all of train, its C chosen on validation.
         linear_sgd: also, as DINOv2's evaluation does, the best of many linear classifiers by SGD:
@@ -94,11 +96,16 @@ def probe_model(
     _check_counts(task.source, task.source.splits["train"].labels, shots, knn)
     accelerator = launch(RunSection(precision="fp32", threads=task.threads))
     with_val = linear or linear_sgd
-    identity, features, columns = _features(model, task, accelerator, with_val, linear_sgd)
+    drawn = None
+    if not with_val and knn is None and task.section.unreadable != "quarantine":
+        drawn = _drawn(task, max(shots), seeds)
+    identity, features, columns = _features(model, task, accelerator, with_val, linear_sgd, drawn)
     facts = {"model": model, "data": task.section.source, "split": task.split}
     if not features:
         return {**facts, "shots": {}}
-    figures = _figures(task, features, columns, shots=shots, seeds=seeds, linear=linear, knn=knn)
+    figures = _figures(
+        task, features, columns, drawn, shots=shots, seeds=seeds, linear=linear, knn=knn
+    )
     if linear_sgd:
         figures["linear_sgd"] = _linear_sgd(task, features, columns, accelerator.device)
     figures["protocol"] |= {key: identity[key] for key in ("eval", "weights")}
@@ -248,10 +255,25 @@ def _check_counts(
 # --- figures -------------------------------------------------------------------------------------
 
 
+def _drawn(task: _Task, most: int, seeds: int) -> NDArray[np.int64]:
+    """Return the places in train that any draw of at most so many shots has."""
+    labels_N, num_classes = task.source.splits["train"].labels, len(task.source.class_names)
+    draws = [draw_shots(labels_N, num_classes, shots=most, seed=seed) for seed in range(seeds)]
+    return np.unique(np.concatenate(draws))
+
+
 def _features(
-    model: str, task: _Task, accelerator: Accelerator, with_val: bool, tokens: bool
+    model: str,
+    task: _Task,
+    accelerator: Accelerator,
+    with_val: bool,
+    tokens: bool,
+    drawn: NDArray[np.int64] | None,
 ) -> tuple[dict[str, Any], dict[str, Features], dict[str, slice]]:
-    """The features of each split, what they depend on, and their columns; on rank 0 alone."""
+    """The features of each split, what they depend on, and their columns; on rank 0 alone.
+
+    Of train those of the `drawn` places alone, if there are any.
+    """
     built = build(model)
     identity = identity_of(built, task.section.eval) if accelerator.is_main_process else {}
     pipeline = make_pipeline(built.preprocessing, task.section.eval)
@@ -261,9 +283,12 @@ def _features(
     names = dict.fromkeys(["train", task.split])
     if with_val and "val" in task.source.splits:
         names["val"] = None
+    splits = {name: task.source.splits[name] for name in names}
+    if drawn is not None:
+        splits["train"] = splits["train"].subset(drawn)
     features = {
         name: split_features(
-            task.source.splits[name],
+            split,
             network=network,
             pipeline=pipeline,
             identity=identity,
@@ -271,7 +296,7 @@ def _features(
             accelerator=accelerator,
             read=token_features if tokens else pre_logits,
         )
-        for name in names
+        for name, split in splits.items()
     }
     kept = {name: one for name, one in features.items() if one is not None}
     width = kept["train"].values_ND.shape[1] if kept else 0
@@ -283,6 +308,7 @@ def _figures(
     task: _Task,
     features: Mapping[str, Features],
     columns: Mapping[str, slice],
+    drawn: NDArray[np.int64] | None,
     *,
     shots: Sequence[int],
     seeds: int,
@@ -297,6 +323,11 @@ def _figures(
     train, test = (
         (one.values_ND, one.labels_N) for one in (features["train"], features[task.split])
     )
+    if drawn is not None:
+        labels_N = source.splits["train"].labels
+        values_ND = np.zeros((len(labels_N), train[0].shape[1]), dtype=np.float32)
+        values_ND[drawn] = train[0]  # the other rows are never read, and take no memory
+        train = values_ND, labels_N
     _check_counts(source, train[1], shots, knn)  # unreadable images may have been left out
     num_classes = len(source.class_names)
     protocol = {

@@ -135,6 +135,8 @@ def test_the_figures_are_those_of_timm_and_a_few_lines(model: str) -> None:
         found[name] = (tokens[:, 0].numpy(), split.labels)
     expected = few_shot(found["train"], found["test"], num_classes=10, shots=[1, 5], seeds=2)
     result = probe_model(model, data="embedded:digits", shots=[1, 5], seeds=2)
+    assert result["protocol"]["train_images"] == len(found["train"][1])
+    assert 50 < result["features"]["train"]["images"] <= 100  # the shots alone are computed
     assert result["protocol"]["eval"] == "resize(8) | center_crop((8, 8))"  # nothing at 8 px
     for count, row in expected.items():
         # a score that is all but a tie may fall to either side: two of 355 images

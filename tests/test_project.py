@@ -402,7 +402,8 @@ class TestPromises:
         script = (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8").splitlines()
         assert script[-1] == TEST_COMMAND
         assert "set -euo pipefail" in script
-        for check in ("pip check", "ruff check .", "ruff format --check .", "mypy finetune"):
+        checks = ("pip check", "ruff check .", "ruff format --check .", "mypy finetune tests/gpu")
+        for check in checks:
             assert check in script
 
     def test_ci_runs_the_same_script_and_may_only_read(self) -> None:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 
@@ -69,7 +70,7 @@ def copy_ahead(
         ahead: batches that are read beforehand; None: two for a GPU, which are copied, else none.
     Yields: the batches on the device.
     """
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    stream = _copy_stream(device) if device.type == "cuda" else None
     most = (0 if stream is None else _AHEAD) if ahead is None else ahead
     waiting: deque[tuple[Pixels, torch.cuda.Event | None]] = deque()
     for batch in batches:
@@ -78,6 +79,12 @@ def copy_ahead(
             yield _finished(*waiting.popleft())
     while waiting:
         yield _finished(*waiting.popleft())
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return one stream for all copies to a device: each stream keeps memory of its own."""
+    return torch.cuda.Stream(device)
 
 
 def _start_copy(

@@ -207,11 +207,7 @@ def table(answers: Iterable[Mapping[str, Any]]) -> str:
 
 
 def wording(answer: Mapping[str, Any]) -> tuple[str, str, str]:
-    """A claim's subject, the reported figure and the measured one, as text.
-
-    Args:
-        answer: a row of what `answer` returned.
-    """
+    """Return a row of `answer` as text: its subject, the reported figure and the measured one."""
     metric, when = str(answer.get("metric", "")), str(answer.get("when") or "end")
     what = metric if when == "end" else f"{metric}, {when}"
     return what, _reported(answer), _measured(answer)

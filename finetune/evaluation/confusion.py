@@ -50,9 +50,7 @@ class Confusion:
         return self._sums(self.true_M, np.where(self.true_M == self.said_M, self.count_M, 0))
 
     def _sums(self, class_M: NDArray[np.int64], count_M: NDArray[np.int64]) -> NDArray[np.int64]:
-        sums_K = np.zeros(self.num_classes, dtype=np.int64)
-        np.add.at(sums_K, class_M, count_M)
-        return sums_K
+        return np.bincount(class_M, count_M, minlength=self.num_classes).astype(np.int64)
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]]) -> Confusion:

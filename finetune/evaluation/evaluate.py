@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from finetune.data.feature_loader import AnyLoader
+from finetune.data.loader import Batch
 from finetune.evaluation.calibration import HeldLogits
 from finetune.evaluation.metrics import Counts, Mistakes, worst
 from finetune.evaluation.multilabel import LabelScores
@@ -26,8 +28,9 @@ from finetune.evaluation.multilabel import LabelScores
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["NUM_MISTAKES", "Examination", "Watcher", "evaluate", "examine"]
+__all__ = ["NUM_MISTAKES", "Examination", "Watcher", "evaluate"]
 
+_Seen: TypeAlias = tuple[Tensor, Tensor, NDArray[np.int64]]  # logits, labels, places in the split
 NUM_MISTAKES = 24  # of the test split, or of validation where there is none, in results
 
 
@@ -35,7 +38,7 @@ class Watcher(Protocol):
     """Looks at each batch of an evaluation."""
 
     def add(self, logits_BK: Tensor, labels_B: Tensor, indices: NDArray[np.int64]) -> None:
-        """Take a batch: logits, labels, and the images' places in the split."""
+        """Take a batch on the host: logits, labels, and the images' places in the split."""
 
 
 def evaluate(
@@ -51,8 +54,6 @@ def evaluate(
 
     Args:
         model: the network, not wrapped by DDP.
-        loader: of the split.
-        accelerator: from `launch`.
         batch_size: images at once on this rank.
         watchers: see this rank's logits as well.
         scores: of several labels an image; None: with the thresholds that are best here.
@@ -61,28 +62,57 @@ def evaluate(
     Raises: DivergedError if a logit is not finite.
     """
     started = time.perf_counter()
-    counts: Counts | LabelScores = Counts(loader.num_classes, device=accelerator.device)
+    counts = Counts(loader.num_classes, device=accelerator.device)
     if loader.labels.ndim == 2:
-        counts = scores or LabelScores(loader.labels)
+        scores = scores or LabelScores(loader.labels)
+        watchers = [*watchers, scores]
     model.eval()
     batches = loader.once(
         rank=accelerator.process_index, world=accelerator.num_processes, batch_size=batch_size
     )
     with _uncompiled(model), torch.no_grad(), accelerator.autocast():
-        for batch in batches:
-            logits_BK = model(batch.images_BCHW).float()[: len(batch.labels_B)]
-            counts.add(logits_BK, batch.labels_B)
+        computed = _computed(model, batches, None if scores is not None else counts)
+        for seen in _on_host(computed) if watchers else computed:
             for watcher in watchers:
-                watcher.add(logits_BK, batch.labels_B, batch.indices)
+                watcher.add(*seen)
     for module in model.modules():
         if isinstance(module, FSDPModule):  # a pass without a way back leaves weights gathered
             module.reshard()
-    if isinstance(counts, LabelScores):
-        result = counts.figures(accelerator)
-    else:
-        result = _summed(counts, accelerator)
+    result = _summed(counts, accelerator) if scores is None else scores.figures(accelerator)
     elapsed = time.perf_counter() - started
     return {**result, "images_per_second": round(result["examples"] / elapsed, 2)}
+
+
+def _computed(model: nn.Module, batches: Iterable[Batch], counts: Counts | None) -> Iterator[_Seen]:
+    """Compute the logits of each batch, and count them where they are."""
+    for batch in batches:
+        logits_BK = model(batch.images_BCHW).float()[: len(batch.labels_B)]
+        if counts is not None:
+            counts.add(logits_BK, batch.labels_B)
+        yield logits_BK, batch.labels_B, batch.indices
+
+
+def _on_host(computed: Iterable[_Seen]) -> Iterator[_Seen]:
+    """Yield batches on the host; those of a GPU while it computes the next one."""
+    under_way: deque[tuple[_Seen, torch.cuda.Event]] = deque()
+    for logits_BK, labels_B, indices in computed:
+        if logits_BK.device.type != "cuda":
+            yield logits_BK.cpu(), labels_B.cpu(), indices
+            continue
+        # into pinned memory
+        copies = [tensor.to("cpu", non_blocking=True) for tensor in (logits_BK, labels_B)]
+        under_way.append(((copies[0], copies[1], indices), torch.cuda.Event()))
+        under_way[-1][1].record()
+        if len(under_way) > 1:
+            yield _arrived(*under_way.popleft())
+    while under_way:
+        yield _arrived(*under_way.popleft())
+
+
+def _arrived(seen: _Seen, event: torch.cuda.Event) -> _Seen:
+    """Wait for the copies."""
+    event.synchronize()
+    return seen
 
 
 def _uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
@@ -97,9 +127,10 @@ class Examination:
     """A split measured once, with what a closer look at it needs: logits, and the worst mistakes.
 
     Args:
-        loader: of the split.
-        accelerator: from `launch`.
-        temperature, thresholds, fit, num_mistakes: as for `examine`.
+        temperature: measure the calibration of logits divided by this, too; of one label an image.
+        thresholds: of several labels, of each class; None: those that are best on this split.
+        fit: find the temperature that suits this split; of several labels, the thresholds.
+        num_mistakes: how many of the wrong predictions to list.
     """
 
     def __init__(
@@ -118,7 +149,7 @@ class Examination:
             temperature = None
             self._scores = LabelScores(loader.labels, thresholds)
         self._temperature, self._fit, self._num_mistakes = temperature, fit, num_mistakes
-        counts = Counts(loader.num_classes, device=accelerator.device)
+        counts = Counts(loader.num_classes)
         self._scaled = _Scaled(counts, temperature or 1.0)
         self._held = HeldLogits(len(loader.labels), loader.num_classes)
         self._mistakes = Mistakes(num_mistakes)
@@ -141,8 +172,20 @@ class Examination:
         )
         return self.figures
 
+    def of(self, model: nn.Module, *, batch_size: int) -> dict[str, Any]:
+        """Evaluate a network and look closer. Returns: as `report`."""
+        self.measure(model, batch_size=batch_size)
+        return self.report()
+
     def report(self) -> dict[str, Any]:
-        """Look closer at what was measured; every rank must call it. Returns: as `examine`."""
+        """Look closer at what was measured; every rank must call it.
+
+        Returns: `figures`, with "temperature" if one was fitted; "calibrated" {"temperature",
+            "loss", "ece", "calibration"} if one was given; and "mistakes", worst first, each
+            {"index", "name", "label", "predicted", "confidence", "loss"}, if they were asked for.
+            Of several labels an image "thresholds" in the place of the temperature, and mistakes
+            as `LabelScores.mistakes` has them.
+        """
         accelerator, result = self._accelerator, dict(self.figures)
         split, mistakes = self._loader.store.split, []
         if self._scores is not None:
@@ -169,43 +212,6 @@ class Examination:
         return result
 
 
-def examine(
-    model: nn.Module,
-    loader: AnyLoader,
-    accelerator: Accelerator,
-    *,
-    batch_size: int,
-    temperature: float | None = None,
-    thresholds: Sequence[float] | None = None,
-    fit: bool = False,
-    num_mistakes: int = 0,
-) -> dict[str, Any]:
-    """Evaluate, and look closer: calibration after scaling, and the worst mistakes.
-
-    Args:
-        model, loader, accelerator, batch_size: as for `evaluate`.
-        temperature: measure the calibration of logits divided by this, too; of one label an image.
-        thresholds: of several labels, of each class; None: those that are best on this split.
-        fit: find the temperature that suits this split; of several labels, the thresholds.
-        num_mistakes: how many of the wrong predictions to list.
-    Returns: as `evaluate`, with "temperature" if one was fitted; "calibrated" {"temperature",
-        "loss", "ece", "calibration"} if one was given; and "mistakes", worst first, each {"index",
-        "name", "label", "predicted", "confidence", "loss"}, if they were asked for. Of several
-        labels an image "thresholds" in the place of the temperature, and mistakes as
-        `LabelScores.mistakes` has them.
-    """
-    examination = Examination(
-        loader,
-        accelerator,
-        temperature=temperature,
-        thresholds=thresholds,
-        fit=fit,
-        num_mistakes=num_mistakes,
-    )
-    examination.measure(model, batch_size=batch_size)
-    return examination.report()
-
-
 class _Scaled:
     """Counts logits that are divided by a temperature."""
 
@@ -219,11 +225,12 @@ class _Scaled:
 
 def _summed(counts: Counts, accelerator: Accelerator) -> dict[str, Any]:
     """The result over all ranks."""
-    sums = torch.as_tensor(accelerator.reduce(counts.tensor(), "sum"))
+    device = accelerator.device
+    sums = torch.as_tensor(accelerator.reduce(counts.tensor().to(device), "sum"))
     # ranks have more or fewer images
-    pairs_N = accelerator.pad_across_processes(counts.pairs(), dim=0, pad_index=-1)
+    pairs_N = accelerator.pad_across_processes(counts.pairs().to(device), dim=0, pad_index=-1)
     pairs_N = torch.as_tensor(accelerator.gather(pairs_N))
-    return Counts(counts.num_classes, device=accelerator.device).load(sums, pairs_N).result()
+    return Counts(counts.num_classes, device=device).load(sums, pairs_N).result()
 
 
 _KEYS = ("index", "label", "predicted", "confidence", "loss")

@@ -7,7 +7,6 @@ evaluation of what came out of it, and a probe find one another's. A file is rea
 with its sha256 before any of it is used.
 """
 
-# N images, D width
 # B batch, N images, D width, C channels, H W pixels
 
 from __future__ import annotations
@@ -74,7 +73,6 @@ def read_cached(folder: Path, key: str, *, num_images: int) -> NDArray[np.float3
     """Read the features of a key, after checking every byte of the file.
 
     Args:
-        folder: of the cache.
         key: hexadecimal sha256.
         num_images: N, which the file must have.
     Returns: (N, D), read-only; None if there is no intact file. Damaged ones are removed.
@@ -350,9 +348,6 @@ def compute(
     another height may round otherwise.
 
     Args:
-        network, read: see `split_features`.
-        loader: of the split.
-        accelerator: from `launch`.
         batch_size: images at once on each process.
     Returns: (N, D) in the split's order on rank 0, None on the others.
     Raises: WeightsError if a feature is not finite.

@@ -83,7 +83,6 @@ def draw_shots(labels_N: Labels, num_classes: int, *, shots: int, seed: int) -> 
 
     Args:
         labels_N: in [0, K).
-        num_classes: K.
         shots: of each class; a class with fewer images gives all that it has.
         seed: of NumPy's default_rng, which permutes one class after the other.
     Returns: places, class by class.
@@ -148,16 +147,13 @@ def few_shot(
     num_classes: int,
     shots: Sequence[int],
     seeds: int,
-    l2: float = L2,
 ) -> dict[int, dict[str, Any]]:
     """Accuracy of least squares on a few images of each class.
 
     Args:
         train, test: features (N, D) and labels (N,) in [0, K).
-        num_classes: K.
         shots: images of each class; a class with fewer gives all that it has.
         seeds: seeds 0 … seeds - 1.
-        l2: weight of the squared weights.
     Returns: for each number of shots {"accuracy": mean, "std", "seeds": [accuracy of each]}.
     """
     results = {}
@@ -166,7 +162,7 @@ def few_shot(
         for seed in range(seeds):
             places = draw_shots(train[1], num_classes, shots=count, seed=seed)
             values, labels = train[0][places], train[1][places]
-            fitted = fit_least_squares(values, labels, num_classes=num_classes, l2=l2)
+            fitted = fit_least_squares(values, labels, num_classes=num_classes)
             accuracies.append(float((fitted.scores(test[0]).argmax(1) == test[1]).mean()))
         mean, std, _ = mean_std(accuracies)
         results[int(count)] = {"accuracy": mean, "std": std, "seeds": accuracies}
@@ -234,8 +230,6 @@ def sgd_heads(
     Args:
         train, choice, test: as for `logistic_regression`.
         columns: of the features, by the name of the input.
-        num_classes: K.
-        device: that computes.
     Returns: "accuracy", "features" (a key of `columns`), "lr", "grid" [{"features", "lr",
         "val_accuracy"}] and "at_edge"; of equals the first input and the lowest rate.
     Source: DINOv2 (Oquab et al. 2023), dinov2/eval/linear.py: its rates, momentum, decay and
@@ -282,7 +276,6 @@ def train_heads(
         train: features (N, …) and labels (N,) in [0, K).
         columns: of the features, by the name of the input.
         rates: R, for 256 images in a batch.
-        num_classes, device: as for `sgd_heads`.
     Returns: for each input one layer with R K outputs, those of the first rate first.
     """
     values_ND, labels_N = train[0], torch.from_numpy(np.asarray(train[1]))
@@ -348,7 +341,6 @@ def neighbours(
     Args:
         train: features (N, D) and labels (N,).
         values_TD: features to classify.
-        num_classes: K.
         k: at most N.
         temperature: a vote weighs exp(cosine / temperature).
     Returns: the classes (T,) by weighted votes, and by plain ones; of equal sums the first class.

@@ -9,6 +9,7 @@ depend on how the samples were split over batches and processes: addition of int
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,15 +21,7 @@ from torch import Tensor
 from finetune.errors import DataError, DivergedError
 from finetune.evaluation.confusion import Confusion
 
-__all__ = [
-    "NUM_BINS",
-    "Counts",
-    "Mistakes",
-    "mean_known",
-    "mean_std",
-    "rates",
-    "worst",
-]
+__all__ = ["NUM_BINS", "Counts", "Mistakes", "mean_known", "mean_std", "rates", "worst"]
 
 NUM_BINS = 15  # calibration bins of equal width, as in Guo et al. 2017
 _FRACTION_BITS = 40  # of a loss or a confidence: 1e-12, and room for 8 million samples in a batch
@@ -264,19 +257,14 @@ def rates(
 
 def mean_known(values: Iterable[float | None]) -> float:
     """Return the mean of what is known; some class is, in a split with images."""
-    known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known)
+    return statistics.fmean(value for value in values if value is not None)
 
 
 Mistake = dict[str, Any]
 
 
 class Mistakes:
-    """Collects the wrong predictions with the largest losses of one process.
-
-    Args:
-        limit: how many are kept.
-    """
+    """Collects the wrong predictions with the largest losses of one process."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -294,28 +282,14 @@ class Mistakes:
         losses_B = -log_probs_BK.gather(1, labels_B[:, None])[:, 0]
         confidence_B, predicted_B = log_probs_BK.max(1)
         losses_B = torch.where(predicted_B == labels_B, -1.0, losses_B)
-        most = min(self.limit, len(labels_B))
         # a stable order, so that equal losses come by their place in the split
-        order = losses_B.argsort(descending=True, stable=True)[:most]
-        columns = (losses_B, labels_B, predicted_B, confidence_B.exp())
-        rows = zip(order.tolist(), *(column[order].tolist() for column in columns), strict=True)
-        self.worst = worst(
-            [
-                *self.worst,
-                *(
-                    {
-                        "index": int(indices[place]),
-                        "label": label,
-                        "predicted": predicted,
-                        "confidence": confidence,
-                        "loss": loss,
-                    }
-                    for place, loss, label, predicted, confidence in rows
-                    if loss > 0
-                ),
-            ],
-            self.limit,
-        )
+        order = losses_B.argsort(descending=True, stable=True)[: self.limit]
+        columns = (labels_B, predicted_B, confidence_B.exp(), losses_B)
+        values = zip(*(column[order].tolist() for column in columns), strict=True)
+        rows = zip(indices[order.numpy()].tolist(), values, strict=True)
+        names = ("index", "label", "predicted", "confidence", "loss")
+        found = [dict(zip(names, (index, *row), strict=True)) for index, row in rows if row[-1] > 0]
+        self.worst = worst([*self.worst, *found], self.limit)
 
 
 def worst(mistakes: Iterable[Mistake], limit: int) -> list[Mistake]:

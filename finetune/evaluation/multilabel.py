@@ -47,7 +47,7 @@ class LabelScores:
         self._batches: list[Tensor] = []
         self.thresholds = None if thresholds is None else [float(each) for each in thresholds]
 
-    def add(self, logits_BK: Tensor, labels_BK: Tensor) -> None:
+    def add(self, logits_BK: Tensor, *_: object) -> None:
         """Keep a batch; the batches come in the order of the split, whose labels are known."""
         self._batches.append(logits_BK.float().cpu())
 

@@ -35,7 +35,6 @@ __all__ = [
     "rand_augment",
     "sharpen",
     "shift_hue",
-    "solarize",
 ]
 
 Floats = npt.NDArray[np.float64]
@@ -131,7 +130,7 @@ def shift_hue(images_B3HW: Tensor, shifts: Floats) -> Tensor:
     hue = sextant / chroma.clamp(min=1e-6) + _per_sample(6 * shifts, chroma)
     hue = hue - 6 * torch.floor(hue / 6)
     # a channel is full within one sixth of its own hue and empty beyond two, around the circle
-    own = torch.tensor([0.0, 2.0, 4.0], device=hue.device).view(3, 1, 1)
+    own = torch.arange(0.0, 6.0, 2.0, device=hue.device).view(3, 1, 1)
     lack = (hue - own).abs_().sub_(3).abs_().neg_().add_(2).clamp_(0, 1)
     return torch.addcmul(top, chroma, lack, value=-1)
 
@@ -209,11 +208,6 @@ def posterize(images_B3HW: Tensor, bits: int) -> Tensor:
     """Keep the given number of high bits of each value."""
     step = 2 ** (8 - bits)
     return torch.floor(images_B3HW / step) * step
-
-
-def solarize(images_B3HW: Tensor, threshold: float) -> Tensor:
-    """Invert the values from the threshold up."""
-    return torch.where(images_B3HW >= threshold, 255 - images_B3HW, images_B3HW)
 
 
 def autocontrast(images_B3HW: Tensor, sizes: Integers | None = None) -> Tensor:
@@ -311,7 +305,8 @@ def apply_rand_augment(
     if name == "Posterize":
         return posterize(images_B3HW, round(8 - 4 * strength))
     if name == "Solarize":
-        return solarize(images_B3HW, 255 * (1 - strength))
+        from_here = images_B3HW >= 255 * (1 - strength)
+        return torch.where(from_here, 255 - images_B3HW, images_B3HW)
     if name == "AutoContrast":
         return autocontrast(images_B3HW, sizes)
     return equalize(images_B3HW, sizes) if name == "Equalize" else images_B3HW

@@ -15,8 +15,6 @@ __all__ = ["as_published", "corrupted", "default_eval", "make_pipeline", "resize
 def default_eval(preprocessing: Preprocessing) -> str:
     """Return the sentence of the evaluation that a configuration implies, for `Pipeline`.
 
-    Args:
-        preprocessing: of the weights.
     Source: timm/data/transforms_factory.py, transforms_imagenet_eval.
     """
     height, width = preprocessing.image_size
@@ -49,7 +47,6 @@ def make_pipeline(
     Args:
         preprocessing: size, mean, std and interpolation.
         sentence: operations; None for the evaluation that the configuration implies.
-        train: allow random operations.
         decode_size: see `Pipeline`.
     Raises: RecipeError if the sentence does not lead to the image size.
     """
@@ -93,9 +90,6 @@ def as_published(preprocessing: Preprocessing, sentence: str) -> Preprocessing |
     if not keeps_ratio:
         return None
     published = dataclasses.replace(
-        preprocessing,
-        interpolation=kernel,
-        crop_pct=height / side,
-        crop_mode=mode,
+        preprocessing, interpolation=kernel, crop_pct=height / side, crop_mode=mode
     )
     return published if published.crop_pct <= 1 else None

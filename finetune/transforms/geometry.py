@@ -70,7 +70,6 @@ def resize_matrix(
         starts: (b,) first pixel of each window.
         lengths: (b,) pixels in each window; nothing outside of it is read.
         source: length of the axis in pixels.
-        target: length wanted.
     Returns: (b, target, source) float32, each row summing to 1.
     """
     matrix = torch.zeros(len(starts), target, source, device=device)
@@ -223,22 +222,15 @@ def select(images_BCHW: Tensor, rows: Axis, columns: Axis) -> Tensor:
 
 def multiply(images_BCHW: Tensor, rows: Axis, columns: Axis) -> Tensor:
     """Apply the matrices of a run, in the images' dtype: (B, C, selected) to (B, C, h, w)."""
-    if _banded(images_BCHW):
+    # a row of a resize reads a few neighbouring pixels only: a CPU gains by skipping the rest of a
+    # long one, sample by sample; small products, and any on a GPU, are faster whole
+    if images_BCHW.device.type == "cpu" and max(images_BCHW.shape[2:]) > _LONG:
         each = [
             _multiply(one[None], _of(rows, place), _of(columns, place))
             for place, one in enumerate(images_BCHW)
         ]
         return torch.cat(each)
     return _multiply(images_BCHW, rows.matrix, columns.matrix)
-
-
-def _banded(images: Tensor) -> bool:
-    """True if images are large enough for a product per sample that skips the zeros.
-
-    A row of a resize reads a few neighbouring pixels only. A CPU gains by skipping the rest of a
-    long row; small products, and any on a GPU, are faster whole.
-    """
-    return images.device.type == "cpu" and max(images.shape[2:]) > _LONG
 
 
 def _of(axis: Axis, place: int) -> Tensor | None:

@@ -88,10 +88,7 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "rotate": Operation(
         "by an angle drawn from [-degrees, degrees] or [low, high]; zeros in the corners",
-        {
-            "degrees": Parameter("spread", low=-360, high=360, required=True),
-            "interpolation": _WARP,
-        },
+        {"degrees": Parameter("spread", low=-360, high=360, required=True), "interpolation": _WARP},
         "pixels",
         random=True,
     ),

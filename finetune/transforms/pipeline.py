@@ -31,17 +31,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from finetune.errors import RecipeError
 from finetune.transforms.color import color_jitter, rand_augment
 from finetune.transforms.corruption import corrupt
-from finetune.transforms.geometry import (
-    Axis,
-    central_start,
-    multiply,
-    rotation,
-    select,
-    warp,
-)
+from finetune.transforms.geometry import Axis, central_start, multiply, rotation, select, warp
 from finetune.transforms.grammar import Call, parse
 from finetune.transforms.plan import Plan, Size, Step, check_end, make_plan, size_after
 from finetune.transforms.ragged import Ragged, Span, resample
@@ -146,12 +138,7 @@ class Pipeline:
     def _numbers(self, keys: Keys | Tensor | None, count: int) -> Keys | None:
         """Return the keys as uint64 on the host."""
         if keys is None:
-            if self.random:
-                raise RecipeError(
-                    f"pipeline '{self.sentence}': has random operations but no keys were given; "
-                    "pass keys=sample_keys(seed, epoch, indices)",
-                    code="recipe.conflict",
-                )
+            assert not self.random, f"'{self.sentence}' has random operations and no keys"
             return None
         array = keys.cpu().numpy() if isinstance(keys, Tensor) else np.asarray(keys)
         assert array.shape == (count,), f"{array.shape} keys for {count} images"
@@ -384,11 +371,7 @@ class Pipeline:
         return images, targets
 
     def describe(self, size: Size) -> str:
-        """Return, one line each, the operations in the order in which they run.
-
-        Args:
-            size: (height, width) of the source images in pixels.
-        """
+        """Return the operations in the order in which they run on images of a size, a line each."""
         return self._plan(size).describe(self._calls)
 
     def _plan(self, size: Size) -> Plan:

@@ -64,8 +64,6 @@ def make_plan(calls: list[Call], size: Size, image_size: Size, sentence: str) ->
     """Order the operations for source images of one size.
 
     Args:
-        size: of the source.
-        image_size: that the model expects.
         sentence: as written, for the message.
     Raises: RecipeError if images of this size do not end at image_size.
     """

@@ -313,7 +313,6 @@ def _sums(table: Tensor, taps: _Taps, image_Q: Integers, start_Q: Integers) -> T
 
     Args:
         table: (N, D) float32.
-        taps: of each image.
         image_Q: the image of each piece.
         start_Q: the row of the table for a piece's first pixel.
     Returns: (Q * h, D).

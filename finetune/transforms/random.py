@@ -78,7 +78,6 @@ def uniform(keys: Keys, operation: int, draws: npt.NDArray[np.uint64]) -> Floats
     """Draw from [0, 1).
 
     Args:
-        keys: (B,) one per sample.
         operation: place of the operation in the sentence, from 0.
         draws: (N,) which of the operation's draws.
     Returns: (B, N) with 53 random bits each.
@@ -124,12 +123,7 @@ class Draws:
 
 
 def crop_offsets(draws: Draws, spare: Sides) -> tuple[Integers, Integers]:
-    """Draw the corner of a window of fixed size.
-
-    Args:
-        spare: (height, width) by which each image exceeds the window, in pixels.
-    Returns: top (B,) and left (B,).
-    """
+    """Draw the corner (top, left), (B,) each, of a window that images exceed by `spare` pixels."""
     return draws.integers(spare[0] + 1), draws.integers(spare[1] + 1)
 
 

@@ -16,9 +16,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from finetune.data.device_copy import _copy_stream
 from finetune.data.image_store import Store
 from finetune.data.loader import Loader, Sampler, _side_stream
 from finetune.data.source import open_source
+from finetune.evaluation.evaluate import _on_host
 from finetune.evaluation.metrics import Counts
 from finetune.models.fast_blocks import compute_class_token
 from finetune.training.meter import Meter
@@ -51,6 +53,8 @@ class _Stream:
 
     def record(self) -> None: ...
 
+    def synchronize(self) -> None: ...
+
 
 class _Strict(TorchDispatchMode):
     """Refuses what fake tensors let pass, indices and values of another device.
@@ -80,6 +84,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     _side_stream.cache_clear()
+    _copy_stream.cache_clear()
     with FakeTensorMode(allow_non_fake_inputs=True), _Strict():
         yield
 
@@ -132,6 +137,21 @@ class TestOnAGpu:
             echo.send(finite)
         assert {meter.sums().device, counts.tensor().device} == {GPU}
         assert echo.receive() == []  # not before the next step
+
+    def test_logits_come_to_the_host_a_batch_later(self, gpu: None) -> None:
+        computed: list[int] = []
+
+        def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor, np.ndarray]]:
+            for number in range(3):
+                computed.append(number)
+                logits_BK, labels_B = torch.zeros(4, 2, device=GPU), torch.zeros(4, device=GPU)
+                yield logits_BK, labels_B, np.full(4, number)
+
+        for number, (*tensors, places) in enumerate(_on_host(batches())):
+            assert computed == list(range(min(number + 2, 3)))
+            assert {tensor.device.type for tensor in tensors} == {"cpu"}
+            assert set(places.tolist()) == {number}
+        assert len(computed) == 3
 
     @pytest.mark.parametrize("key", ["vit", "distilled", "resnet"])
     def test_logits(self, key: str) -> None:

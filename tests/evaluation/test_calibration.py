@@ -63,10 +63,11 @@ def test_parts_that_are_added_up_give_the_same() -> None:
     assert answers == {0: whole, 1: whole}
 
 
-def test_the_bounds_hold_where_there_is_no_minimum() -> None:
+def test_where_there_is_no_minimum_nothing_is_sharpened_and_the_bound_holds() -> None:
     labels = torch.arange(3).repeat(5)
     right = 0.5 * torch.nn.functional.one_hot(labels, 3)
-    assert fit_temperature(right, labels) == pytest.approx(calibrate.LOWEST)
+    assert fit_temperature(right, labels) == 1, "all right: the lowest T would say 100 %"
+    assert fit_temperature(200 * right, labels) == 1
     assert fit_temperature(right, (labels + 1) % 3) == pytest.approx(calibrate.HIGHEST)
     assert fit_temperature(torch.zeros(6, 3), labels[:6]) == 1
 

@@ -18,7 +18,7 @@ from finetune.data.items import ArrayItems
 from finetune.data.source import Split
 from finetune.evaluation import calibration
 from finetune.evaluation.confusion import read_confusion
-from finetune.evaluation.evaluate import examine
+from finetune.evaluation.evaluate import Examination
 from finetune.run.directory import RunDir, json_text
 
 NUM_CLASSES = 21843
@@ -47,9 +47,8 @@ def measured(num_images: int, num_classes: int) -> dict[str, object]:
     network = Bumps(num_classes)
     accelerator = Accelerator(cpu=True)
     loader = FeatureLoader(split, values_ND, num_classes=num_classes, device=torch.device("cpu"))
-    return examine(
-        network, loader, accelerator, batch_size=4, temperature=2.0, fit=True, num_mistakes=5
-    )
+    examination = Examination(loader, accelerator, temperature=2.0, fit=True, num_mistakes=5)
+    return examination.of(network, batch_size=4)
 
 
 def written(num_images: int, num_classes: int, out: Path) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from finetune.data.image_store import Store
 from finetune.data.loader import Loader
 from finetune.data.source import open_source
-from finetune.evaluation.evaluate import evaluate, examine
+from finetune.evaluation.evaluate import Examination, evaluate
 from finetune.transforms.pipeline import Pipeline
 
 
@@ -48,7 +48,7 @@ def accelerator() -> Accelerator:
 
 
 def looked_at(loader: Loader, accelerator: Accelerator, **asked: Any) -> dict[str, Any]:
-    return examine(Brightness(), loader, accelerator, batch_size=100, **asked)
+    return Examination(loader, accelerator, **asked).of(Brightness(), batch_size=100)
 
 
 def test_without_questions_it_is_the_evaluation(loader, accelerator) -> None:
@@ -106,4 +106,4 @@ def test_logits_that_are_not_finite_are_no_figures(loader, accelerator) -> None:
             return torch.full((len(images_BCHW), 10), float("nan"))
 
     with refused("diverged.outputs", "355 of 355"):
-        examine(Broken(), loader, accelerator, batch_size=50, fit=True, num_mistakes=3)
+        Examination(loader, accelerator, fit=True, num_mistakes=3).of(Broken(), batch_size=50)

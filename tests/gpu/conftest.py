@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from gpu_runs import DEVICE, ON_GPU, one_device
+from gpu_runs import DEVICE, ON_GPU, one_device, trained
 
 _HERE = Path(__file__).parent
 
@@ -24,6 +25,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.timeout(300))
         if missing:
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU on this machine"))
+
+
+@pytest.fixture(scope="module")
+def teacher(no_pictures: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that knows digits, of the CPU."""
+    out = tmp_path_factory.mktemp("teacher") / "run"
+    trained(out, "run.seed=1", on="cpu")
+    return out
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """JPEG files of many sizes in three classes, which differ by their brightest channel."""
+    from PIL import Image
+
+    generator = np.random.default_rng(0)
+    top = tmp_path / "photos"
+    for split, count in (("train", 24), ("test", 8)):
+        for channel, name in enumerate(("red", "green", "blue")):
+            place = top / split / name
+            place.mkdir(parents=True)
+            for number in range(count):
+                height, width = generator.integers(40, 300, size=2)
+                small = generator.integers(0, 120, size=(6, 8, 3), dtype=np.uint8)
+                small[..., channel] += 80
+                image = Image.fromarray(small).resize((int(width), int(height)))
+                image.save(place / f"{number}.jpg", quality=90)
+    return top
 
 
 @pytest.fixture(autouse=True)

@@ -44,7 +44,7 @@ def main(what: dict[str, Any]) -> int:
         from finetune.training import launch
 
         joined = functools.partial(launch.PartialState, backend=backend)
-        launch.PartialState = joined  # type: ignore[assignment, misc]
+        launch.PartialState = joined
     if argv := what.get("argv"):
         from finetune.cli.main import main as command
 
@@ -74,7 +74,7 @@ def _die_before(step: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         take(trainer, *arguments)
 
-    TrainerState.step = checked  # type: ignore[method-assign]
+    TrainerState.step = checked  # type: ignore[assignment, method-assign]
 
 
 if __name__ == "__main__":

@@ -36,6 +36,9 @@ optim: {name: adamw, lr: 2e-3, steps: 16, warmup_steps: 4, weight_decay: 0.05, c
 run: {precision: fp32, threads: 1, log_every: 1, eval_every: 1000, test: false}
 """
 SGD = ("optim.name=sgd", "optim.lr=0.05")
+# Two digits an image: several labels.
+PAIRS = ("data.source=embedded:digit_pairs", "data.task=multilabel")
+RARE = ("optim.class_weights=balanced", "optim.focal_gamma=2", "data.sampling=square_root")
 
 # Random weights at a size that takes memory: about 30 MB an image in float32.
 TINY_224 = """

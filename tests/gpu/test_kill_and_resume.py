@@ -17,6 +17,12 @@ FULL = (
     *("optim.steps=12", "run.save_every=4", "run.keep_checkpoints=5"),
     "data.train=resize | rotate(15) | color_jitter(0.2, 0.2, 0.2, 0.05) | random_crop(padding=2)",
 )
+# Convolutions of one pixel and of three, channels last on a GPU, and the moments of a fused AdamW.
+CONVOLVES = (
+    *("model.name=test_efficientnet", "model.pretrained=false", "model.head_init=default"),
+    *("model.image_size=64", "model.dropout=0.1", "optim.ema_decay=0.9", "data.micro_batch=32"),
+    *("data.val_fraction=0", "optim.steps=12", "run.save_every=4", "run.keep_checkpoints=5"),
+)
 KILLED_BEFORE = 10
 
 
@@ -31,10 +37,16 @@ def distance(one: Path, other: Path) -> tuple[bool, float]:
     return files[0].read_bytes() == files[1].read_bytes(), largest
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize(
+    "precision, deterministic, network",
+    [
+        *((precision, True, "ViT") for precision in ("fp32", "bf16")),
+        *((precision, False, "ViT") for precision in ("fp32", "bf16")),
+        ("bf16", True, "channels last"),
+    ],
+)
 def test_sigkill_and_resume(
-    precision: str, deterministic: bool, tmp_path: Path, figure: Any
+    precision: str, deterministic: bool, network: str, tmp_path: Path, figure: Any
 ) -> None:
     from faults_runs import losses
 
@@ -44,7 +56,7 @@ def test_sigkill_and_resume(
     promise = "equal weights and losses, to the bit" if deterministic else "losses within 3e-2"
     settings = {
         "recipe": NANO,
-        "overrides": [*FULL, f"run.precision={precision}"],
+        "overrides": [*(FULL if network == "ViT" else CONVOLVES), f"run.precision={precision}"],
         "deterministic": deterministic,
     }
     environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -57,15 +69,15 @@ def test_sigkill_and_resume(
         done = child({**settings, **more, "out": str(out)}, **environment)
         expected = -signal.SIGKILL if "kill_before" in more else 0
         if done.code != expected:
-            figure(question, promise, f"{precision}: {described(done)}")
+            figure(question, promise, f"{network}, {precision}: {described(done)}")
         assert done.code == expected, done.err[-3000:]
     same, largest = distance(whole, killed)
     found, expected_losses = losses(killed), losses(whole)
     figure(
         question,
         promise,
-        f"{precision}: {'equal' if same else 'not equal'}, weights {largest:.1e} apart, losses "
-        f"{apart(found, expected_losses):.1e}",
+        f"{network}, {precision}: {'equal' if same else 'not equal'}, weights {largest:.1e} "
+        f"apart, losses {apart(found, expected_losses):.1e}",
     )
     if deterministic:
         assert found == expected_losses

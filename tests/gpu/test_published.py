@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu_runs import DEVICE, NANO, ON_GPU, command_line, needs_gpu, one_device, trained
+from gpu_runs import DEVICE, NANO, command_line, needs_gpu, one_device, trained
 
 HALF = ("optim.steps=40", "run.precision=bf16", "run.test=true")
 
@@ -91,6 +91,45 @@ def test_evaluated_on_the_cpu(run: Path, figure: Any) -> None:
     assert abs(on_cpu["top1"] - recorded["top1"]) <= 0.01
 
 
+@pytest.mark.parametrize("kind", ["noise", "jpeg"])
+def test_corrupted_images_here_and_there(kind: str, run: Path, figure: Any) -> None:
+    """Noise is drawn on the host, and JPEG made there: the pixels are the same."""
+    from finetune.commands.evaluate import evaluate_model
+
+    found = {}
+    for on in ("cpu", DEVICE.type):
+        with one_device(on):
+            (found[on],) = evaluate_model(str(run), corrupt=f"{kind}:3")["corrupted"]["rows"]
+    here, on_cpu = found[DEVICE.type], found["cpu"]
+    figure(
+        "corrupted images of the test split, evaluated on the GPU and the CPU",
+        "accuracies within one image in 100",
+        f"{kind}: {here['top1']:.4f} and {on_cpu['top1']:.4f}; loss {here['loss']:.4f} and "
+        f"{on_cpu['loss']:.4f}",
+    )
+    assert abs(here["top1"] - on_cpu["top1"]) <= 0.01
+    assert here["loss"] == pytest.approx(on_cpu["loss"], rel=0.02)
+
+
+def test_averaged_here_and_there(run: Path, tmp_path: Path, figure: Any) -> None:
+    """Weights are averaged in float64 on the host, whichever device measures them."""
+    from finetune.commands.average import average
+
+    folders = {tmp_path / "average_of_cpu": "cpu", tmp_path / "average": DEVICE.type}
+    top1 = []
+    for folder, on in folders.items():
+        with one_device(on):
+            top1.append(average([str(run)], out=str(folder), alphas=[0.5])["val"]["top1"])
+    on_cpu, here = [(folder / "model.safetensors").read_bytes() for folder in folders]
+    figure(
+        "a run averaged with its pretrained weights on the GPU and the CPU",
+        "the same weights to the bit, validation accuracies within one image in 100",
+        f"{'equal' if here == on_cpu else 'not equal'}; {top1[1]:.4f} and {top1[0]:.4f}",
+    )
+    assert here == on_cpu
+    assert abs(top1[0] - top1[1]) <= 0.01
+
+
 def test_predictions_here_and_there(run: Path, pictures: list[Path], figure: Any) -> None:
     from finetune.commands.predict import Classifier
 
@@ -111,6 +150,8 @@ VERBS: dict[str, tuple[str, ...]] = {
     "info": ("info", "RUN"),
     "eval": ("eval", "RUN"),
     "eval, fitting a temperature": ("eval", "RUN", "--fit-temperature"),
+    "eval, corrupted": ("eval", "RUN", "--corrupt", "contrast"),
+    "average": ("average", "RUN", "--alpha", "0.5", "--out", "OUT/average"),
     "predict": ("predict", "RUN", "FILES", "--out", "OUT/rows.csv", "--sheet", "OUT/sheet.png"),
     "probe": ("probe", "RUN", "--data", "embedded:digits", "--shots", "1,5", "--seeds", "1"),
     "show": ("show", "RUN", "FILES", "--out", "OUT/show"),
@@ -118,6 +159,10 @@ VERBS: dict[str, tuple[str, ...]] = {
     "export": ("export", "RUN", "--format", "torch", "--out", "OUT"),
     "dry run": ("train", "RUN/recipe.yaml", "--dry-run", "--out", "OUT/dry"),
     "info --plan": ("info", "RUN/recipe.yaml", "--plan"),
+    "start": (
+        *("train", "PHOTOS", "model.name=embedded:vit_nano", "optim.epochs=2"),
+        *("--out", "OUT/start"),
+    ),
     "bench": (
         *("bench", "RUN/recipe.yaml", "--against", "synthetic", "--steps", "5", "--repeats", "1"),
     ),
@@ -139,12 +184,17 @@ def test_verbs(
     copied = tmp_path / "run"
     shutil.copytree(run, copied, ignore=shutil.ignore_patterns(".lock"))
     monkeypatch.chdir(tmp_path)
+    for number, path in enumerate(pictures):
+        place = tmp_path / "photos" / str(number % 10) / path.name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, place)
     words: list[str] = []
     for word in VERBS[verb]:
         if word == "FILES":
             words += [str(path) for path in pictures[:4]]
         else:
-            words.append(word.replace("RUN", str(copied)).replace("OUT", str(tmp_path)))
+            word = word.replace("RUN", str(copied)).replace("PHOTOS", str(tmp_path / "photos"))
+            words.append(word.replace("OUT", str(tmp_path)))
     code = command_line(*words)
     said = capfd.readouterr()
     lines = [line for line in said.err.splitlines() if line.strip()]
@@ -167,7 +217,6 @@ def test_resumed_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fig
     from finetune.training.trainer_state import TrainerState
 
     strict_float32()
-    assert ON_GPU
     more = ("run.save_every=8", "data.val_fraction=0")
     whole = trained(tmp_path / "whole", *more, text=NANO)
     out, save = tmp_path / "moved", TrainerState.save

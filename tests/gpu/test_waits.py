@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_runs import NANO, SGD, needs_gpu, recipe_of, trained
+from gpu_runs import NANO, PAIRS, RARE, SGD, needs_gpu, recipe_of, trained
 
 pytestmark = needs_gpu
 
@@ -37,7 +37,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
         "optim.label_smoothing=0.1",
     ),
     "colour, rotation, erasing": (
-        "data.train=resize | rotate(15) | color_jitter(0.2, 0.2, 0.2) | random_erasing(p=0.5)",
+        "data.train=resize | rotate(15) | color_jitter(0.2, 0.2, 0.2, 0.1) | random_erasing(p=0.5)",
     ),
     "randaugment": ("data.train=random_resized_crop | rand_augment",),
     "layer-wise learning rates": ("optim.layer_decay=0.8",),
@@ -46,7 +46,18 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "checkpointed activations": ("model.grad_checkpointing=true",),
     "images in memory": ("data.keep=memory",),
     "images decoded by workers": ("data.keep=none",),
+    "photos of many sizes, decoded by workers": (
+        *("data.source=folder:FOLDER", "data.keep=none", "data.workers=2", "data.batch_size=24"),
+        "data.train=random_resized_crop | flip | rotate(15) | color_jitter(0.2, 0.2, 0.2)",
+        "data.eval=resize(36) | center_crop(32)",
+    ),
     "lamb": ("optim.name=lamb",),
+    "several labels": (*PAIRS, "optim.asymmetric_loss={}", "data.train=resize | mixup(0.8)"),
+    "rare classes": RARE,
+    "a teacher beside the step": ("distill.teacher=TEACHER",),
+    "a teacher's kept answers": ("distill.teacher=TEACHER", "data.train=resize"),
+    "a teacher's features": ("distill.teacher=TEACHER", "distill.kind=features"),
+    "an adapter": ("model.adapter={rank: 4}",),
     "a network with batch norm": (
         *("model.name=resnet10t", "model.pretrained=false", "model.head_init=default"),
         "model.image_size=64",
@@ -145,9 +156,20 @@ def test_a_wait_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, figure:
 
 @pytest.mark.parametrize("kind", RECIPES)
 def test_nothing_waits_for_the_computation(
-    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, figure: Any
+    kind: str,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    figure: Any,
 ) -> None:
-    main, side = waits(monkeypatch, tmp_path / "run", *RECIPES[kind])
+    if "adapter" in kind:
+        pytest.importorskip("peft")
+    overrides = RECIPES[kind]
+    for word in ("TEACHER", "FOLDER"):
+        if any(word in each for each in overrides):
+            path = str(request.getfixturevalue(word.lower()))
+            overrides = tuple(each.replace(word, path) for each in overrides)
+    main, side = waits(monkeypatch, tmp_path / "run", *overrides)
     number = LAST - FIRST + 1
     text = f"{sum(main.values()) / number:.3g}"
     if main:
@@ -162,11 +184,12 @@ def test_nothing_waits_for_the_computation(
     assert sum(main.values()) <= allowed, main
 
 
+@pytest.mark.parametrize("labels", ["one label", "several labels"])
 def test_evaluation_waits_at_its_end(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, figure: Any
+    labels: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, figure: Any
 ) -> None:
-    """Its sums are read once, however many batches there are."""
-    from finetune.training import train as engine
+    """Its sums are read once, however many batches there are, and logits one batch later."""
+    from finetune.evaluation import evaluate as evaluation
 
     found: Counter[str] = Counter()
 
@@ -174,7 +197,7 @@ def test_evaluation_waits_at_its_end(
         if _WAITS in str(message) and torch.cuda.current_stream() == torch.cuda.default_stream():
             found[place()] += 1
 
-    evaluate, batches = engine.evaluate, 0
+    evaluate, batches = evaluation.evaluate, 0
 
     def watched_evaluation(model: Any, loader: Any, *arguments: Any, **named: Any) -> Any:
         nonlocal batches
@@ -185,17 +208,18 @@ def test_evaluation_waits_at_its_end(
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(engine, "evaluate", watched_evaluation)
+    monkeypatch.setattr(evaluation, "evaluate", watched_evaluation)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         monkeypatch.setattr(warnings, "showwarning", note)
-        short = ("optim.steps=2", "optim.warmup_steps=0", "data.eval_batch_size=4")
-        trained(tmp_path / "run", *short, "run.precision=bf16")
+        short = ("optim.steps=2", "optim.warmup_steps=0", "data.eval_batch_size=2")
+        more = PAIRS if labels == "several labels" else ()
+        trained(tmp_path / "run", *short, *more, "run.precision=bf16")
     where = ", ".join(f"{name} {number}" for name, number in found.most_common(8))
     figure(
         "calls that wait for the computation in an evaluation",
         "fewer than half as many as batches: its end alone",
-        f"{sum(found.values())} in {batches} batches ({where})",
+        f"{labels}: {sum(found.values())} in {batches} batches ({where})",
     )
     assert batches > 30
     assert sum(found.values()) < batches / 2
@@ -259,7 +283,7 @@ def idle_milliseconds(
     cycles = 80_000_000  # about 50 ms
     ends, starts = [], []
     with monkeypatch.context() as patch:
-        init, take, make = TrainerState.__init__, TrainerState.step, Loader._batch
+        init, take, make = TrainerState.__init__, TrainerState.step, Loader._make
 
         def before(module: Any, inputs: Any) -> None:
             event = torch.cuda.Event(enable_timing=True)
@@ -277,14 +301,14 @@ def idle_milliseconds(
             event.record()
             ends.append(event)
 
-        def batch(loader: Loader, *arguments: Any) -> Any:
+        def made(loader: Loader, *arguments: Any) -> Any:
             if waiting:
                 torch.cuda.synchronize()
             return make(loader, *arguments)
 
         patch.setattr(TrainerState, "__init__", begin)
         patch.setattr(TrainerState, "step", step)
-        patch.setattr(Loader, "_batch", batch)
+        patch.setattr(Loader, "_make", made)
         from finetune.training.train import train
 
         overrides = (*STEPS, "data.val_fraction=0", "data.train=random_resized_crop | rand_augment")

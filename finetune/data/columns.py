@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -23,13 +24,21 @@ __all__ = [
     "integers",
     "number_labels",
     "refuse_alike",
+    "split_in",
 ]
 
 # what sources call their splits -> what we call them
 SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+SPLITS |= {"training": "train", "testing": "test"}
 _IMAGE_NAMES = ("image", "img")
 _LABEL_NAMES = ("label", "labels", "fine_label")
 _Value = TypeVar("_Value")
+
+
+def split_in(name: str) -> str | None:
+    """Return the split that a word of a name means, as of seg_train; None without one."""
+    words = re.split(r"[\W\d_]+", name.lower())
+    return next((SPLITS[word] for word in words if word in SPLITS), None)
 
 
 def in_order(splits: dict[str, _Value]) -> dict[str, _Value]:

@@ -28,7 +28,8 @@ _IMAGE_NAMES = ("path", "image", "file_name", "filename", "file", "filepath", "i
 _LABEL_NAMES = ("label", "labels", "class", "class_name", "target", "category")
 _FILES = ("metadata.csv", "labels.csv")  # in a folder of images
 _MOST_BYTES = 2**28  # of a file: millions of lines
-_FLAGS = {"0": False, "1": True, "0.0": False, "1.0": True}  # pandas writes the latter
+# pandas writes the latter
+_FLAGS = {"0": False, "1": True, "0.0": False, "1.0": True, "False": False, "True": True}
 _SEVERAL = 0.05  # of the images: with | in more labels than that, it may well be a separator
 _LISTED = 60  # characters of a text in a message
 
@@ -225,11 +226,13 @@ def _find(
         by_name = {name.lower(): name for name in reversed(header)}
         column = next((by_name[name] for name in usual if name in by_name), "")
         if not column:
+            flags = ", or data.task=multilabel for columns of 0 and 1"
+            flags = flags if key == "label_column" else ""
             raise _refused(
                 file,
                 1,
-                f"data.{key}: not found; expected a header with {usual[0]!r}, or name one of the "
-                f"columns: {known}",
+                f"data.{key}: not found; expected a header with {usual[0]!r}{flags}, or name one "
+                f"of the columns: {known}",
                 "data.no_column",
             )
     if header.count(column) > 1:

@@ -107,10 +107,8 @@ def expected_size(split: Split) -> tuple[int, int] | None:
 
 def decoded_bytes(split: Split) -> int:
     """Memory in bytes that the decoded images need, estimated from a sample."""
-    sizes, _ = sample_sizes(split, 16)
-    return (
-        int(np.mean([height * width * 3 for height, width in sizes]) * len(split)) if sizes else 0
-    )
+    pixels = [height * width for height, width in sample_sizes(split, 16)[0]]
+    return int(np.mean([3 * each for each in pixels]) * len(split)) if pixels else 0
 
 
 def visit(
@@ -198,27 +196,19 @@ def scan(source: Source, workers: int = 2, *, progress: bool = True) -> list[dic
 
 def readable(
     split: Split,
-    keep: Callable[[int, np.ndarray], None] | None = None,
     *,
     workers: int = 2,
     unreadable: Literal["stop", "quarantine"] = "stop",
     progress: bool = True,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> np.ndarray:
-    """Decode a whole split once, and keep nothing but what `keep` does.
+    """Decode a whole split once, and keep nothing.
 
-    Args:
-        keep: as for `visit`.
-        workers: processes; a small split needs none.
-        unreadable: what to do about images that cannot be read: stop, naming them all, or leave
-            them out, saying so.
-        progress: a bar on standard error where that is a terminal.
-        timeout_seconds: for which some images are waited for before a process counts as hanging.
+    Args: as for `visit` and `without_unreadable`.
     Returns: (M,) int64, the indices of the images that can be read, ascending.
-    Raises: DataError: unreadable images, a class with no image left, or an image that crashes the
-        decoder; SetupError if a process was killed or hangs.
+    Raises: as `visit` and `without_unreadable`.
     """
-    failed = visit(split, keep, workers=workers, progress=progress, timeout_seconds=timeout_seconds)
+    failed = visit(split, workers=workers, progress=progress, timeout_seconds=timeout_seconds)
     return without_unreadable(split, failed, unreadable)
 
 

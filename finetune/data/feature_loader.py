@@ -26,9 +26,7 @@ class FeatureLoader:
     """Makes batches of a split from the features of its images.
 
     Args:
-        split: the images.
         values_ND: their features, float32, which may be read-only.
-        num_classes: K.
         device: of the batches; it holds all the features if it has room.
 
     Attributes:
@@ -53,11 +51,6 @@ class FeatureLoader:
             free, _ = torch.cuda.mem_get_info(device)
             if values_ND.nbytes < free * _DEVICE_SHARE:
                 self._values_ND = torch.from_numpy(np.array(values_ND)).to(device)
-
-    @property
-    def num_samples(self) -> int:
-        """Images of the split, without those in quarantine."""
-        return len(self.store.split)
 
     def train(
         self,

@@ -217,11 +217,7 @@ def _in_threads(
 
 
 class _Index:
-    """The hashes of one data set that earlier runs computed.
-
-    Args:
-        origin: of the data set.
-    """
+    """The hashes of one data set that earlier runs computed."""
 
     def __init__(self, origin: str) -> None:
         self._key = hashlib.sha256(os.fsencode(origin)).hexdigest()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from finetune.data.source import Source, open_source
 from finetune.data.splits import keep_classes, long_tail, merge_val, split_train, take
 from finetune.errors import DataError, RecipeError
@@ -40,14 +42,13 @@ def section_of(model: str, recipe: Recipe | None, data: str | None) -> tuple[Dat
     """Return the data section and the seed with which a model is measured on `data`.
 
     Args:
-        model: for the message.
         recipe: of the run that the model is; None for any other model.
         data: a source string; None for the run's own.
     Returns: for the run's own data its section and seed, so that the splits are those of training;
         for other data a section with the run's preprocessing, and 0.
     Raises: RecipeError if no data is named.
     """
-    if recipe is not None and data in (None, recipe.data.source):
+    if recipe is not None and (data is None or _place(data) == _place(recipe.data.source)):
         return recipe.data, recipe.run.seed
     if data is None:
         raise RecipeError(
@@ -56,6 +57,14 @@ def section_of(model: str, recipe: Recipe | None, data: str | None) -> tuple[Dat
         )
     preprocessing = recipe.data.model_dump(include={"eval", "decode_size"}) if recipe else {}
     return DataSection(source=data, **preprocessing), 0
+
+
+def _place(source: str) -> str:
+    """A source string by which two names of one path are equal, as photos and ./photos/."""
+    kind, _, path = source.partition(":")
+    if kind not in ("folder", "csv", "parquet"):
+        return source
+    return f"{kind}:{os.path.abspath(os.path.expanduser(path))}"
 
 
 def whole_data_of(section: DataSection, seed: int) -> Source:

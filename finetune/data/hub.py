@@ -42,7 +42,6 @@ def load_hub(
 
     Args:
         where: what the user wrote, for messages.
-        name: owner/name.
         config: None for the only one, or the default.
         revision: branch, tag or commit; None for the newest.
     Returns: the splits, a `datasets.DatasetDict`; and the commit, None where it is not recorded.
@@ -62,14 +61,15 @@ def load_hub(
 def _load(where: str, name: str, config: str | None, revision: str | None) -> tuple[Any, str]:
     import datasets
 
-    loaded, error, started = None, None, time.time()
+    loaded, error = None, None
+    before = {path.resolve() for path in _repository(name).rglob("*") if path.exists()}
     with watching(everywhere=True) as watch:
         commit = resolve_commit(where, name, revision)
         try:
             loaded = datasets.load_dataset(name, config, revision=revision)
         except Exception as caught:  # its builders and readers raise errors of any type
             error = caught
-    _refuse_damaged(name, commit, loaded, started)
+    _refuse_damaged(name, commit, loaded, before)
     loaded_commit = _recorded_commit(loaded) if loaded is not None else None
     if error is None and loaded_commit in (None, commit):
         return loaded, commit
@@ -111,12 +111,11 @@ def user_error(where: str, revision: str | None, error: Exception) -> Exception:
     return DataError(message, code="data.not_loadable")
 
 
-def _refuse_damaged(name: str, commit: str, loaded: Any, started: float) -> None:
-    """Check the files downloaded by this call; delete damaged ones and what was made of them."""
+def _refuse_damaged(name: str, commit: str, loaded: Any, before: set[Path]) -> None:
+    """Check the files that were not there before; delete damaged ones and what was made of them."""
     snapshot = snapshot_of(name, commit)
     files = [path for path in snapshot.rglob("*") if path.is_file()]
-    fresh = [path for path in files if path.stat().st_mtime >= started - 1]
-    damaged = [path for path in fresh if checked(path) is None]
+    damaged = [path for path in files if path.resolve() not in before and checked(path) is None]
     if not damaged:
         return
     for path in damaged:

@@ -168,7 +168,12 @@ def _decode(split: Split, place: Place, how: How, *, num_bytes: int) -> Table:
         progress=how.progress,
         timeout_seconds=how.timeout_seconds,
     )
-    failed = [(int(left[place]), text) for place, text in unreadable]
+    failed = []
+    for index in (int(left[place]) for place, _ in unreadable):
+        try:  # once more: a disk may have failed for a moment, and what is left out stays so
+            canvas.keep(index, split.read(index))
+        except DataError as error:
+            failed.append((index, str(error)))
     kept = without_unreadable(split, failed, how.unreadable)
     # the causes alone: the same images may have other names next time
     causes = [(index, text.removeprefix(f"{split.name_of(index)}: ")) for index, text in failed]

@@ -200,15 +200,12 @@ def open_store(
     """Decode a split once and keep it where there is room, or check it and leave it in its files.
 
     Args:
-        split: labelled items.
         keep: "device" or "memory" (both kept on disk, too, and read from there, unless the set is
             small or the disk has no room), "none", or "auto" for the first that has room.
-        device: where training runs.
         workers: processes that decode, or "auto", see `num_workers`; a set that is kept is decoded
             by at least as many as there are cores. 0 for none.
         unreadable: "stop" or "quarantine".
         local_processes: processes that share this host's memory.
-        progress: show a progress bar.
         notice: told if the pixels are kept in another place than `keep` says.
         timeout_seconds: for which a batch is waited for before a worker counts as hanging.
     Returns: the store.

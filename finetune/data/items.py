@@ -21,8 +21,9 @@ import pyarrow.compute as pc
 from finetune.data.columns import integers
 from finetune.data.decode import decode, open_data
 from finetune.data.fingerprint import states_of
+from finetune.data.notices import notice
 from finetune.errors import DataError
-from finetune.text import printable
+from finetune.text import counted, printable
 
 __all__ = [
     "IMAGE_SUFFIXES",
@@ -33,6 +34,7 @@ __all__ = [
     "Links",
     "RowItems",
     "binaries",
+    "tell_ignored",
     "walk_images",
 ]
 
@@ -103,9 +105,7 @@ class RowItems:
     """Encoded images in Arrow memory. Only the way to load them is pickled, never the images.
 
     Args:
-        load: reads the tables.
         files: that it reads; none if they are not known.
-        column: of the images.
     """
 
     has_file_each = False
@@ -279,11 +279,11 @@ class Links:
         """
         target = os.path.realpath(link)
         places = {target, *(str(up) for up in Path(target).parents)}
-        if class_folder is None:
-            others = self._no_links
-        else:
-            others = self._classes - {os.path.realpath(class_folder)}
-        if target in self._above or places & others:
+        # some places and maybe thousands of classes: the order counts where each file is a link
+        others = places & (self._no_links if class_folder is None else self._classes)
+        if others and class_folder is not None:
+            others -= {os.path.realpath(class_folder)}
+        if target in self._above or others:
             raise DataError(
                 f"{self._source}: the link {printable(link)} leads to {printable(target)}, which "
                 "is another class or holds one; its images would count twice: remove the link",
@@ -315,7 +315,8 @@ def walk_images(folder: Path, ignored: Counter[str], links: Links | None = None)
             is_folder = _is_folder(entry)
             if hidden and is_folder:
                 continue
-            if not is_folder and (hidden or _suffix(entry.name) not in IMAGE_SUFFIXES):
+            suffix = os.path.splitext(entry.name)[1].lower()
+            if not is_folder and (hidden or suffix not in IMAGE_SUFFIXES):
                 ignored[printable(entry.name)] += 1
                 continue
             if links and entry.is_symlink():
@@ -327,6 +328,13 @@ def walk_images(folder: Path, ignored: Counter[str], links: Links | None = None)
         waiting += reversed(folders)
 
 
+def tell_ignored(name: str, ignored: Counter[str]) -> None:
+    """Log the files that `walk_images` has ignored below a folder of this name, if any."""
+    if ignored:
+        examples = ", ".join(sorted(ignored)[:5])
+        notice(f"{name}: ignored {counted(ignored.total(), 'file')} of other kinds: {examples}")
+
+
 def _list_folder(folder: str) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:  # knows links and folders without a stat of each
@@ -334,10 +342,6 @@ def _list_folder(folder: str) -> list[os.DirEntry[str]]:
     except OSError as error:
         message = f"{printable(folder)}: cannot be listed ({error.strerror})"
         raise DataError(message, code="data.unreadable") from None
-
-
-def _suffix(name: str) -> str:
-    return os.path.splitext(name)[1].lower()
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

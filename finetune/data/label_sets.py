@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from finetune.data.columns import number_labels
 from finetune.errors import DataError
 
-__all__ = ["label_matrix", "number_columns", "number_sets", "shown_columns"]
+__all__ = ["label_matrix", "number_columns", "number_sets"]
 
 Matrix = NDArray[np.uint8]
 
@@ -43,7 +43,6 @@ def number_sets(
 
     Args:
         columns: (N,) lists of integers or strings by split; an empty list is an image without any.
-        declared: as for `number_labels`.
     Returns: (N, K) by split, and the class names.
     Raises: DataError for what is no such list, or an unknown class, naming split and row.
     """
@@ -119,8 +118,3 @@ def _not_one(split: str, name: str, problem: str) -> DataError:
         "1 for each image: correct it, or name the columns of the classes with data.label_column",
         code="data.wrong_labels",
     )
-
-
-def shown_columns(names: Sequence[str]) -> str:
-    """Name a label column, or count columns of 0 and 1."""
-    return f"{names[0]!r}" if len(names) == 1 else f"{len(names)} columns of 0 and 1"

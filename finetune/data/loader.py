@@ -13,7 +13,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,35 +37,26 @@ def crosses_epoch(step: int, *, batch_size: int, num_samples: int) -> bool:
     return step * batch_size // num_samples > (step - 1) * batch_size // num_samples
 
 
+@dataclass(eq=False)
 class Sampler:
     """The samples of each step and rank, computed from the seed; it has no state to save.
 
-    Args:
+    Attributes:
         num_samples: images in the training split.
         batch_size: images per optimiser step over all processes.
-        seed: of the run.
         unit: 2 when images are mixed in pairs, so that a pair stays on one rank, else 1.
         lanes: how images that come in row groups are mixed; None: any image at any place.
         sampling: draws rare classes more often, from the same seed; None: each image once an epoch.
     """
 
-    def __init__(
-        self,
-        num_samples: int,
-        *,
-        batch_size: int,
-        seed: int,
-        unit: int = 1,
-        lanes: Lanes | None = None,
-        sampling: ClassSampling | None = None,
-    ) -> None:
-        self.num_samples = num_samples
-        self.batch_size = batch_size
-        self.seed = seed
-        self.unit = unit
-        self.lanes = lanes
-        self.sampling = sampling
-        self._orders: dict[int, NDArray[np.int64]] = {}
+    num_samples: int
+    _: KW_ONLY
+    batch_size: int
+    seed: int
+    unit: int = 1
+    lanes: Lanes | None = None
+    sampling: ClassSampling | None = None
+    _orders: dict[int, NDArray[np.int64]] = field(default_factory=dict, init=False, repr=False)
 
     def order(self, epoch: int) -> NDArray[np.int64]:
         """Return the images of an epoch, (num_samples,): each once, or what `sampling` draws."""
@@ -185,11 +176,6 @@ class Loader:
             self._side = _side_stream(device)
             self._side.wait_stream(torch.cuda.current_stream(device))  # for pixels and labels
 
-    @property
-    def num_samples(self) -> int:
-        """Images of the split, without those in quarantine."""
-        return len(self.store.split)
-
     def train(
         self,
         sampler: Sampler,
@@ -214,10 +200,7 @@ class Loader:
             yield len(plan), (self._make(self._train_batch, pixels, *each) for each in plan)
 
     def _make(
-        self,
-        make: Callable[..., Batch],
-        pixels: Iterator[Pixels],
-        *arguments: NDArray[Any],
+        self, make: Callable[..., Batch], pixels: Iterator[Pixels], *arguments: NDArray[Any]
     ) -> Batch:
         """Make a batch; on a GPU in a side stream, parallel to the network's computation.
 
@@ -235,10 +218,7 @@ class Loader:
         return batch
 
     def _train_batch(
-        self,
-        pixels: Pixels,
-        keys: NDArray[np.uint64],
-        indices: NDArray[np.int64],
+        self, pixels: Pixels, keys: NDArray[np.uint64], indices: NDArray[np.int64]
     ) -> Batch:
         images = self.pipeline(pixels, keys=keys, dtype=self.dtype, device=self.device)
         labels = self.labels[on_device(indices, self.device)]

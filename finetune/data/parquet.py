@@ -29,7 +29,7 @@ from finetune.data.decode import open_data
 from finetune.data.fingerprint import states_of
 from finetune.data.hub import load_hub
 from finetune.data.items import Chunk, Items, RowItems
-from finetune.data.label_sets import number_columns, number_sets, shown_columns
+from finetune.data.label_sets import number_columns, number_sets
 from finetune.data.notices import notice
 from finetune.data.streaming.hub_index import find_shards
 from finetune.data.streaming.parquet_shards import chunk_of, label_column, open_shards
@@ -106,7 +106,6 @@ def _tables(
     """Find the columns, read and number the labels, and make the items of each split.
 
     Args:
-        schemas: by split.
         columns: of images and labels; None to find them.
         read_labels: from split, label column and image column to the labels.
         make_items: from split and image column to the images.
@@ -126,8 +125,8 @@ def _tables(
         declared = {split: declared_names(schema, names[0]) for split, schema in schemas.items()}
         numbered, class_names = (number_sets if multilabel else number_labels)(labels, declared)
     items = {split: make_items(split, image) for split in numbered}
-    shown = f"columns {image!r} and {shown_columns(names)}"
-    return Tables(items, numbered, class_names, shown, flags)
+    shown = f"{len(names)} columns of 0 and 1" if flags else repr(names[0])
+    return Tables(items, numbered, class_names, f"columns {image!r} and {shown}", flags)
 
 
 def _find_files(path: str) -> list[Path]:
@@ -165,7 +164,6 @@ def group_by_split(
     """Group files by the split that begins their name, or is the name of their folder.
 
     Args:
-        path_of: from a file to its path.
         where: the source, for notices.
         whole_name: take a split from any word of a name, not the first alone.
     """

@@ -185,7 +185,6 @@ def read_table(file: int, key: str, num_images: int) -> Table:
     """Read and prove the end of a file.
 
     Args:
-        file: a descriptor.
         key: that the file must have been made for.
         num_images: N, of the split.
     Raises: ValueError for a file that is not whole, was made for another key, or claims what

@@ -100,7 +100,6 @@ class ClassSampling:
     Args:
         labels_N: class of each image.
         kind: as for `class_draws`.
-        seed: of the run.
     """
 
     def __init__(self, labels_N: NDArray[np.int64], kind: Kind, seed: int) -> None:

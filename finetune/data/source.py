@@ -29,10 +29,10 @@ from pathlib import Path
 
 import numpy as np
 
-from finetune.data.columns import SPLITS, in_order, refuse_alike
+from finetune.data.columns import SPLITS, in_order, refuse_alike, split_in
 from finetune.data.csv_file import Label, labels_file, read_csv
 from finetune.data.fingerprint import are_known, fingerprint_by_names, fingerprint_of
-from finetune.data.items import ArrayItems, FileItems, Items, Links, walk_images
+from finetune.data.items import ArrayItems, FileItems, Items, Links, tell_ignored, walk_images
 from finetune.data.label_sets import label_matrix
 from finetune.data.notices import notice
 from finetune.data.parquet import Columns, read_hub, read_parquet
@@ -252,7 +252,10 @@ def _check(source: Source) -> None:
     train = source.splits.get("train")
     if train is None:
         return
-    present = {name: _present(source, split) for name, split in source.splits.items()}
+    present = {
+        name: {*np.flatnonzero(class_counts(split.labels, len(source.class_names))).tolist()}
+        for name, split in source.splits.items()
+    }
     known = present["train"]
     for name in source.splits:
         unknown = sorted(present[name] - known)
@@ -268,11 +271,6 @@ def _check(source: Source) -> None:
     if missing:
         number = counted(len(missing), "declared class", "declared classes")
         notice(f"{source.name}: {number} without an image: {', '.join(missing[:5])}")
-
-
-def _present(source: Source, split: Split) -> set[int]:
-    """The classes that a split has an image of."""
-    return {*np.flatnonzero(class_counts(split.labels, len(source.class_names))).tolist()}
 
 
 def _open_folder(source: str, path: str, *, multilabel: bool) -> Source:
@@ -293,11 +291,15 @@ def _open_folder(source: str, path: str, *, multilabel: bool) -> Source:
             "any number; add a labels.csv with the columns path and label (cat|dog)",
             code="data.no_labels",
         )
+    for table in filter(None, tables.values()):
+        named = ", ".join(sorted(class_folders)[:3])
+        notice(
+            f"{source}: the folders ({named}) are taken for the classes, and {table.name} is not "
+            f"read; to take its labels: csv:{printable(table)}"
+        )
     links = Links((one for folder in folders.values() for one in _subfolders(folder)), source)
     classes_of = {split: _classes(folders[split], source, ignored, links) for split in folders}
-    if ignored:
-        examples = ", ".join(sorted(ignored)[:5])
-        notice(f"{source}: ignored {counted(ignored.total(), 'file')} of other kinds: {examples}")
+    tell_ignored(source, ignored)
     start = f"{root}{os.sep}"
     listed = {
         split: [
@@ -400,20 +402,24 @@ def _subfolders(folder: Path) -> list[Path]:
 def _split_folders(root: Path, source: str) -> dict[str, Path]:
     """Find the folder of each split; without one, the folder of classes is all train."""
     folders = _subfolders(root)
-    splits = [folder for folder in folders if folder.name.lower() in SPLITS]
-    others = [folder.name for folder in folders if folder not in splits]
-    if not splits:
-        return {"train": root}
+    found = [SPLITS.get(folder.name.lower()) for folder in folders]
+    words = [split_in(folder.name) for folder in folders]
+    if "train" in words and len({*words} - {None}) == len(words):
+        found = words  # seg_train beside seg_test
+    others = [folder.name for folder, split in zip(folders, found, strict=True) if split is None]
     folder_of: dict[str, Path] = {}
-    for folder in splits:
-        split = SPLITS[folder.name.lower()]
+    for folder, split in zip(folders, found, strict=True):
         if split in folder_of:
             both = f"{folder_of[split].name!r} and {folder.name!r} are both {split}"
             raise DataError(f"{source}: {both}; keep one", code="data.ambiguous")
-        folder_of[split] = folder
+        if split is not None:
+            folder_of[split] = folder
+    if not folder_of:
+        return {"train": root}
     if others and "train" not in folder_of:
+        (first, *_) = folder_of.values()
         raise DataError(
-            f"{source}: {splits[0].name!r} stands beside class folders ({', '.join(others[:3])}); "
+            f"{source}: {first.name!r} stands beside class folders ({', '.join(others[:3])}); "
             "move these into 'train'",
             code="data.ambiguous",
         )
@@ -444,6 +450,7 @@ def _classes(
             code="data.empty",
         )
     if empty:
+        tell_ignored(source, ignored)
         raise DataError(
             f"{source}: {counted(len(empty), 'class folder')} without images in "
             f"{printable(folder)}: {', '.join(empty[:5])}; fill or remove them",

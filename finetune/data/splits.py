@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import os
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -14,10 +16,64 @@ from finetune.data.sampling import shares_of
 from finetune.data.source import Source, Split
 from finetune.data.streaming.row_groups import ShardItems
 from finetune.errors import DataError, RecipeError, nearest
+from finetune.text import counted
 
-__all__ = ["check_classes", "keep_classes", "long_tail", "merge_val", "split_train", "take"]
+__all__ = [
+    "check_classes",
+    "keep_classes",
+    "long_tail",
+    "merge_val",
+    "shared_images",
+    "split_train",
+    "take",
+]
 
 _KINDS = {"train": "training", "val": "validation", "test": "test"}
+_COMPARED_BYTES = 2**28  # of files of equal size; of a larger set many have one by chance
+
+
+def shared_images(source: Source) -> list[str]:
+    """Return a line for each split that measures on copies of training images, byte for byte.
+
+    Only files of one image each are compared; most of them have a size of their own.
+    """
+    train, lines = source.splits["train"], []
+    for name in ("val", "test"):
+        pairs = _equal_files(train, source.splits[name]) if name in source.splits else []
+        if pairs:
+            first, copy = train.name_of(pairs[0][0]), source.splits[name].name_of(pairs[0][1])
+            lines.append(
+                f"split '{name}': {len(pairs)} of {counted(len(source.splits[name]), 'image')} "
+                f"are copies of training images ('{copy}' of '{first}'), so that its figures are "
+                "too good; remove the copies"
+            )
+    return lines
+
+
+def _equal_files(train: Split, other: Split) -> list[tuple[int, int]]:
+    """The places of equal files; none where too much would have to be read."""
+    if not (train.items.has_file_each and other.items.has_file_each):
+        return []
+    sizes = [
+        one.items.states(np.arange(len(one)) if one.rows is None else one.rows)[:, 2]
+        for one in (train, other)
+    ]
+    alike = np.setdiff1d(np.intersect1d(sizes[0], sizes[1]), [0])
+    places = [np.flatnonzero(np.isin(each, alike)) for each in sizes]
+    if sum(each[some].sum() for each, some in zip(sizes, places, strict=True)) > _COMPARED_BYTES:
+        return []
+    known = {_digest(train, place): place for place in places[0].tolist()}
+    found = ((known.get(_digest(other, place)), place) for place in places[1].tolist())
+    return [(first, place) for first, place in found if first is not None]
+
+
+def _digest(split: Split, place: int) -> bytes:
+    """The sha256 of an encoded image; of one that cannot be opened, another one each time."""
+    try:
+        row = place if split.rows is None else int(split.rows[place])
+        return hashlib.sha256(split.items.content(row)).digest()
+    except DataError:
+        return os.urandom(32)
 
 
 def merge_val(source: Source) -> Source:
@@ -85,12 +141,9 @@ def check_classes(names: Iterable[str], known: Sequence[str], *, key: str, sourc
     """
     for name in names:
         if name not in known:
-            hint = (
-                nearest(name, known) or f"; known: {', '.join(known[:5])}{', …' * bool(known[5:])}"
-            )
-            raise RecipeError(
-                f"{key}: {source} has no class '{name}'{hint}", code="recipe.unknown_name"
-            )
+            some = f"; known: {', '.join(known[:5])}{', …' * bool(known[5:])}"
+            message = f"{key}: {source} has no class '{name}'{nearest(name, known) or some}"
+            raise RecipeError(message, code="recipe.unknown_name")
 
 
 def take(source: Source, split: str, number: int | None, seed: int) -> Source:
@@ -158,11 +211,7 @@ def long_tail(source: Source, ratio: float | None, seed: int) -> Source:
 
 
 def _drawn(
-    split: Split,
-    labels: np.ndarray,
-    classes: Iterable[int],
-    wanted: np.ndarray,
-    entropy: list[int],
+    split: Split, labels: np.ndarray, classes: Iterable[int], wanted: np.ndarray, entropy: list[int]
 ) -> Split:
     """At most so many images of each class as are wanted, drawn from a stream of numbers."""
     draws = np.random.PCG64(entropy).random_raw(len(split))
@@ -192,9 +241,6 @@ def split_train(source: Source, val_fraction: float, seed: int) -> Source:
         source a notice tells how much more is read.
     Raises: DataError without a train split, or if no class has two images.
     """
-    if not 0 <= val_fraction < 1:
-        message = f"data.val_fraction: {val_fraction} is not in 0 <= fraction < 1"
-        raise DataError(message, code="data.wrong_value")
     if "val" in source.splits or val_fraction == 0:
         return source
     train = source.splits.get("train")

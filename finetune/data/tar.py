@@ -12,7 +12,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from urllib.parse import unquote
@@ -33,6 +32,7 @@ from finetune.data.streaming.hub_index import find_hub_files
 from finetune.data.streaming.remote_file import LocalFile, ShardFile, WebFile
 from finetune.data.streaming.row_groups import ShardItems
 from finetune.data.tar_index import TarIndex, index_shards
+from finetune.data.worker_pool import in_threads
 from finetune.errors import DataError, HubError
 from finetune.text import counted, printable
 
@@ -224,11 +224,7 @@ def _remote_shards(path: str, names: list[str]) -> list[ShardFile]:
     for (owner, revision), paths in repositories.items():
         found = find_hub_files(f"tar:{path}", owner, revision, list(paths.values()))
         files.update(zip(paths, found, strict=True))
-    pool = ThreadPoolExecutor(_THREADS)
-    try:
-        return list(pool.map(lambda name: files[name] or WebFile.at(name), files))
-    finally:
-        pool.shutdown(cancel_futures=True)
+    return list(in_threads(lambda name: files[name] or WebFile.at(name), files, _THREADS))
 
 
 # --- the images ----------------------------------------------------------------------------------
@@ -281,11 +277,7 @@ class TarItems:
 
 @dataclass(frozen=True, eq=False)
 class TarShard:
-    """A tar shard as `ShardItems` reads it: images that lie together are a row group.
-
-    Attributes:
-        index: of the shard.
-    """
+    """A tar shard as `ShardItems` reads it: images that lie together are a row group."""
 
     index: TarIndex
 

@@ -23,7 +23,6 @@ import os
 import re
 import tarfile
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeAlias, cast
 
@@ -36,8 +35,8 @@ from finetune.data.decode import open_data
 from finetune.data.fingerprint import are_known, states_of
 from finetune.data.items import IMAGE_SUFFIXES, binaries
 from finetune.data.notices import notice
-from finetune.data.streaming.remote_file import LocalFile, ShardFile
-from finetune.data.worker_pool import WorkerStatus, spread
+from finetune.data.streaming.remote_file import LocalFile, ShardFile, WebFile
+from finetune.data.worker_pool import WorkerStatus, in_threads, spread
 from finetune.errors import DataError, FinetuneError
 from finetune.files import CacheFolder, cache_folder
 from finetune.processes import is_first_here, num_cores
@@ -92,7 +91,6 @@ def index_shards(
     """Find the images of shards, from the cache where an earlier run has read their headers.
 
     Args:
-        files: the shards.
         image: the suffix of the images' members, such as `jpg`; None for the only one of a sample.
         label: the suffix of the labels' members, or a field of the JSON; None for `cls`, else
             one of the usual fields.
@@ -114,7 +112,7 @@ def index_shards(
                 _fill(found, files, keys, (image, label), cache)
             cache.make_room(MAX_BYTES, keep="", names=_NAME)
     except OSError as error:
-        notice(f"index of tar shards: is not kept ({error}); the next run reads the headers again")
+        _not_kept(error)
         found = [None] * len(files)
         _fill(found, files, keys, (image, label), None)
     return cast("list[TarIndex]", found)
@@ -130,28 +128,37 @@ def _fill(
     """Read the shards that are not in the cache: by all cores, or many at once from a server."""
     missing = [place for place, index in enumerate(found) if index is None]
 
-    def read(place: int) -> tuple[int, bytes | tuple[str, str]]:
+    def read(place: int) -> tuple[int, bytes | tuple[str, str], OSError | None]:
         try:
             body = json.dumps(_read_shard(files[place], *columns)).encode()
         except DataError as error:  # must not kill a worker
-            return place, (str(error), error.code)
-        if cache is not None and (key := keys[place]) is not None:
-            with cache.write(key) as new, os.fdopen(os.dup(new.descriptor), "wb") as stream:
-                stream.write(hashlib.sha256(body).digest() + body)
-                stream.flush()
-                new.name = f"{key}.tarindex"
-        return place, body
+            return place, (str(error), error.code), None
+        try:
+            if cache is not None and (key := keys[place]) is not None:
+                with cache.write(key) as new, os.fdopen(os.dup(new.descriptor), "wb") as stream:
+                    stream.write(hashlib.sha256(body).digest() + body)
+                    stream.flush()
+                    new.name = f"{key}.tarindex"
+        except OSError as error:
+            return place, body, error
+        return place, body, None
 
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(
             terminal_bar(len(missing), label="indexing", unit="shard", shown=is_first_here())
         )
         done = stack.enter_context(contextlib.closing(_spread(read, missing, files)))
-        for place, body in done:
+        for place, body, error in done:
             if isinstance(body, tuple):
                 raise DataError(body[0], code=body[1])
+            if error is not None:
+                _not_kept(error)
             found[place] = _checked(files[place], json.loads(body))
             bar.update()
+
+
+def _not_kept(error: OSError) -> None:
+    notice(f"index of tar shards: is not kept ({error}); the next run reads the headers again")
 
 
 def _spread(
@@ -160,11 +167,7 @@ def _spread(
     """Yield the results of reading shards, as they are done."""
     workers = min(num_cores(), len(missing))
     if not all(isinstance(file, LocalFile) for file in files):
-        pool = ThreadPoolExecutor(_THREADS)
-        try:
-            yield from pool.map(read, missing)
-        finally:
-            pool.shutdown(cancel_futures=True)
+        yield from in_threads(read, missing, _THREADS)
     elif workers < 2 or sum(files[place].size for place in missing) < _SMALL_BYTES:
         yield from map(read, missing)
     else:
@@ -199,7 +202,10 @@ def _key(file: ShardFile, image: str | None, label: str | None) -> str | None:
         content = file.content_name
     if not content:
         return None
-    everything = [_VERSION, file.title, file.size, content, image, label]
+    title = file.title
+    if isinstance(file, WebFile) and content.endswith("GMT"):  # a time, of any file of the second
+        title = file.url
+    everything = [_VERSION, title, file.size, content, image, label]
     return hashlib.sha256(json.dumps(everything).encode()).hexdigest()
 
 
@@ -404,11 +410,7 @@ def _content(file: ShardFile, stream: BinaryIO, member: tarfile.TarInfo) -> byte
 
 
 def _put(
-    file: ShardFile,
-    places: dict[str, Any],
-    key: str,
-    member: tarfile.TarInfo,
-    value: Any,
+    file: ShardFile, places: dict[str, Any], key: str, member: tarfile.TarInfo, value: Any
 ) -> None:
     """Note a part of a sample. Raises: DataError if the sample has one."""
     if key in places:

@@ -1,18 +1,21 @@
-"""The processes that decode images: the image of each, and detection of crashes and hangs."""
+"""The processes that decode images, watched for crashes and hangs; and threads that only wait."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.process
 import os
+import queue
 import signal
 import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
@@ -21,9 +24,10 @@ from torch.utils.data import DataLoader, Dataset
 from finetune.errors import DataError, FinetuneError, SetupError
 from finetune.processes import end_with_parent, stop_signals
 
-__all__ = ["POLL_SECONDS", "WorkerStatus", "spread"]
+__all__ = ["POLL_SECONDS", "Threads", "WorkerStatus", "in_threads", "spread"]
 
 POLL_SECONDS = 1.0
+_JOIN_SECONDS = 5.0  # for threads that wait for a server
 
 _Item = TypeVar("_Item")
 _Task = TypeVar("_Task")
@@ -237,7 +241,6 @@ class _Guard:
 
     Args:
         explain: makes the error, before the workers end.
-        end: ends the workers.
     """
 
     def __init__(self, explain: Callable[[], SetupError], end: Callable[[], None]) -> None:
@@ -301,3 +304,80 @@ def _keep_child_signal() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
+
+
+class Threads:
+    """Threads that end with the process: those of an executor would keep it while the hub hangs.
+
+    Args:
+        threads: how many; with 0 the work is done by `Future.result`.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+        self._tasks = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name} {number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, work: Callable[[], Any]) -> Future[Any]:
+        """Let one of the threads do some work."""
+        if not self._threads:
+            return _Deferred(work)
+        future: Future[Any] = Future()
+        self._tasks.put((future, work))
+        return future
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            future, work = task
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(work())
+            except BaseException as error:  # raised by `Future.result`
+                future.set_exception(error)
+
+    def stop(self) -> None:
+        """Start no more work, and cancel what has not started."""
+        with contextlib.suppress(queue.Empty):
+            while (task := self._tasks.get_nowait()) is not None:
+                task[0].cancel()
+        for _ in self._threads:
+            self._tasks.put(None)
+
+    def join(self) -> None:
+        """Wait a little for work that has started; a thread that waits for the network goes on."""
+        for thread in self._threads:
+            thread.join(_JOIN_SECONDS / len(self._threads))
+
+
+class _Deferred(Future[Any]):
+    """A future whose work is done by `result`."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        super().__init__()
+        self._work = work
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Do the work. Returns: what it gives."""
+        return self._work()
+
+
+def in_threads(
+    work: Callable[[_Task], _Item], tasks: Iterable[_Task], threads: int
+) -> Generator[_Item, None, None]:
+    """Yield the results of work that waits for servers, in the tasks' order.
+
+    A stop signal ends it at once, whatever the servers do.
+    """
+    pool = Threads(threads, "read")
+    try:
+        coming = [pool.submit(functools.partial(work, task)) for task in tasks]
+        for future in coming:
+            yield future.result()
+    finally:
+        pool.stop()

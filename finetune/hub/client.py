@@ -22,12 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
-from huggingface_hub import (
-    constants,
-    get_token,
-    hf_raise_for_status,
-    set_client_factory,
-)
+from huggingface_hub import constants, get_token, hf_raise_for_status, set_client_factory
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -97,14 +92,13 @@ class Fault(Exception):
         self,
         reason: str,
         *,
-        request: str = "",
         seconds: float | None = None,
         unreachable: bool = False,
         code: str = "hub.out_of_order",
     ) -> None:
         super().__init__(reason)
         self.code = code
-        self.request = request
+        self.request = ""
         self.seconds = seconds
         self.unreachable = unreachable
         self.tries = 1
@@ -200,11 +194,8 @@ def _wrong_answer(where: str, problem: str) -> NoReturn:
 
 
 def parsed(response: Any, where: str) -> dict[str, Any]:
-    """Parse an answer of the hub that is a JSON object.
+    """Parse an answer of the hub that is a JSON object; `watching` or a `Hub` has bounded it.
 
-    Args:
-        response: of a client that `watching` or a `Hub` has set up, so that it is bounded.
-        where: the thing that is asked for, for the message.
     Raises: HubError(code="hub.wrong_answer") for anything else.
     """
     try:
@@ -230,28 +221,25 @@ def understood(where: str) -> Iterator[None]:
     _wrong_answer(where, problem)  # outside, so that a traceback does not quote the server
 
 
-def _set_up() -> None:
-    """Let huggingface_hub build its client here, unless the program has a factory of its own."""
-    if _http._GLOBAL_CLIENT_FACTORY is _http.default_client_factory:
-        set_client_factory(_Client)
-
-
 # --- one call ------------------------------------------------------------------------------------
 
 
 class Watch:
     """Record of huggingface_hub's requests during one call.
 
-    Attributes:
-        fault: the last one, also where a library caught it and went on with something else.
-        etag: of the last file that was asked for.
-
     Args:
         stores: hosts that are known to send the hub's large files.
         thread: whose requests are watched; None for all.
+        noun: of who answers, for messages.
+    Attributes:
+        fault: the last one, also where a library caught it and went on with something else.
+        etag: of the last file that was asked for.
     """
 
-    def __init__(self, stores: Iterable[str] = (), *, thread: int | None = None) -> None:
+    def __init__(
+        self, stores: Iterable[str] = (), *, thread: int | None = None, noun: str = "the hub"
+    ) -> None:
+        self._noun = noun
         self.fault: Fault | None = None
         self.etag: str | None = None
         self._refused: Any = None
@@ -274,7 +262,9 @@ class Watch:
             if isinstance(error, _DEFINITE):
                 raise
             absent = isinstance(error, _UNREACHABLE)
-            fault = Fault(_unreachable(error), unreachable=absent, code="hub.unreachable")
+            fault = Fault(
+                _unreachable(error, self._noun), unreachable=absent, code="hub.unreachable"
+            )
         else:
             judged = self._judge(request, response)
             if judged is None:
@@ -320,8 +310,8 @@ class Watch:
         if is_file and status < 400:
             etag = response.headers.get("x-linked-etag") or response.headers.get("etag") or ""
             self.etag = etag.removeprefix("W/").strip('"') or self.etag
-        if _may_pass(status):
-            return Fault(_answered(response), seconds=_asked(response))
+        if status in (408, 425, 429) or status >= 500:  # which may pass
+            return Fault(_answered(response, noun=self._noun), seconds=_asked(response))
         is_store = not is_file and not str(request.url).startswith(constants.ENDPOINT)
         if is_store and request.method == "GET":  # its signed addresses expire
             return Fault(f"the file store answered {status}") if 400 <= status != 416 else None
@@ -341,7 +331,8 @@ def watching(*, everywhere: bool = False) -> Iterator[Watch]:
     Args:
         everywhere: those of every thread, not of this one only: `datasets` has helpers.
     """
-    _set_up()
+    if _http._GLOBAL_CLIENT_FACTORY is _http.default_client_factory:  # else the program's own
+        set_client_factory(_Client)
     watch = Watch(thread=None if everywhere else threading.get_ident())
     # its warnings quote signed addresses; one notice of ours says that it is tried again
     logger = logging.getLogger("huggingface_hub.file_download")
@@ -357,10 +348,6 @@ def watching(*, everywhere: bool = False) -> Iterator[Watch]:
 
 def _is_no_retry(record: logging.LogRecord) -> bool:
     return "Error while downloading" not in str(record.msg)
-
-
-def _may_pass(status: int) -> bool:
-    return status in (408, 425, 429) or status >= 500
 
 
 def _asked(response: Any) -> float | None:
@@ -425,10 +412,8 @@ _said: set[str] = set()
 def clean(text: str, token: str | None) -> str:
     """Make somebody else's text fit for a message: one line, bounded, without tokens.
 
-    Args:
-        text: such as the answer of a server, which may echo the request's headers.
-        token: the user's.
-    Returns: at most a few hundred characters; never advice to read objects that could run code.
+    A server's answer may echo the request's headers. Advice to read objects that could run code is
+    never passed on.
     """
     if _ADVICE.search(text):
         return "it holds Python objects or code, which are not read, since they could do anything"
@@ -444,16 +429,16 @@ def status_of(error: BaseException) -> int | None:
     return status if isinstance(status, int) else None
 
 
-def _unreachable(error: BaseException) -> str:
+def _unreachable(error: BaseException, noun: str = "the hub") -> str:
     text = f"{type(error).__name__}: {error}"
-    return f"the hub cannot be reached ({clean(text, get_token()).rstrip(': ')})"
+    return f"{noun} cannot be reached ({clean(text, get_token()).rstrip(': ')})"
 
 
-def _answered(response: Any, detail: str | None = None) -> str:
+def _answered(response: Any, detail: str | None = None, noun: str = "the hub") -> str:
     """Name the status of an answer, with the server's words where it has any."""
     words = detail or response.headers.get("x-error-message") or response.reason_phrase
     words = clean(str(words), get_token())
-    return f"the hub answered {response.status_code}{f' ({words})' if words else ''}"
+    return f"{noun} answered {response.status_code}{f' ({words})' if words else ''}"
 
 
 def described(error: BaseException) -> tuple[str, str]:
@@ -479,9 +464,6 @@ def refusal(
     """The user's error for a definite answer of the hub; None for anything else.
 
     Args:
-        error: the client's.
-        where: the thing that was asked for.
-        revision: as the user gave it.
         missing: the kind of error for what is not there.
         noun: what the user calls a repository.
     """

@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from huggingface_hub import (
-    get_token,
-    hf_hub_download,
-    is_offline_mode,
-    try_to_load_from_cache,
-)
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-)
+from huggingface_hub import get_token, hf_hub_download, is_offline_mode, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 from torch import hub
 
 from finetune.errors import HubError, WeightsError
-from finetune.hub.client import (
-    Fault,
-    Watch,
-    clean,
-    refusal,
-    retried,
-    say_once,
-    was_cut,
-    watching,
-)
+from finetune.files import git_sha1_of, sha256_of
+from finetune.hub.client import Fault, Watch, clean, refusal, retried, say_once, was_cut, watching
 
-__all__ = ["HubFile", "checked", "download", "fetch", "first_of", "hub_file"]
+__all__ = ["HubFile", "checked", "download", "fetch", "first_of"]
 
 
 @dataclass(frozen=True)
@@ -56,15 +38,6 @@ class _NoSuchFile(WeightsError):
     """The repository does not hold this file."""
 
     code = "weights.not_found"
-
-
-def hub_file(repository: str, filename: str, revision: str | None) -> tuple[Path, str | None]:
-    """Download one file, or take it from the cache: see fetch().
-
-    Returns: its path and the commit that it belongs to.
-    """
-    file = fetch(repository, filename, revision)
-    return file.path, file.commit
 
 
 def first_of(
@@ -276,14 +249,7 @@ def checked(path: Path, etag: str | None = None) -> str | None:
     """
     name = Path(os.readlink(path)).name if path.is_symlink() else etag or ""
     if re.fullmatch(r"[0-9a-f]{64}", name):
-        digest, sha256 = hashlib.sha256(), True
-    elif re.fullmatch(r"[0-9a-f]{40}", name):  # git's name for it
-        digest, sha256 = hashlib.sha1(b"blob %d\0" % path.stat().st_size), False
-    else:
-        return ""
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    if digest.hexdigest() != name:
+        return name if sha256_of(path) == name else None
+    if re.fullmatch(r"[0-9a-f]{40}", name) and git_sha1_of(path) != name:
         return None
-    return name if sha256 else ""
+    return ""

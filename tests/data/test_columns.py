@@ -14,10 +14,6 @@ from samples import counts, make_parquet
 from finetune.data.source import open_source
 
 
-def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records]
-
-
 def test_columns_are_found_or_named(tmp_path: Path) -> None:
     file = make_parquet(tmp_path / "a.parquet", [0, 1], image="Image", label="fine_label")
     assert counts(open_source(f"parquet:{file}")) == {"train": [1, 1]}
@@ -69,7 +65,7 @@ def test_a_declared_class_without_an_image_is_noticed(
 ) -> None:
     make_parquet(tmp_path / "a.parquet", [1, 1], names=["a", "b"])
     open_source(f"parquet:{tmp_path}")
-    assert "1 declared class without an image: a" in messages(caplog)[0]
+    assert "1 declared class without an image: a" in caplog.messages[0]
 
 
 def test_splits_that_do_not_fit_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -86,7 +82,7 @@ def test_splits_that_do_not_fit_together(tmp_path: Path, caplog: pytest.LogCaptu
         open_source(f"parquet:{tmp_path}")
     make_parquet(test, [-1, -1], names=["a", "b"])  # how the hub withholds test labels
     assert counts(open_source(f"parquet:{tmp_path}")) == {"train": [1, 1]}
-    assert messages(caplog) == ["split 'test' is left out: its labels are withheld (all are -1)"]
+    assert caplog.messages == ["split 'test' is left out: its labels are withheld (all are -1)"]
     make_parquet(tmp_path / "train.parquet", [0, 0, 2], names=["a", "b", "c"])
     make_parquet(test, [1, 0], names=["a", "b", "c"])
     with refused("data.split_mismatch", "'test'", "'train'", "b"):

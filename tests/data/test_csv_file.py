@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import numpy as np
@@ -121,8 +120,7 @@ def test_lines_that_repeat_another_count_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lines = ["img/0.png,a", "img/1.png,b", "./img/0.png,a", "img/../img/1.png,b"]
-    with caplog.at_level(logging.WARNING):
-        assert counts(open_source(table(tmp_path, HEAD, *lines))) == {"train": [1, 1]}
+    assert counts(open_source(table(tmp_path, HEAD, *lines))) == {"train": [1, 1]}
     (record,) = caplog.records
     assert "2 repeated lines left out" in record.message
 
@@ -141,8 +139,7 @@ def test_labels_that_may_be_several(
     for name in names:
         write(tmp_path / name, png(1))
     source = table(tmp_path, HEAD, *map(",".join, zip(names, labels, strict=True)))
-    with caplog.at_level(logging.WARNING):
-        assert open_source(source).class_names == sorted({*labels})
+    assert open_source(source).class_names == sorted({*labels})
     told = [one.message for one in caplog.records if "data.task=multilabel" in one.message]
     assert [repr(labels[0]) in one for one in told] == [True] * is_told
     caplog.clear()
@@ -152,10 +149,14 @@ def test_labels_that_may_be_several(
 
 def test_columns_of_0_and_1(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = ["path,cat,dog,cow", "img/0.png,1,1,0", "img/1.png,0,1,0"]
-    with caplog.at_level(logging.WARNING):
-        source = open_source(table(tmp_path, *rows), multilabel=True)
+    source = open_source(table(tmp_path, *rows), multilabel=True)
     assert (source.class_names, source.columns) == (["cat", "dog"], ("cat", "dog", "cow"))
     assert "cow" in caplog.text
+    words = [row.replace(",1", ",True").replace(",0", ",False") for row in rows]  # as pandas does
+    again = open_source(table(tmp_path, *words), multilabel=True)
+    assert np.array_equal(again.splits["train"].labels, source.splits["train"].labels)
+    with refused("data.no_column", "data.task=multilabel"):
+        open_source(table(tmp_path, *rows))
     one = ["path,tags", "img/0.png,cat|dog", "img/1.png,[]"]
     source = open_source(table(tmp_path, *one), multilabel=True)
     assert (source.class_names, source.columns) == (["cat", "dog"], ())
@@ -274,10 +275,14 @@ class TestInAFolder:
         opened = open_source(f"folder:{tmp_path}/s", multilabel=True)
         assert opened.splits["test"].labels.tolist() == [[0, 1]]
 
-    def test_class_folders_say_it_themselves(self, tmp_path: Path) -> None:
+    def test_class_folders_say_it_themselves_and_it_is_told(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         source = make_folder(tmp_path / "d", {"a": 2, "b": 1})
         table(tmp_path / "d", HEAD, "a/0.png,x", "b/0.png,y")
         assert open_source(source).class_names == ["a", "b"]
+        told = caplog.text.rpartition("csv:")[2].split()[0]
+        assert open_source(f"csv:{told}").class_names == ["x", "y"]
 
 
 def test_a_lone_name_is_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,6 +295,16 @@ def test_a_lone_name_is_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert names_images("a.TAR")
     assert names_images("a-{0..9}.tar")
     assert source_of("a.tar") == "tar:a.tar"
+    for file, source in (
+        ("t/0.tar", "tar:t/*.tar"),
+        ("p/0.parquet", "parquet:p"),
+        ("hub/data/0.parquet", "parquet:hub"),
+        ("photos/cat/0.jpg", "folder:photos"),
+        ("photos/all.tar", "folder:photos"),
+    ):
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).touch()
+        assert source_of(source.partition(":")[2].removesuffix("/*.tar")) == source
     with refused("data.not_found", "'labels.csv'"):
         source_of("label.csv")
     with refused("data.wrong_source", "'tar:a.tar'"):

@@ -50,10 +50,6 @@ def pixels(images: Images) -> list[np.ndarray]:
     return [image.permute(1, 2, 0).numpy() for image in images]
 
 
-def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records]
-
-
 def damaged_folder(root: Path) -> str:
     source = make_folder(root, {"train/a": 3, "train/b": 3, "test/a": 1, "test/b": 1})
     write(root / "train/a/3.png", png(0)[:60])
@@ -132,7 +128,7 @@ def test_quarantine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for image, index in zip(pixels(images), kept.tolist(), strict=True):
         assert np.array_equal(image, split.read(index))
     assert len(caplog.records) == 1
-    assert "4 of 10 images cannot be read; they are left out" in messages(caplog)[0]
+    assert "4 of 10 images cannot be read; they are left out" in caplog.messages[0]
     for number in range(3):
         write(tmp_path / f"train/a/{number}.png", b"")
     with pytest.raises(DataError, match="no readable image is left of 1 class "):
@@ -210,8 +206,8 @@ def test_a_notice_of_several_processes_is_said_once(
         frames[0].save(path, save_all=moving, append_images=frames[1:] if moving else ())
     images, _ = load(open_source(f"folder:{tmp_path}").splits["train"], workers=workers)
     assert len(images) == 300
-    assert [text for text in messages(caplog) if "first frame" in text] == messages(caplog)
-    assert len(messages(caplog)) == 1
+    assert [text for text in caplog.messages if "first frame" in text] == caplog.messages
+    assert len(caplog.messages) == 1
 
 
 def test_an_image_that_crashes_the_decoder_is_named(

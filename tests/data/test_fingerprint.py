@@ -22,8 +22,6 @@ from finetune.data.source import Split, open_source
 from finetune.data.splits import merge_val
 from finetune.errors import DataError
 
-LONG_AGO = time.time() - 3600
-
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 
 import numpy as np
@@ -103,5 +104,8 @@ def test_other_data_is_prepared_as_the_runs_own() -> None:
     assert (section.source, section.eval, section.decode_size) == ("folder:other", "resize", 300)
     assert (section.num_train, seed) == (None, 0)
     assert section_of("run", recipe, None)[0] is recipe.data
+    of_folder = recipe.model_copy(update={"data": section})
+    for same in ("folder:./other/", f"folder:{os.path.abspath('other')}"):
+        assert section_of("run", of_folder, same)[0] is section, "the run's own splits"
     plain, _ = section_of("model", None, "folder:other")
     assert (plain.eval, plain.decode_size) == (None, None)

@@ -27,6 +27,7 @@ from finetune.data import image_store as store_module
 from finetune.data import notices as notices_module
 from finetune.data import pixel_file as file_module
 from finetune.data.image_cache import Decoded, How, cached_images
+from finetune.data.items import RowItems
 from finetune.data.pixel_file import Place
 from finetune.data.source import Split, open_source
 from finetune.errors import DataError
@@ -90,7 +91,7 @@ def test_what_was_decoded_is_mapped_again_without_decoding(
     split = split_of(tmp_path, ragged=ragged, bad=bad)
     first = taken(split, unreadable="quarantine")
     assert len(list(cache.iterdir())) == 1
-    said = [record.message for record in caplog.records]
+    said = caplog.messages
     assert len(said) == bool(bad)
     monkeypatch.setattr(notices_module, "_logged", set())  # another process
     monkeypatch.setattr(pixels_module, "visit", pytest.fail)
@@ -99,7 +100,7 @@ def test_what_was_decoded_is_mapped_again_without_decoding(
         check(kept, split)
         assert kept.indices.tolist() == [row for row in range(NUMBER) if row not in bad]
         assert kept.images.size == (None if ragged else (5, 4))
-    assert [record.message for record in caplog.records] == 2 * said  # the same message anew
+    assert caplog.messages == 2 * said  # the same message anew
     monkeypatch.undo()
 
 
@@ -126,6 +127,24 @@ def test_images_that_stop_a_run_leave_no_file(tmp_path: Path, cache: Path) -> No
     with pytest.raises(DataError, match="1 of 150 images cannot be read"):
         taken(split)
     assert sorted(cache.iterdir()) == before
+
+
+def test_a_disk_that_fails_for_a_moment_costs_no_image(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left out stays so in the file, and so in every later run."""
+    split, read, here = split_of(tmp_path, bad=(3,)), RowItems.read, os.getpid()
+
+    def flaky(self: RowItems, row: int, *arguments: Any) -> np.ndarray:
+        if row == 7 and os.getpid() != here:
+            raise DataError("7: cannot be opened (Input/output error)", code="data.unreadable")
+        return read(self, row, *arguments)
+
+    monkeypatch.setattr(RowItems, "read", flaky)
+    first = taken(split, unreadable="quarantine")
+    assert first.indices.tolist() == [row for row in range(NUMBER) if row != 3]
+    check(first, split)
+    check(taken(split, unreadable="quarantine"), split)
 
 
 def test_other_images_labels_or_decoders_are_other_files(

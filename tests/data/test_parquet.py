@@ -26,10 +26,6 @@ from finetune.errors import DataError, HubError
 CIFAR10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 
 
-def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records]
-
-
 def test_cifar10(shared: Path) -> None:
     from datasets import load_dataset
 
@@ -239,7 +235,7 @@ def test_hub(
     assert asked == [("someone/things", "large", "v1.0")]
     assert source.class_names == ["x", "a"]
     assert counts(source) == {"train": [2, 2], "val": [0, 1]}
-    assert any("splits of unknown use are left out: extra" in text for text in messages(caplog))
+    assert any("splits of unknown use are left out: extra" in text for text in caplog.messages)
     train = source.splits["train"]
     # our decoder, our EXIF rule: `datasets` would have turned it itself
     assert train.read(3).shape == (4, 5, 3)

@@ -16,6 +16,7 @@ import torch
 from refusals import refused
 from streamed import GROUP, split_of
 
+from finetune.data import worker_pool
 from finetune.data.image_store import Store, open_store
 from finetune.data.loader import Sampler
 from finetune.data.source import Split
@@ -185,7 +186,7 @@ class TestEnds:
     def test_closing_does_not_wait_for_what_hangs(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(prefetch, "_JOIN_SECONDS", 0.1)
+        monkeypatch.setattr(worker_pool, "_JOIN_SECONDS", 0.1)
         monkeypatch.setattr(prefetch, "_FETCHERS", 1)
         freed = threading.Event()
         load = ShardItems.load

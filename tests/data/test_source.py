@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 
@@ -13,10 +12,6 @@ from samples import counts, make_folder, make_parquet, png, write
 
 from finetune.data.decode import decode
 from finetune.data.source import Split, open_source
-
-
-def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records]
 
 
 def test_columns_are_for_tables_only() -> None:
@@ -62,6 +57,30 @@ def test_folder_of_splits(tmp_path: Path, val: str) -> None:
     assert np.array_equal(train.read(2), decode(tmp_path / "train/dog/0.png"))
 
 
+@pytest.mark.parametrize("train, test", [("Training", "Testing"), ("seg_train", "seg_test")])
+def test_folders_of_other_names_for_splits(tmp_path: Path, train: str, test: str) -> None:
+    folders = {f"{train}/a": 2, f"{train}/b": 1, f"{test}/a": 1, f"{test}/b": 3}
+    source = open_source(make_folder(tmp_path, folders))
+    assert counts(source) == {"train": [2, 1], "test": [1, 3]}
+
+
+def test_classes_may_have_a_splits_name_in_theirs(tmp_path: Path) -> None:
+    source = open_source(make_folder(tmp_path, {"steam train": 2, "test tube": 1, "tram": 1}))
+    assert source.class_names == ["steam train", "test tube", "tram"]
+    more = open_source(make_folder(tmp_path / "two", {"steam train": 2, "goods train": 1}))
+    assert more.class_names == ["goods train", "steam train"]
+
+
+def test_a_class_of_other_files_names_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = make_folder(tmp_path, {"cat": 2, "dog": 0})
+    (tmp_path / "dog" / "IMG_1.HEIC").touch()
+    with refused("data.empty", "dog"):
+        open_source(source)
+    assert "IMG_1.HEIC" in caplog.text
+
+
 def test_folder_of_classes_is_all_train(tmp_path: Path) -> None:
     source = open_source(make_folder(tmp_path, {"b": 2, "a": 3, "c/deep/er": 1}))
     assert counts(source) == {"train": [3, 2, 1]}
@@ -92,12 +111,11 @@ def test_clutter_is_ignored_with_one_notice(
     for name in ("train/a/Thumbs.db", "train/a/.DS_Store", "train/b/._0.png", "train/notes.txt"):
         write(tmp_path / name, b"x")
     write(tmp_path / "train/a/.ipynb_checkpoints/0.png", png(9))
-    with caplog.at_level(logging.WARNING):
-        opened = open_source(source)
-        open_source(source)
+    opened = open_source(source)
+    open_source(source)
     assert counts(opened) == {"train": [1, 1]}
     assert len(caplog.records) == 1
-    assert "ignored 4 files of other kinds: .DS_Store, ._0.png" in messages(caplog)[0]
+    assert "ignored 4 files of other kinds: .DS_Store, ._0.png" in caplog.messages[0]
 
 
 def test_subset_and_names(tmp_path: Path) -> None:

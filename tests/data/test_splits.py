@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,14 @@ from refusals import refused
 from samples import counts, make_folder, make_parquet
 
 from finetune.data.source import open_source
-from finetune.data.splits import keep_classes, long_tail, merge_val, split_train, take
-from finetune.errors import DataError
+from finetune.data.splits import (
+    keep_classes,
+    long_tail,
+    merge_val,
+    shared_images,
+    split_train,
+    take,
+)
 
 
 def test_split_train_is_stratified_and_loses_nothing(tmp_path: Path) -> None:
@@ -56,7 +63,7 @@ def test_a_notice_tells_what_validation_costs_a_streamed_set(
     assert "val" not in split_train(source, 0.0, 0).splits
     assert not caplog.records
     assert len(split_train(source, 0.5, 0).splits["val"]) == 6
-    said = [record.message for record in caplog.records]
+    said = caplog.messages
     assert len(said) == streaming
     assert not streaming or "lies in 4 of its 4 row groups" in said[0]
 
@@ -64,12 +71,23 @@ def test_a_notice_tells_what_validation_costs_a_streamed_set(
 def test_split_train_refusals(tmp_path: Path) -> None:
     source = open_source(make_folder(tmp_path, {"a": 1, "b": 1}))
     assert split_train(source, 0, 0) is source
-    for wrong in (-0.1, 1.0, 3.0):
-        with pytest.raises(DataError, match=f"data.val_fraction: {wrong}") as caught:
-            split_train(source, wrong, 0)
-        assert caught.value.code == "data.wrong_value"
     with refused("data.too_few_images", "'train'", "data.val_fraction=0"):
         split_train(source, 0.5, 0)
+
+
+def test_copies_of_training_images_are_found_in_what_is_measured_on(tmp_path: Path) -> None:
+    source = make_folder(tmp_path, {"train/a": 3, "train/b": 3, "test/a": 2, "test/b": 2})
+    assert shared_images(open_source(source)) == []
+    shutil.copy(tmp_path / "train/a/1.png", tmp_path / "test/b/copy.png")
+    (line,) = shared_images(open_source(source))
+    assert "split 'test': 1 of 5 images" in line
+    assert "'test/b/copy.png' of 'train/a/1.png'" in line
+    shutil.copy(tmp_path / "train/a/1.png", tmp_path / "train/a/twin.png")
+    shutil.copy(tmp_path / "train/b/1.png", tmp_path / "train/b/twin.png")
+    halves = [shared_images(split_train(open_source(source), 0.5, seed)) for seed in range(9)]
+    assert any("split 'val'" in line for lines in halves for line in lines)
+    (tmp_path / "test/b/copy.png").write_bytes(b"")
+    assert shared_images(open_source(source)) == []
 
 
 def test_without_train_there_is_nothing_to_take(tmp_path: Path) -> None:
@@ -132,7 +150,7 @@ def test_fewer_images_to_measure_on_are_told(
         len(source.splits[name]) for name in source.splits if name != split
     ]
     assert sorted(np.bincount(smaller.splits[split].labels)) == [3] * 7 + [4] * 3
-    (notice,) = [record.message for record in caplog.records]
+    (notice,) = caplog.messages
     assert f"data.num_{split}" in notice
     assert f"{word} figure rests on 33 of {len(source.splits[split])}" in notice
     del source.splits[split]

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import os
 import pickle
+import signal
+import socket
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +19,7 @@ import numpy as np
 import pytest
 from hub_server import HubServer, point_at
 from huggingface_hub import constants
+from PIL import Image
 from refusals import refused
 from samples import counts, png, store_of, write
 from tars import RangeServer, samples, shards, tar
@@ -29,6 +36,12 @@ from finetune.data.streaming.shuffle import lanes_of
 from finetune.hub import client
 
 LABELLED = [("a.png", png(1)), ("b.png", png(2))]
+
+
+def bmp(shade: int) -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", (8, 8), (shade, shade, shade)).save(stream, "BMP")
+    return stream.getvalue()
 
 
 def bodies(source: Source, split: str = "train") -> list[bytes]:
@@ -258,6 +271,34 @@ class TestServer:
         assert open_source(f"tar:{server.url}/{PATTERN}").splits["train"].fingerprint
         assert max(last for _, _, last in server.asked) > 0
 
+    def test_a_server_that_does_not_tell_files_apart(self, server: RangeServer) -> None:
+        """Nothing that is kept may be taken for another file's: their images have one size."""
+        pictures = [bmp(shade) for shade in (0, 90)]
+        for number, picture in enumerate(pictures):
+            members = [("0.cls", b"0"), ("0.bmp", picture), ("1.cls", b"1"), ("1.bmp", picture)]
+            write(server.folder / f"{number}/set.tar", tar(members))
+        server.tag = ""
+        first, again, other = (
+            open_source(f"tar:{server.url}/{folder}/set.tar").splits["train"] for folder in "001"
+        )
+        assert first.fingerprint == again.fingerprint
+        assert len({first.cache_key, again.cache_key, other.cache_key}) == 3
+        assert not first.is_unchanged()
+
+    def test_one_path_and_two_queries(self, server: RangeServer) -> None:
+        server.tag = "Mon, 23 Nov 2026 14:00:00 GMT"
+        found = []
+        for number, labels in enumerate(([0, 1], [1, 0])):
+            members = [
+                (f"{n}.{end}", body)
+                for n, label in enumerate(labels)
+                for end, body in (("cls", b"%d" % label), ("png", png(1)))
+            ]
+            write(server.folder / "get.tar", tar(members))  # as ?id= would choose it
+            split = open_source(f"tar:{server.url}/get.tar?id={number}").splits["train"]
+            found.append(split.labels.tolist())
+        assert found == [[0, 1], [1, 0]]
+
     def test_a_small_part_of_large_shards(
         self, server: RangeServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -293,12 +334,55 @@ class TestServer:
         server.sends_parts = False
         with refused("hub.wrong_answer", "does not send parts"):
             open_source(f"tar:{server.url}/set-test-0000.tar")
+        for place, named in (("/set-test-0000.tar", "redirects"), ("ftp://x/y", "protocol")):
+            server.failing = [place] * 30
+            with refused("hub.wrong_answer", named, "set-test-0000.tar"):
+                open_source(f"tar:{server.url}/set-test-0000.tar")
+        for url in ("http:///a.tar", "http://a b/a.tar", "http://\x7f/a.tar"):
+            with refused("hub.wrong_answer", "check its address"):
+                open_source(f"tar:{url}")
+
+    @pytest.mark.parametrize(
+        "flood, named", [((bytes(2**16), 0.0), "more than"), ((b"x", 0.1), "too slow")]
+    )
+    def test_an_answer_that_does_not_end(
+        self,
+        server: RangeServer,
+        flood: tuple[bytes, float],
+        named: str,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(remote_file, "_ANSWER_SECONDS", 0.3)
+        server.flood = flood
+        with refused("hub.unreachable", "set-test-0000.tar", named):
+            open_source(f"tar:{server.url}/set-test-0000.tar")
 
     def test_a_shard_that_changes(self, server: RangeServer) -> None:
         split = open_source(f"tar:{server.url}/set-train-0000.tar").splits["train"]
         server.tag = "two"
         with refused("data.changed", "set-train-0000.tar"):
             split.read(0)
+
+    def test_a_signal_ends_the_wait_for_a_server(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of the shards at once, and nothing waits for them when the process ends."""
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(remote_file, "_ANSWER_SECONDS", 3.0)
+
+        def stop(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        before, others = signal.signal(signal.SIGUSR1, stop), {*threading.enumerate()}
+        try:
+            with socket.create_server(("127.0.0.1", 0)) as silent:
+                pattern = f"tar:http://127.0.0.1:{silent.getsockname()[1]}/{{00..40}}.tar"
+                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+                began = time.monotonic()
+                with pytest.raises(KeyboardInterrupt):
+                    open_source(pattern)
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        assert time.monotonic() - began < 2
+        assert all(thread.daemon for thread in {*threading.enumerate()} - others)
 
     def test_offline(self, server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import resource
 import struct
 import tarfile
 import tracemalloc
@@ -19,7 +20,7 @@ from refusals import refused
 from samples import png
 from tars import samples, shards, tar
 
-from finetune.data import fingerprint, tar_index
+from finetune.data import fingerprint, notices, tar_index
 from finetune.data.streaming.remote_file import LocalFile
 from finetune.data.tar_index import TarIndex, index_shards
 
@@ -131,6 +132,31 @@ def test_many_shards_are_read_by_processes(
     (folder / "bad.tar").write_bytes(b"no tar" * 1000)
     with refused("data.damaged", "bad.tar"):
         index(folder)
+
+
+@pytest.mark.parametrize("small_bytes", [0, 2**24])
+def test_a_full_disk_costs_only_the_cache(
+    small_bytes: int,
+    tmp_path: Path,
+    cache: Path,
+    read: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nothing is read twice, and it is said once and in one line."""
+    folder = shards(tmp_path / "d")
+    monkeypatch.setattr(tar_index, "_SMALL_BYTES", small_bytes)
+    monkeypatch.setattr(notices, "_logged", set())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        assert len(index(folder)) == 4
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(read) == (4 if small_bytes else 0)  # not in this process
+    assert list(cache.iterdir()) == []
+    [said] = caplog.messages
+    assert said.endswith("File too large); the next run reads the headers again")
 
 
 def forge(path: Path, change: Callable[[dict[str, Any]], object]) -> None:

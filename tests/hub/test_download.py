@@ -23,12 +23,13 @@ from safetensors.torch import load_file
 
 from finetune.errors import HubError
 from finetune.hub import client
-from finetune.hub.download import checked, fetch, hub_file
+from finetune.hub.download import checked, fetch
 from finetune.models.weights import resolve as weights_module
 from finetune.models.weights.resolve import resolve
 from finetune.recipe.load import parse_recipe
 from finetune.training.train import train
 
+Captured, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 NET = "someone/net"
 ALICE = "hf_aliceAlice1234"
 CONFIG, WEIGHTS = r"GET /someone/net/resolve/.*/config\.json", r"GET /cdn/"
@@ -45,7 +46,7 @@ def content_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+def hub(folder: Path, tmp_path: Path, monkeypatch: Patch) -> Iterator[HubServer]:
     monkeypatch.setattr(client, "FIRST_WAIT_SECONDS", 0.01)
     monkeypatch.setattr(client, "_said", set())
     with HubServer() as hub:
@@ -57,7 +58,7 @@ def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
         assert hub.mistakes == []
 
 
-def set_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+def set_offline(monkeypatch: Patch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
 
@@ -72,7 +73,7 @@ def hub_error(name: str) -> str:
 
 def blob_of(hub: HubServer, filename: str) -> Path:
     """Path of a file's bytes in the cache."""
-    return hub_file(NET, filename, None)[0].resolve()
+    return fetch(NET, filename, None).path.resolve()
 
 
 class TestVersions:
@@ -112,9 +113,7 @@ class TestVersions:
         hub.commit(NET, {"pytorch_model.bin": (folder / "pytorch_model.bin").read_bytes()})
         assert resolve(f"hf-hub:{NET}").provenance["file"] == "pytorch_model.bin"
 
-    def test_registry_names_come_by_the_same_road(
-        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_registry_names_come_by_the_same_road(self, hub: HubServer, monkeypatch: Patch) -> None:
         entry = timm.get_pretrained_cfg("vit_tiny_patch16_224")
         assert entry is not None
         monkeypatch.setattr(entry, "hf_hub_id", NET)
@@ -130,10 +129,7 @@ class TestVersions:
 
 class TestCache:
     def test_a_warm_cache_needs_no_request(
-        self,
-        hub: HubServer,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
+        self, hub: HubServer, monkeypatch: Patch, capsys: Captured
     ) -> None:
         first = resolve(f"hf-hub:{NET}")
         assert capsys.readouterr().err == ""
@@ -148,7 +144,7 @@ class TestCache:
         assert "HF_HUB_OFFLINE is set" in told[0]
 
     def test_a_warm_cache_serves_when_nobody_answers(
-        self, hub: HubServer, capsys: pytest.CaptureFixture[str]
+        self, hub: HubServer, capsys: Captured
     ) -> None:
         first = resolve(f"hf-hub:{NET}@v1")
         hub.stop()
@@ -161,16 +157,14 @@ class TestCache:
         assert f"using revision {first.provenance['revision']} from the cache" in told[0]
 
     def test_a_warm_cache_serves_when_the_hub_is_out_of_order(
-        self, hub: HubServer, capsys: pytest.CaptureFixture[str]
+        self, hub: HubServer, capsys: Captured
     ) -> None:
         first = resolve(f"hf-hub:{NET}")
         hub.fail(".", status=503, times=None)
         assert resolve(f"hf-hub:{NET}").provenance == first.provenance
         assert "the hub answered 503 (injected fault); using revision" in capsys.readouterr().err
 
-    def test_nothing_cached_and_nobody_there(
-        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_nothing_cached_and_nobody_there(self, hub: HubServer, monkeypatch: Patch) -> None:
         monkeypatch.setattr(client, "FIRST_WAIT_SECONDS", 0.5)  # as it is
         hub.stop()
         started = time.monotonic()
@@ -183,7 +177,7 @@ class TestCache:
         assert "not in the cache" in text
 
     def test_a_file_known_to_be_missing(
-        self, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+        self, hub: HubServer, folder: Path, monkeypatch: Patch
     ) -> None:
         torch.save(load_file(folder / "model.safetensors"), folder / "w.bin")
         weights = (folder / "w.bin").read_bytes()
@@ -208,7 +202,7 @@ class TestCache:
 
 def download(url: str, home: Path) -> None:
     """In a process of its own."""
-    with pytest.MonkeyPatch.context() as patch:
+    with Patch.context() as patch:
         point_at(url, patch, home)
         resolve(f"hf-hub:{NET}")
 
@@ -217,7 +211,7 @@ class TestPassingFaults:
     @pytest.mark.parametrize("place", [HEADS, CONFIG, WEIGHTS])
     @pytest.mark.parametrize("kind", ["503", "429", "reset", "lost"])
     def test_it_is_tried_again(
-        self, hub: HubServer, place: str, kind: str, capsys: pytest.CaptureFixture[str]
+        self, hub: HubServer, place: str, kind: str, capsys: Captured
     ) -> None:
         if kind.isdigit():
             hub.fail(place, status=int(kind), retry_after=0, times=2)
@@ -240,7 +234,7 @@ class TestPassingFaults:
         assert not [r for r in caplog.records if r.name.startswith("huggingface_hub")]
 
     def test_a_busy_hub_is_left_alone_for_as_long_as_it_asks(
-        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+        self, hub: HubServer, monkeypatch: Patch
     ) -> None:
         waits: list[float] = []
         monkeypatch.setattr(client.time, "sleep", waits.append)
@@ -261,7 +255,7 @@ class TestPassingFaults:
         assert "try again later" in text
         assert hub.count(place) >= client.TRIES
 
-    def test_cut_for_ever(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_cut_for_ever(self, hub: HubServer, monkeypatch: Patch) -> None:
         patient = {**vars(time), "sleep": lambda seconds: None}  # a second each time
         monkeypatch.setattr("huggingface_hub.file_download.time", SimpleNamespace(**patient))
         hub.fail(WEIGHTS, kind="truncate", times=None)
@@ -280,7 +274,7 @@ class TestOtherBytes:
 
     @pytest.mark.parametrize("place", [CONFIG, WEIGHTS])
     def test_they_are_fetched_again(
-        self, hub: HubServer, folder: Path, place: str, capsys: pytest.CaptureFixture[str]
+        self, hub: HubServer, folder: Path, place: str, capsys: Captured
     ) -> None:
         hub.fail(place, kind="corrupt", times=2)
         found, local = resolve(f"hf-hub:{NET}"), resolve(str(folder))
@@ -301,7 +295,7 @@ class TestOtherBytes:
 
     @pytest.mark.parametrize("filename", ["config.json", "model.safetensors"])
     def test_in_the_cache(
-        self, hub: HubServer, folder: Path, filename: str, monkeypatch: pytest.MonkeyPatch
+        self, hub: HubServer, folder: Path, filename: str, monkeypatch: Patch
     ) -> None:
         blob = blob_of(hub, filename)
         resolve(f"hf-hub:{NET}")
@@ -320,7 +314,7 @@ class TestOtherBytes:
         hub.stop()
         assert "in the cache is damaged" in message(f"hf-hub:{NET}")
 
-    def test_without_links(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_links(self, hub: HubServer, monkeypatch: Patch) -> None:
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_SYMLINKS", True)
         monkeypatch.setattr(
             "huggingface_hub.file_download.are_symlinks_supported", lambda *_: False
@@ -331,11 +325,8 @@ class TestOtherBytes:
 
 
 class TestRefusals:
-    def test_four_different_ones(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-        texts = {
-            message("hf-hub:nobody/net"),
-            message(f"hf-hub:{NET}@v2"),
-        }
+    def test_four_different_ones(self, hub: HubServer, monkeypatch: Patch) -> None:
+        texts = {message("hf-hub:nobody/net"), message(f"hf-hub:{NET}@v2")}
         hub.commit(NET, {"config.json": None})
         texts.add(message(f"hf-hub:{NET}"))
         monkeypatch.setenv("HF_TOKEN", "hf_wrongWrong1234")
@@ -353,13 +344,13 @@ class TestRefusals:
         assert "write hf-hub:owner/name" in message("hf-hub:a/b/c")
 
     def test_a_wrong_token_is_told_although_there_is_a_copy(
-        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+        self, hub: HubServer, monkeypatch: Patch
     ) -> None:
         resolve(f"hf-hub:{NET}")
         monkeypatch.setenv("HF_TOKEN", "hf_wrongWrong1234")
         assert "refuses the token in HF_TOKEN" in hub_error(f"hf-hub:{NET}")
 
-    def test_private(self, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_private(self, hub: HubServer, folder: Path, monkeypatch: Patch) -> None:
         hub.add_repo("someone/secret", content_of(folder), private=True)
         assert "or it is private; check the name, or log in" in message("hf-hub:someone/secret")
         hub.add_user("other", token="hf_otherOther1234")
@@ -368,7 +359,7 @@ class TestRefusals:
         monkeypatch.setenv("HF_TOKEN", ALICE)
         assert resolve("hf-hub:someone/secret").state is not None
 
-    def test_gated(self, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_gated(self, hub: HubServer, folder: Path, monkeypatch: Patch) -> None:
         hub.add_repo("someone/gated", content_of(folder), gated=True)
         assert "access must be granted first" in hub_error("hf-hub:someone/gated")
         monkeypatch.setenv("HF_TOKEN", ALICE)
@@ -377,12 +368,7 @@ class TestRefusals:
     @pytest.mark.parametrize("status", [400, 403, 500])
     @pytest.mark.parametrize("place", [HEADS, CONFIG, WEIGHTS])
     def test_a_token_is_never_repeated(
-        self,
-        hub: HubServer,
-        place: str,
-        status: int,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
+        self, hub: HubServer, place: str, status: int, monkeypatch: Patch, capsys: Captured
     ) -> None:
         monkeypatch.setenv("HF_TOKEN", ALICE)
         hub.fail(place, status=status, times=None, echo=True)
@@ -393,12 +379,12 @@ class TestRefusals:
 
     @pytest.mark.parametrize("address", ["localhost:8", "{cdn}/elsewhere"])
     def test_what_answers_is_no_hub(
-        self, hub: HubServer, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, hub: HubServer, address: str, tmp_path: Path, monkeypatch: Patch
     ) -> None:
         point_at(address.format(cdn=hub.cdn), monkeypatch, tmp_path / "other")
         assert "check HF_ENDPOINT" in hub_error(f"hf-hub:{NET}")
 
-    def test_xet_names_the_switch(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_xet_names_the_switch(self, hub: HubServer, monkeypatch: Patch) -> None:
         pytest.importorskip("hf_xet")
         hub.xet = True
         assert "HF_HUB_DISABLE_XET=1" in hub_error(f"hf-hub:{NET}")

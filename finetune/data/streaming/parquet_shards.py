@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from finetune.data.items import Chunk
 from finetune.data.streaming.remote_file import HubFile, LocalFile
+from finetune.data.worker_pool import in_threads
 from finetune.errors import DataError
 
 __all__ = ["Shard", "chunk_of", "label_column", "open_shards"]
@@ -22,9 +22,6 @@ __all__ = ["Shard", "chunk_of", "label_column", "open_shards"]
 _TAIL_BYTES = 64 * 2**10  # most shards' footers fit, so that one request is enough
 _THREADS = 16  # waiting for the hub, not computing
 _TRIES = 2  # a second transfer distinguishes damage on the way from a damaged file
-
-_In = TypeVar("_In")
-_Out = TypeVar("_Out")
 
 
 def chunk_of(title: str, folders: tuple[Path, ...], first_row: int, array: pa.Array) -> Chunk:
@@ -154,7 +151,7 @@ def open_shards(files: Sequence[LocalFile | HubFile]) -> list[Shard]:
 
     Raises: DataError for a file that is not parquet; HubError for the hub's faults.
     """
-    return _map_in_threads(_open_shard, files)
+    return list(in_threads(_open_shard, files, _THREADS))
 
 
 def _open_shard(file: LocalFile | HubFile) -> Shard:
@@ -180,7 +177,6 @@ def label_column(shards: Sequence[Shard], column: str, image: str) -> pa.Chunked
     """Read the labels of all shards.
 
     Args:
-        column: of the labels.
         image: the column of the images, which every shard must have, too.
     Raises: DataError if a column is missing or of another type; HubError for the hub's faults.
     """
@@ -194,18 +190,10 @@ def label_column(shards: Sequence[Shard], column: str, image: str) -> pa.Chunked
                 )
         chunk_of(shard.file.title, (), 0, pa.array([], shard.schema.field(image).type))
     groups = [(shard, group) for shard in shards for group in range(len(shard.lengths()))]
-    labels = _map_in_threads(lambda place: place[0].read(place[1], column), groups)
+    labels = list(in_threads(lambda place: place[0].read(place[1], column), groups, _THREADS))
     try:
         kind = shards[0].schema.field(column).type
         return pa.chunked_array([chunk for part in labels for chunk in part.chunks], kind)
     except (pa.ArrowException, TypeError, ValueError) as error:
         message = f"{column}: this column cannot be read ({error})"
         raise DataError(message, code="data.damaged") from None
-
-
-def _map_in_threads(work: Callable[[_In], _Out], items: Iterable[_In]) -> list[_Out]:
-    pool = ThreadPoolExecutor(_THREADS)
-    try:
-        return list(pool.map(work, items))
-    finally:
-        pool.shutdown(cancel_futures=True)

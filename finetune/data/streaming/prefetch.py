@@ -8,17 +8,13 @@ batches by itself. The decoders release Python's lock while they work.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-import queue
-import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +23,7 @@ from torch import Tensor
 from finetune.data.decode import planes
 from finetune.data.source import Split
 from finetune.data.streaming.row_groups import Group, ShardItems
+from finetune.data.worker_pool import Threads
 from finetune.errors import SetupError
 
 __all__ = ["LIMIT_BYTES", "Prefetch", "is_streamed", "prefetch_of"]
@@ -36,7 +33,6 @@ _FETCHERS = 8  # waiting for the hub or a disk, not computing
 _BATCHES_AHEAD = 64  # whose row groups are fetched; fewer if the limit is reached
 _DECODED_AHEAD = 2
 _IMAGES_PER_TASK = 16
-_JOIN_SECONDS = 5.0
 
 
 @dataclass
@@ -57,7 +53,6 @@ class Prefetch:
 
     Args:
         split: its items are `ShardItems`.
-        items: of the split.
         workers: threads that decode; 0 to decode when a batch is taken.
         timeout_seconds: longest wait for one batch.
     """
@@ -91,7 +86,7 @@ class Prefetch:
         waiting: deque[_Ahead] = deque()
         remaining = iter(batches)
         upcoming: NDArray[np.int64] | None = None
-        fetchers, decoders = _Pool(_FETCHERS, "fetch"), _Pool(self._workers, "decode")
+        fetchers, decoders = Threads(_FETCHERS, "fetch"), Threads(self._workers, "decode")
         try:
             while True:
                 while len(waiting) < _BATCHES_AHEAD:
@@ -120,20 +115,18 @@ class Prefetch:
             for pool in (fetchers, decoders):
                 pool.join()
 
-    def _rows_of(self, group: int) -> NDArray[np.int32]:
-        """Return the rows of a row group that belong to the split, ascending."""
-        first, last = self._edges[group], self._edges[group + 1]
-        return np.sort(self._own_rows_N[self._by_group_N[first:last]])
-
     def _load(self, group: int) -> Group:
-        return self._items.load(group, self._rows_of(group))
+        """Read the rows of a row group that belong to the split."""
+        first, last = self._edges[group], self._edges[group + 1]
+        rows = np.sort(self._own_rows_N[self._by_group_N[first:last]])
+        return self._items.load(group, rows)
 
     def _fits(self, indices: NDArray[np.int64]) -> bool:
         """True if the row groups of a batch and of the batches ahead fit within the limit."""
         groups = set(self._groups_N[indices].tolist()) | set(self._pins)
         return sum(int(self._num_bytes[group]) for group in groups) <= LIMIT_BYTES
 
-    def _fetch(self, indices: NDArray[np.int64], fetchers: _Pool) -> _Ahead:
+    def _fetch(self, indices: NDArray[np.int64], fetchers: Threads) -> _Ahead:
         groups = self._groups_N[indices].tolist()
         loading = {}
         for group in dict.fromkeys(groups):
@@ -155,7 +148,7 @@ class Prefetch:
                 del self._held[group]
                 total -= int(self._num_bytes[group])
 
-    def _decode(self, ahead: _Ahead, decoders: _Pool) -> list[Future[list[Tensor]]]:
+    def _decode(self, ahead: _Ahead, decoders: Threads) -> list[Future[list[Tensor]]]:
         rows = self._own_rows_N[ahead.indices].tolist()
         places = list(zip(ahead.groups, rows, strict=True))
 
@@ -203,65 +196,3 @@ def prefetch_of(split: Split, *, workers: int, timeout_seconds: float) -> Prefet
     if not isinstance(items, ShardItems):
         return None
     return Prefetch(split, items, workers=workers, timeout_seconds=timeout_seconds)
-
-
-class _Pool:
-    """Threads that end with the process: those of an executor would keep it while the hub hangs.
-
-    Args:
-        threads: how many; with 0 the work is done by `Future.result`.
-        name: of the threads.
-    """
-
-    def __init__(self, threads: int, name: str) -> None:
-        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
-        self._tasks = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._work, name=f"{name} {number}", daemon=True)
-            for number in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def submit(self, work: Callable[[], Any]) -> Future[Any]:
-        """Let one of the threads do some work."""
-        if not self._threads:
-            return _Deferred(work)
-        future: Future[Any] = Future()
-        self._tasks.put((future, work))
-        return future
-
-    def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            future, work = task
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(work())
-            except BaseException as error:  # raised by `Future.result`
-                future.set_exception(error)
-
-    def stop(self) -> None:
-        """Start no more work, and cancel what has not started."""
-        with contextlib.suppress(queue.Empty):
-            while (task := self._tasks.get_nowait()) is not None:
-                task[0].cancel()
-        for _ in self._threads:
-            self._tasks.put(None)
-
-    def join(self) -> None:
-        """Wait a little for work that has started; a thread that waits for the network goes on."""
-        for thread in self._threads:
-            thread.join(_JOIN_SECONDS / len(self._threads))
-
-
-class _Deferred(Future[Any]):
-    """A future whose work is done by `result`."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        super().__init__()
-        self._work = work
-
-    def result(self, timeout: float | None = None) -> Any:
-        """Do the work. Returns: what it gives."""
-        return self._work()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,13 +16,14 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import build_hf_headers
 
 from finetune.errors import DataError, HubError
-from finetune.hub.client import Fault, Watch, refusal, retried, was_cut
+from finetune.hub.client import Fault, Watch, httpx, refusal, retried, was_cut
 
 __all__ = ["HubFile", "LocalFile", "ShardFile", "WebFile"]
 
 PATIENCE_SECONDS = 60.0  # beyond the tries of one call: a run of days outlives a short outage
 _PAUSE_SECONDS = 5.0
 _ANSWER_SECONDS = 30.0  # between two pieces of an answer; the client itself would wait for ever
+_LEAST_RATE = 1000  # bytes a second, on the whole; without it a drip would last for ever
 _MOST_HOPS = 3  # a renamed repository redirects to its new name
 _REDIRECTS = (301, 302, 303, 307, 308)
 _SPAN = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
@@ -37,15 +37,18 @@ class LocalFile:
     Attributes:
         path: of the file.
         size: in bytes, when the source was opened.
+        modified_ns: the time of its last change then.
     """
 
     path: Path
     size: int
+    modified_ns: int
 
     @classmethod
     def at(cls, path: Path) -> LocalFile:
         """Describe a file as it is now. Raises: OSError if there is none."""
-        return cls(path, path.stat().st_size)
+        state = path.stat()
+        return cls(path, state.st_size, state.st_mtime_ns)
 
     @property
     def title(self) -> str:
@@ -57,28 +60,24 @@ class LocalFile:
         """Empty: the content has no name without reading it."""
         return ""
 
-    @property
-    def folders(self) -> tuple[Path, ...]:
-        """The folder at which relative paths in its rows start."""
-        return (self.path.parent,)
-
     def read(self, first: int, length: int) -> bytes:
         """Read `length` bytes from byte `first` on. Raises: DataError if the file has changed."""
         try:
             with self.path.open("rb") as stream:
-                is_same = os.fstat(stream.fileno()).st_size == self.size
                 stream.seek(first)
                 part = stream.read(length)
+                state = os.fstat(stream.fileno())  # it may have changed meanwhile
         except OSError as error:
             raise DataError(
                 f"{self.path}: cannot be read any more ({error.strerror or error}); look at its "
                 "disk",
                 code="data.unreadable",
             ) from None
-        if not is_same or len(part) != length:
+        now = state.st_size, state.st_mtime_ns
+        if now != (self.size, self.modified_ns) or len(part) != length:
             raise DataError(
-                f"{self.path}: has another size than when it was opened; it must not change while "
-                "it is streamed: restore it and start again",
+                f"{self.path}: has changed since it was opened, and must not while it is read: "
+                "restore it and start again",
                 code="data.changed",
             )
         return part
@@ -109,11 +108,6 @@ class HubFile:
         """The file's name in messages."""
         return f"{self.where} {self.path}"
 
-    @property
-    def folders(self) -> tuple[Path, ...]:
-        """None: a table of the hub must not name files of this machine."""
-        return ()
-
     def read(self, first: int, length: int) -> bytes:
         """Read `length` bytes from byte `first` on, again while the hub fails.
 
@@ -131,7 +125,7 @@ class HubFile:
                     return answer
                 place = answer
         except Fault:
-            _places.forget(self)  # an address of the file store is signed, and expires
+            _places.pop(self, None)  # an address of the file store is signed, and expires
             raise
         message = f"{self.title}: the hub leads from one address to another; try again later"
         raise HubError(message, code="hub.wrong_answer")
@@ -153,10 +147,10 @@ class HubFile:
             if answer.status_code in _REDIRECTS:
                 target = urljoin(url, answer.headers.get("location", ""))
                 if _host(target) != _host(constants.ENDPOINT):
-                    _places.note(self, target)
+                    _places[self] = target
                 return target
             self._refuse_no_range(answer, first, length)
-            body: bytes = answer.read()
+            body = _body(answer, length)
         except Exception as error:
             if not was_cut(error):
                 raise
@@ -243,11 +237,6 @@ class WebFile:
         """The path on the server."""
         return unquote(urlsplit(self.url).path)
 
-    @property
-    def folders(self) -> tuple[Path, ...]:
-        """None: it must not name files of this machine."""
-        return ()
-
     def read(self, first: int, length: int) -> bytes:
         """Read `length` bytes from byte `first` on, again while the server fails.
 
@@ -266,15 +255,22 @@ class WebFile:
         """Send one request. Returns: the file as it is now, and the bytes."""
         session = get_session()
         headers = {"Range": f"bytes={first}-{first + length - 1}", "Accept-Encoding": "identity"}
-        request = session.build_request("GET", self.url, headers=headers, timeout=_ANSWER_SECONDS)
+        options: dict[str, Any] = {"headers": headers, "timeout": _ANSWER_SECONDS}
 
         def send(request: Any, **options: Any) -> Any:
             answer = session.send(request, **options)
             self._refuse(answer.status_code)
             return answer
 
-        watch = Watch(stores=(urlsplit(self.url).hostname or "",))
-        answer = watch.send(send, request, stream=True, follow_redirects=True)
+        watch = Watch(stores=(urlsplit(self.url).hostname or "",), noun="the server")
+        try:
+            request = session.build_request("GET", self.url, **options)
+            answer = watch.send(send, request, stream=True, follow_redirects=True)
+        except (httpx.RequestError, httpx.InvalidURL) as error:
+            raise HubError(
+                f"{self.title}: cannot be asked for ({error}); check its address",
+                code="hub.wrong_answer",
+            ) from None
         try:
             span = _SPAN.fullmatch(answer.headers.get("content-range", ""))
             if answer.status_code != 206 or not span or span[3] == "*":
@@ -284,7 +280,7 @@ class WebFile:
                     code="hub.wrong_answer",
                 )
             tag = answer.headers.get("etag") or answer.headers.get("last-modified", "")
-            body: bytes = answer.read()
+            body = _body(answer, length)
         except Exception as error:
             if not was_cut(error):
                 raise
@@ -329,6 +325,19 @@ def _patiently(title: str, call: Callable[[], _Result]) -> _Result:
         time.sleep(_PAUSE_SECONDS)
 
 
+def _body(answer: Any, length: int) -> bytes:
+    """Read an answer of some bytes. Raises: Fault if more come, or if they hardly come."""
+    body, began = bytearray(), time.monotonic()
+    for piece in answer.iter_bytes():
+        body += piece
+        seconds = time.monotonic() - began
+        if len(body) > length:
+            raise Fault(f"the server sent more than the {length:,} bytes asked for")
+        if seconds > _ANSWER_SECONDS and len(body) < seconds * _LEAST_RATE:
+            raise Fault(f"the server is too slow ({len(body):,} bytes in {seconds:.0f} s)")
+    return bytes(body)
+
+
 def _shown(url: str) -> str:
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
@@ -338,30 +347,5 @@ def _host(url: str) -> str:
     return urlsplit(url).netloc
 
 
-class _Places:
-    """The addresses of files in the file store, found by each process for itself."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget all addresses, and take a new lock."""
-        self._lock = threading.Lock()
-        self._known: dict[HubFile, str] = {}
-
-    def get(self, file: HubFile) -> str | None:
-        with self._lock:
-            return self._known.get(file)
-
-    def note(self, file: HubFile, place: str) -> None:
-        with self._lock:
-            self._known[file] = place
-
-    def forget(self, file: HubFile) -> None:
-        with self._lock:
-            self._known.pop(file, None)
-
-
-_places = _Places()
-# A lock that another thread holds at a fork would never be free in the child.
-os.register_at_fork(after_in_child=lambda: _places.reset())
+# Of files in the file store. No lock: one that a thread holds at a fork is never free in the child.
+_places: dict[HubFile, str] = {}

@@ -123,9 +123,7 @@ class ShardItems:
 
     def joined(self, other: ShardItems) -> ShardItems:
         """Return both as one, the other behind this."""
-        if other._column != self._column:
-            message = f"columns {self._column!r} and {other._column!r} do not join"
-            raise DataError(message, code="data.split_mismatch")
+        assert other._column == self._column, "the splits of a source have one"
         return ShardItems([*self._shards, *other._shards], self._column)
 
     def group_of(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -141,7 +139,6 @@ class ShardItems:
         """Read a row group.
 
         Args:
-            group: its number.
             rows: (n,) which of its rows to keep, counted in it, ascending; None for all.
         Raises: DataError or HubError as the shard's `read`.
         """
@@ -158,7 +155,9 @@ class ShardItems:
         if rows is not None and len(rows) == len(array):
             rows = None
         file = shard.file
-        return Group(chunk_of(file.title, file.folders, self._first_row(group), array), rows)
+        # relative paths start at a local file's folder; a table from elsewhere names no file here
+        folders = (file.path.parent,) if isinstance(file, LocalFile) else ()
+        return Group(chunk_of(file.title, folders, self._first_row(group), array), rows)
 
     def _first_row(self, group: int) -> int:
         """Return the first row of a row group, counted in its file."""
@@ -200,9 +199,11 @@ class ShardItems:
         return np.repeat(self.num_bytes() // np.maximum(lengths, 1), lengths)
 
     def states(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return (shards, 5) as `states_of`, of the shards that lie on this machine."""
-        files = [shard.file for shard in self._shards]
-        return states_of(file.path for file in files if isinstance(file, LocalFile))
+        """Return (shards, 5) as `states_of`, of the shards whose content has no name."""
+        nameless = [shard.file for shard in self._shards if not shard.file.content_name]
+        states = states_of(file.path for file in nameless)
+        states[[not isinstance(file, LocalFile) for file in nameless], 0] = -1
+        return states
 
     def fingerprint(self, rows: NDArray[np.int64], labels: NDArray[np.int64]) -> str:
         """Return a sha256 over the shards, and over the rows and their labels in order."""

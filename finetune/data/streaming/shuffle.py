@@ -45,8 +45,6 @@ class Lanes:
         """Return the permutation of an epoch.
 
         Args:
-            seed: of the run.
-            epoch: counted from 0.
             batch_size: images per step over all processes; the position in a batch decides on the
                 lane.
             unit: images that stay together on a process.

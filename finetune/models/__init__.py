@@ -8,10 +8,4 @@ from finetune.models.architectures import (
     vit_scratch,
 )
 
-__all__ = [
-    "google_hybrid",
-    "shiftvit",
-    "transformers_adapter",
-    "vit_representation",
-    "vit_scratch",
-]
+__all__ = ["google_hybrid", "shiftvit", "transformers_adapter", "vit_representation", "vit_scratch"]

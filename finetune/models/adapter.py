@@ -232,7 +232,6 @@ def save_adapter(folder: Path, model: nn.Module, *, base: str) -> None:
     """Write an adapter and the classifier in peft's format, for `PeftModel.from_pretrained`.
 
     Args:
-        folder: made here.
         model: has an adapter, merged or not.
         base: the name of the weights that it belongs to.
     """

@@ -305,12 +305,7 @@ def attention_distances(network: Any, images_BCHW: Tensor) -> np.ndarray:
 
 
 def even_distance(network: Any, images_BCHW: Tensor) -> float:
-    """The distance of a head that attends to all patches alike, in pixels.
-
-    Args:
-        network: with attention between all patches.
-        images_BCHW: their size matters.
-    """
+    """Return the distance of a head that attends to all patches alike, in pixels."""
     return float(_patch_distances(network, images_BCHW).mean())
 
 

@@ -24,7 +24,6 @@ from finetune.models.adapter import add_adapter
 from finetune.models.head import as_names, freeze_parameters, keep_rows, zero_head
 from finetune.models.saved import Built
 from finetune.models.weights.load import load, stride
-from finetune.models.weights.resize_posemb import METHODS
 from finetune.models.weights.resolve import resolve
 from finetune.models.weights.timm_config import (
     CONTROL_ARGS,
@@ -96,7 +95,7 @@ def build(
         multilabel: a new head gives an image any number of labels.
     Raises: WeightsError, or RecipeError for an argument that the network does not take.
     """
-    _check(args := args or {}, posemb)
+    _check(args := args or {})
     weights = resolve(name, pretrained=pretrained, args=args, rename=rename)
     model_args, size = _arguments(weights, args, image_size)
     rates = {"dropout": dropout, "attention_dropout": attention_dropout, "drop_path": drop_path}
@@ -107,7 +106,9 @@ def build(
     create_args = {**model_args, **dropouts, "num_classes": classes}
     known = {} if keep else _set_head(model, weights, class_names or (), head_init, multilabel)
     model, resized = load(model, weights, create_args, posemb=posemb, keep_head=keep)
-    _choose_trained(model, size, freeze, adapter)
+    freeze_parameters(model, freeze)
+    if adapter is not None:
+        add_adapter(model, size, **adapter)
     if grad_checkpointing:
         _checkpoint_gradients(model, weights.architecture)
     preprocessing = _preprocessing(weights.config, size)
@@ -127,18 +128,6 @@ def _own_head(weights: Weights, num_classes: int) -> dict[str, Any]:
     }
 
 
-def _choose_trained(
-    model: nn.Module,
-    size: tuple[int, int],
-    freeze: str | int,
-    adapter: Mapping[str, Any] | None,
-) -> None:
-    """Freeze what is not trained. Args: as for `build`."""
-    freeze_parameters(model, freeze)
-    if adapter is not None:
-        add_adapter(model, size, **adapter)
-
-
 def _set_head(
     model: nn.Module,
     weights: Weights,
@@ -149,7 +138,6 @@ def _set_head(
     """Give a new head the values that training starts from.
 
     Args:
-        model: its head is changed.
         class_names: of the K classes, as far as they are known.
         head_init: "keep": the rows of the classes that the weights' config.json names, and zeros
             for the others; None: so where it names any, else "zeros"; "default": as timm made it.
@@ -204,13 +192,8 @@ def _provenance(model: nn.Module, weights: Weights, **done: Any) -> dict[str, An
 # --- creating ------------------------------------------------------------------------------------
 
 
-def _check(args: Mapping[str, Any], posemb: str) -> None:
-    """Refuse an unknown resizing and what is no argument of a network, these all at once."""
-    if posemb not in METHODS:
-        raise RecipeError(
-            f"model.posemb: unknown '{posemb}'; use one of: {', '.join(METHODS)}",
-            code="recipe.unknown_name",
-        )
+def _check(args: Mapping[str, Any]) -> None:
+    """Refuse what is no argument of a network, all at once."""
     problems: list[tuple[str, str]] = []  # the code is that of the first
     for key, value in args.items():
         name, code = f"model.args.{key}", "recipe.wrong_value"

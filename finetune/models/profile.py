@@ -16,17 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-__all__ = ["count_macs", "count_operations", "count_parameters", "depth", "survey"]
+__all__ = ["count_operations", "count_parameters", "depth", "survey"]
 
 _STAGED = ("blocks", "stages", "layers")
 
 
 def _of_convolution_backward(
-    gradient: Sequence[int],
-    images: Sequence[int],
-    weight: Sequence[int],
-    *settings: Any,
-    **_: Any,
+    gradient: Sequence[int], images: Sequence[int], weight: Sequence[int], *settings: Any, **_: Any
 ) -> int:
     """Operations from shapes: each gradient that is computed costs what the forward pass does."""
     _bias, _stride, _padding, _dilation, transposed, _output_padding, _groups, computed = settings
@@ -76,19 +72,6 @@ def count_operations(step: Callable[[], object]) -> int:
     return int(counter.get_total_flops())
 
 
-def count_macs(network: nn.Module, image_size: tuple[int, int]) -> int:
-    """Multiply-accumulates of matrix products and convolutions for one image.
-
-    The products of queries with keys and of attention with values are counted; additions, norms
-    and activations are not.
-
-    Args:
-        network: in evaluation mode, on any device, also "meta".
-        image_size: (height, width) in pixels.
-    """
-    return survey(network, image_size)["macs"]
-
-
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -98,7 +81,8 @@ def survey(network: nn.Module, image_size: tuple[int, int]) -> dict[str, Any]:
     Args:
         network: in evaluation mode, on any device, also "meta"; left as it was.
         image_size: (height, width) in pixels.
-    Returns: {"macs", "tokens", "layers"}: multiply-accumulates of one image; {"total", "grid",
+    Returns: {"macs", "tokens", "layers"}: multiply-accumulates of one image, in matrix products
+        (those of attention, too) and convolutions, not in additions and norms; {"total", "grid",
         "prefix"} of the tokens that enter the first block, None where there are none; for each
         layer {"name", "kind", "output" (shape without B), "parameters", "macs"}.
     """
@@ -148,16 +132,13 @@ def survey(network: nn.Module, image_size: tuple[int, int]) -> dict[str, Any]:
 def _parts(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The layers that a reader wants to see: the top ones, and what sequences of them hold."""
     for name, module in network.named_children():
-        if isinstance(module, nn.Sequential | nn.ModuleList) and not _is_small(module):
+        # a head or stem of a few plain layers is one row
+        is_deep = any(list(child.children()) for child in module.children())
+        if isinstance(module, nn.Sequential | nn.ModuleList) and is_deep:
             for inner, child in module.named_children():
                 yield f"{name}.{inner}", child
         else:
             yield name, module
-
-
-def _is_small(module: nn.Module) -> bool:
-    """A head or stem of a few plain layers is one row."""
-    return all(not list(child.children()) for child in module.children())
 
 
 def _flat(output: Any) -> Iterator[Any]:

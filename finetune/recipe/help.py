@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from finetune.errors import RecipeError, nearest
 from finetune.recipe.load import Recipe, load_recipe
@@ -39,7 +38,7 @@ def help_table(topic: str = "") -> list[dict[str, Any]]:
         topic: a section, a section.key, or nothing for all keys.
     Raises: RecipeError if there is no such section or key.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
     for section, field in Recipe.model_fields.items():
         for name, inner in _keys_of(section, field):
             rows.append(
@@ -48,7 +47,7 @@ def help_table(topic: str = "") -> list[dict[str, Any]]:
                     "key": name,
                     "type": _type_name(inner.annotation),
                     "required": inner.is_required(),
-                    "default": _default(inner),
+                    "default": None if inner.is_required() else inner.get_default(),
                     "description": inner.description,
                 }
             )
@@ -140,11 +139,6 @@ def _plain(key: str) -> str:
 def _model_of(field: FieldInfo) -> type[BaseModel]:
     kind: Any = field.annotation
     return typing.get_args(kind)[0] if typing.get_origin(kind) else kind
-
-
-def _default(field: FieldInfo) -> Any:
-    default = field.get_default(call_default_factory=False)
-    return None if default is PydanticUndefined else default
 
 
 def _type_name(annotation: Any) -> str:

@@ -6,7 +6,7 @@ the nearest right key. Environment variables never change a recipe.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,25 +52,24 @@ class Recipe(Section):
     claims: tuple[Claim, ...] = Field((), description="what a source reports of this run")
 
     @classmethod
-    def conflicts(cls, values: Mapping[str, Any]) -> list[Conflict]:
+    def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:
         model, data, optim = (dict(values.get(name) or {}) for name in ("model", "data", "optim"))
-        conflicts: list[Conflict] = []
         stages = [dict(stage).get("freeze") for stage in optim.get("stages") or ()]
         if model.get("adapter") and any(freeze != "backbone" for freeze in stages):
             problem = "an adapter belongs to the weights as they were; stages before it train the "
             problem += "head alone: set their freeze to backbone"
-            conflicts.append(("optim", {"model", "optim"}, problem))
+            yield "optim", {"model", "optim"}, problem
         balances = optim.get("class_weights") == "balanced"
         balances |= bool(number(optim.get("logit_adjustment") or 0))
         if data.get("sampling") == "class_balanced" and balances:
             problem = "sampling class_balanced draws all classes alike, so that class_weights="
             problem += "balanced and logit_adjustment change nothing; keep one of them"
-            conflicts.append(("data", {"data", "optim"}, problem))
-        conflicts += _label_conflicts(data, optim, values)
+            yield "data", {"data", "optim"}, problem
+        yield from _label_conflicts(data, optim, values)
         distill = dict(values.get("distill") or {})
         if distill.get("kind") == "features" and model.get("freeze") == "backbone":
             problem = "with model.freeze=backbone no feature changes; set distill.kind to logits"
-            conflicts.append(("distill", {"distill", "model"}, problem))
+            yield "distill", {"distill", "model"}, problem
         of_labels = ("label_smoothing", "class_weights", "focal_gamma", "logit_adjustment")
         if number(distill.get("weight", 0)) == 1 and any(
             value if key == "class_weights" else number(value or 0)
@@ -79,8 +78,7 @@ class Recipe(Section):
         ):
             problem = f"weight 1 leaves the labels out, and so {', '.join(of_labels)} of optim; "
             problem += "lower it, or remove them"
-            conflicts.append(("distill", {"distill", "optim"}, problem))
-        return conflicts
+            yield "distill", {"distill", "optim"}, problem
 
     @model_validator(mode="before")
     @classmethod
@@ -103,37 +101,29 @@ class Recipe(Section):
 
 def _label_conflicts(
     data: Mapping[str, Any], optim: Mapping[str, Any], values: Mapping[str, Any]
-) -> list[Conflict]:
+) -> Iterator[Conflict]:
     """The keys that do not go with as many labels as an image has."""
     best = str(dict(values.get("run") or {}).get("best", ""))
     if data.get("task") != "multilabel":
-        conflicts: list[Conflict] = []
         if optim.get("asymmetric_loss") is not None:
             problem = "asymmetric_loss is for several labels an image; remove it, or set data.task "
             problem += "to multilabel"
-            conflicts.append(("optim", {"data", "optim"}, problem))
+            yield "optim", {"data", "optim"}, problem
         if best in ("val.map", "val.micro_f1"):
             problem = f"best: {best} is for data.task multilabel; set val.top1 or val.macro_f1"
-            conflicts.append(("run", {"data", "run"}, problem))
-        return conflicts
+            yield "run", {"data", "run"}, problem
+        return
     keys = ("class_weights", "focal_gamma", "logit_adjustment")
     written = [key for key in keys if optim.get(key) not in (None, 0, "0")]
-    found = [
-        (
-            "optim",
-            f"{', '.join(written)}: of one class an image; with data.task multilabel set "
-            "asymmetric_loss in their place",
-            written,
-        ),
-        (
-            "run",
-            f"best: {best} is of one class an image; with data.task multilabel set val.map, "
-            "val.macro_f1, val.micro_f1 or val.loss",
-            best in ("val.top1", "val.top5", "val.balanced_accuracy"),
-        ),
-        ("distill", "is for one class an image; remove it, or data.task", values.get("distill")),
-    ]
-    return [(key, {key, "data"}, problem) for key, problem, is_wrong in found if is_wrong]
+    if written:
+        problem = f"{', '.join(written)}: of one class an image; with data.task multilabel set "
+        yield "optim", {"optim", "data"}, f"{problem}asymmetric_loss in their place"
+    if best in ("val.top1", "val.top5", "val.balanced_accuracy"):
+        problem = f"best: {best} is of one class an image; with data.task multilabel set val.map, "
+        yield "run", {"run", "data"}, f"{problem}val.macro_f1, val.micro_f1 or val.loss"
+    if values.get("distill"):
+        problem = "is for one class an image; remove it, or data.task"
+        yield "distill", {"distill", "data"}, problem
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -151,7 +141,6 @@ def parse_recipe(text: str, *, name: str = "recipe", overrides: Iterable[str] = 
     """Load a recipe from YAML text.
 
     Args:
-        text: the YAML.
         name: what to call it in messages.
         overrides: as for `load_recipe`.
     Raises: RecipeError with one line for every problem.

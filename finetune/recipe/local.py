@@ -42,13 +42,7 @@ def check_model(name: str) -> None:
 
 
 def refuse_missing_model(name: str, path: Path) -> None:
-    """Refuse a name without a file or folder, unless timm may know it.
-
-    Args:
-        name: as the user wrote it.
-        path: that it would be.
-    Raises: WeightsError.
-    """
+    """Refuse a name without a file or folder, unless timm may know it. Raises: WeightsError."""
     if "://" in name:
         raise WeightsError(
             f"model.name: '{name}' is an address, and addresses are not read; download it first "
@@ -72,10 +66,7 @@ def refuse_missing_model(name: str, path: Path) -> None:
 
 
 def check_source(source: str) -> None:
-    """Refuse a source of an unknown kind, or of a path that does not exist.
-
-    Raises: DataError.
-    """
+    """Refuse a source of an unknown kind, or of a path that does not exist. Raises: DataError."""
     kind, colon, path = source.partition(":")
     if kind not in _KINDS or not path:
         hint = nearest(kind, _KINDS)
@@ -129,9 +120,25 @@ def names_images(text: str) -> bool:
 def source_of(text: str) -> str:
     """The source string of a folder, a file or a source string. Raises: as `check_source`."""
     kind, colon, _ = text.partition(":")
-    source = text if colon and kind in _KINDS else f"{_own_kind(text) or 'folder'}:{text}"
+    source = text if colon and kind in _KINDS else _of_path(text)
     check_source(source)
     return source
+
+
+def _of_path(text: str) -> str:
+    """The source string of a file, or of a folder of images, tar shards or parquet files."""
+    if kind := _own_kind(text):
+        return f"{kind}:{text}"
+    folder = Path(text).expanduser()
+    if any(folder.glob("data/*.parquet")):
+        return f"parquet:{text}"
+    inside = list(folder.glob("[!.]*"))
+    if not any(entry.is_dir() for entry in inside):
+        if any(entry.suffix == ".parquet" for entry in inside):
+            return f"parquet:{text}"
+        if any(entry.suffix == ".tar" for entry in inside):
+            return f"tar:{text.rstrip('/')}/*.tar"
+    return f"folder:{text}"
 
 
 def _own_kind(file: str) -> str | None:

@@ -63,15 +63,14 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     @classmethod
-    def conflicts(cls, values: Mapping[str, Any]) -> list[Conflict]:
-        """List the keys that do not go together; each of the values is right by itself."""
-        return []
+    def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:
+        """Yield the keys that do not go together; each of the values is right by itself."""
+        yield from ()
 
     @model_validator(mode="after")
     def _refuse_conflicts(self) -> Section:
-        conflicts = self.conflicts(dict(self))
-        if conflicts:
-            text = "; ".join(f"{key}: {problem}" for key, _, problem in conflicts)
+        text = "; ".join(f"{key}: {problem}" for key, _, problem in self.conflicts(dict(self)))
+        if text:
             raise PydanticCustomError("conflict", "{text}", {"text": text})
         return self
 
@@ -146,25 +145,24 @@ class ModelSection(Section):
     )
 
     @classmethod
-    def conflicts(cls, values: Mapping[str, Any]) -> list[Conflict]:
-        conflicts: list[Conflict] = []
+    def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:
         random = values.get("pretrained", True) is False
         if values.get("head_init") == "keep" and random:
             problem = "keep needs weights to keep it from; remove it, or set model.pretrained=true"
-            conflicts.append(("head_init", {"head_init", "pretrained"}, problem))
+            yield "head_init", {"head_init", "pretrained"}, problem
         if values.get("adapter") is not None and random:
             problem = "adapts pretrained weights; remove it, or set model.pretrained=true"
-            conflicts.append(("adapter", {"adapter", "pretrained"}, problem))
+            yield "adapter", {"adapter", "pretrained"}, problem
         if values.get("adapter") is not None and values.get("freeze", "none") != "none":
             problem = "an adapter freezes everything but itself and the head; remove the key"
-            conflicts.append(("freeze", {"freeze", "adapter"}, problem))
+            yield "freeze", {"freeze", "adapter"}, problem
         adapter = values.get("adapter")
         # a section when all of the recipe is valid, else the keys as they were written
         kind = adapter.get("kind") if isinstance(adapter, dict) else getattr(adapter, "kind", None)
         if kind == "dora" and values.get("compile") is True:
             problem = "torch.compile fails on DoRA's layers; remove the key, or set kind to lora"
-            conflicts.append(("compile", {"compile", "adapter"}, problem))
-        return [*conflicts, *cls._of_batch_norm(values)]
+            yield "compile", {"compile", "adapter"}, problem
+        yield from cls._of_batch_norm(values)
 
     @staticmethod
     def _of_batch_norm(values: Mapping[str, Any]) -> Iterator[Conflict]:
@@ -302,39 +300,34 @@ class DataSection(Section):
     )
 
     @classmethod
-    def conflicts(cls, values: Mapping[str, Any]) -> list[Conflict]:
-        conflicts: list[Conflict] = []
+    def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:
         multilabel = values.get("task") == "multilabel"
         if multilabel:
             problem = (
                 "an image of task multilabel belongs to no single class to draw it by; remove "
             )
             problem += "the key"
-            conflicts += [
-                (key, {key, "task"}, problem)
-                for key in ("sampling", "long_tail")
-                if values.get(key) is not None
-            ]
+            for key in ("sampling", "long_tail"):
+                if values.get(key) is not None:
+                    yield key, {key, "task"}, problem
         elif isinstance(values.get("label_column"), (list, tuple)):
             problem = "several columns are several labels; name one, or set task to multilabel"
-            conflicts.append(("label_column", {"label_column", "task"}, problem))
+            yield "label_column", {"label_column", "task"}, problem
         is_remote = re.match(r"tar:.*://", str(values.get("source")))
         if not (values.get("streaming") or is_remote):
-            return conflicts
+            return
         allowed = {
             "source": ("hub:", "parquet:", "tar:"),
             "keep": ("auto", "none"),
             "unreadable": ("stop",),
         }
-        conflicts += [
-            (key, {key, "streaming"}, f"with streaming {' or '.join(starts)}; got {values[key]!r}")
-            for key, starts in allowed.items()
-            if key in values and not str(values[key]).startswith(starts)
-        ]
+        for key, starts in allowed.items():
+            if key in values and not str(values[key]).startswith(starts):
+                problem = f"with streaming {' or '.join(starts)}; got {values[key]!r}"
+                yield key, {key, "streaming"}, problem
         if values.get("sampling") is not None:
             problem = "streamed images come in the order of their files; remove it, or streaming"
-            conflicts.append(("sampling", {"sampling", "streaming"}, problem))
-        return conflicts
+            yield "sampling", {"sampling", "streaming"}, problem
 
 
 class StageSection(Section):
@@ -351,12 +344,11 @@ class StageSection(Section):
     )
 
     @classmethod
-    def conflicts(cls, values: Mapping[str, Any]) -> list[Conflict]:
+    def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:
         given = [key for key in ("steps", "epochs") if values.get(key) is not None]
-        if len(given) == 1:
-            return []
-        problem = f"give either steps or epochs; got {' and '.join(given) or 'none'}"
-        return [("steps", {"steps", "epochs"}, problem)]
+        if len(given) != 1:
+            problem = f"give either steps or epochs; got {' and '.join(given) or 'none'}"
+            yield "steps", {"steps", "epochs"}, problem
 
 
 class AsymmetricLossSection(Section):
@@ -431,7 +423,7 @@ class OptimSection(Section):
     )
 
     @classmethod
-    def conflicts(cls, values: Mapping[str, Any]) -> list[Conflict]:
+    def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:
         def value(key: str) -> float | None:
             written = values.get(key)
             return None if written is None else number(written)
@@ -439,31 +431,29 @@ class OptimSection(Section):
         steps, epochs = value("steps"), value("epochs")
         warmup_steps, warmup_epochs = value("warmup_steps"), value("warmup_epochs")
         min_lr, lr, schedule = value("min_lr"), value("lr"), values.get("schedule")
-        conflicts: list[Conflict] = []
         length, warmup = {"steps", "epochs"}, {"warmup_steps", "warmup_epochs"}
         if steps is None and epochs is None:
-            conflicts.append(("steps", length, "missing; give steps or epochs"))
+            yield "steps", length, "missing; give steps or epochs"
         elif steps is not None and epochs is not None:
-            conflicts.append(("steps", length, "given beside epochs; keep one"))
+            yield "steps", length, "given beside epochs; keep one"
         if warmup_steps and warmup_epochs:
-            conflicts.append(("warmup_steps", warmup, "given beside warmup_epochs; keep one"))
+            yield "warmup_steps", warmup, "given beside warmup_epochs; keep one"
         if lr is not None and min_lr is not None and min_lr > lr:
             problem = f"{min_lr:g} is above lr, {lr:g}; make it less"
-            conflicts.append(("min_lr", {"min_lr", "lr"}, problem))
+            yield "min_lr", {"min_lr", "lr"}, problem
         if values.get("class_weights") == "balanced" and value("logit_adjustment"):
             problem = "given beside class_weights=balanced, which does the same; keep one"
             pair = {"class_weights", "logit_adjustment"}
-            conflicts.append(("logit_adjustment", pair, problem))
+            yield "logit_adjustment", pair, problem
         rates = [rate for stage in values.get("stages") or () if (rate := dict(stage).get("lr"))]
         if min_lr is not None and any(number(rate) < min_lr for rate in rates):
             problem = f"a stage's lr is below min_lr, {min_lr:g}; raise it"
-            conflicts.append(("stages", {"min_lr", "stages"}, problem))
+            yield "stages", {"min_lr", "stages"}, problem
         step_keys = {"schedule", "step_every"}
         if schedule == "step" and values.get("step_every") is None:
-            conflicts.append(("step_every", step_keys, "missing; schedule step needs it"))
+            yield "step_every", step_keys, "missing; schedule step needs it"
         elif schedule != "step" and values.get("step_every") is not None:
-            conflicts.append(("step_every", step_keys, "only schedule step reads it; remove it"))
-        return conflicts
+            yield "step_every", step_keys, "only schedule step reads it; remove it"
 
 
 class DistillSection(Section):
@@ -495,16 +485,14 @@ class DistillSection(Section):
         return self.temperature or 4.0
 
     @classmethod
-    def conflicts(cls, values: Mapping[str, Any]) -> list[Conflict]:
-        conflicts: list[Conflict] = []
+    def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:
         if values.get("kind") == "features":
             if values.get("temperature") is not None:
                 problem = "features have none; remove the key, or set kind to logits"
-                conflicts.append(("temperature", {"kind", "temperature"}, problem))
+                yield "temperature", {"kind", "temperature"}, problem
             if number(values.get("weight", 0)) == 1:
                 problem = "no feature teaches the classifier; set less than 1"
-                conflicts.append(("weight", {"kind", "weight"}, problem))
-        return conflicts
+                yield "weight", {"kind", "weight"}, problem
 
 
 class RunSection(Section):
@@ -566,24 +554,22 @@ class Claim(Section):
     note: Text | None = Field(None, description="what else a reader should know")
 
     @classmethod
-    def conflicts(cls, values: Mapping[str, Any]) -> list[Conflict]:
+    def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:
         kinds = ("value", "between", "trend", "below")
         stated = [key for key in kinds if values.get(key) is not None]
-        conflicts: list[Conflict] = []
         if len(stated) != 1:
             problem = f"give exactly one of value, between, trend, below; got {stated or 'none'}"
-            conflicts.append(("metric", set(kinds), problem))
+            yield "metric", set(kinds), problem
         if "between" in stated and number(values["between"][0]) > number(values["between"][1]):
-            conflicts.append(("between", {"between"}, "the lowest comes first"))
+            yield "between", {"between"}, "the lowest comes first"
         figures = [values["value"]] if "value" in stated else []
         figures += values["between"] if "between" in stated else []
         metric, when = str(values.get("metric")), str(values.get("when", "end"))
         is_accuracy = not metric.endswith(("loss", "ece", "run.epochs"))
         if is_accuracy and any(not 0 <= number(figure) <= 1 for figure in figures):
             problem = "accuracies are fractions, write it so: 94.5 % is 0.945"
-            conflicts.append((stated[0], {"metric", "value", "between"}, problem))
+            yield stated[0], {"metric", "value", "between"}, problem
         if metric.startswith("test.") and when != "end":
-            conflicts.append(("when", {"metric", "when"}, "test is read once, at the end"))
+            yield "when", {"metric", "when"}, "test is read once, at the end"
         if metric == "run.epochs" and when != "end":
-            conflicts.append(("when", {"metric", "when"}, "run.epochs is known at the end"))
-        return conflicts
+            yield "when", {"metric", "when"}, "run.epochs is known at the end"

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -96,10 +97,6 @@ def _text(value: Any) -> Any:
     return value
 
 
-def _list_of_one(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
-
-
 def _two_or_more_names(value: tuple[str, ...]) -> tuple[str, ...]:
     if len(value) < 2 or len(set(value)) < len(value):
         raise _expected("a list of at least two class names, each once")
@@ -141,16 +138,14 @@ def _patterns(value: tuple[str, ...]) -> tuple[str, ...]:
     return value
 
 
-def _three(value: Any) -> Any:
-    if not isinstance(value, (list, tuple)) or len(value) != 3:
-        raise _expected("a list of 3 numbers, each between 0 and 1 (not 0 to 255)")
+def _list(value: Any, *, of: int, each: str = "") -> Any:
+    if not isinstance(value, (list, tuple)) or len(value) != of:
+        raise _expected(f"a list of {of} numbers{each}")
     return value
 
 
-def _two(value: Any) -> Any:
-    if not isinstance(value, (list, tuple)) or len(value) != 2:
-        raise _expected("a list of 2 numbers")
-    return value
+_two = partial(_list, of=2)
+_three = partial(_list, of=3, each=", each between 0 and 1 (not 0 to 255)")
 
 
 def _image_size(value: Any) -> Any:
@@ -166,31 +161,23 @@ def _image_size(value: Any) -> Any:
     return sizes if isinstance(value, (list, tuple)) else sizes[0]
 
 
-def _freeze(value: Any) -> Any:
-    if value in ("none", "backbone"):
-        return value
-    try:
-        blocks = _whole(value)
-    except PydanticCustomError:
-        blocks = -1
-    if blocks < 0:
-        raise _expected("'none', 'backbone' or a number of blocks")
-    return blocks
-
-
-def _auto_or_at_least(least: int) -> Callable[[Any], Any]:
+def _word_or_whole(words: Container[Any], least: int, phrase: str) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
-        if value == "auto":
+        if value in words:
             return value
         try:
             number = _whole(value)
         except PydanticCustomError:
             number = least - 1
         if number < least:
-            raise _expected(f"'auto' or a whole number of at least {least}")
+            raise _expected(phrase)
         return number
 
     return check
+
+
+def _auto_or_at_least(least: int) -> Callable[[Any], Any]:
+    return _word_or_whole(("auto",), least, f"'auto' or a whole number of at least {least}")
 
 
 def _auto_or_not(value: Any) -> Any:
@@ -250,14 +237,6 @@ def _read_renames(name: str) -> dict[str, Any]:
     return document.tree
 
 
-def _train_sentence(value: str) -> str:
-    return _sentence(value, train=True)
-
-
-def _eval_sentence(value: str) -> str:
-    return _sentence(value, train=False)
-
-
 def _sentence(value: str, *, train: bool) -> str:
     from finetune.transforms.grammar import parse
 
@@ -271,31 +250,19 @@ def _sentence(value: str, *, train: bool) -> str:
     return value
 
 
-def _metric(value: str) -> str:
-    if not _METRIC.fullmatch(value):
-        raise _expected(
-            "run.epochs, or train, val or test, a dot, and top1, top5, loss or ece (of val and "
-            "test balanced_accuracy, macro_f1, micro_f1 or map, too): 'val.top1'"
-        )
-    return value
+def _like(pattern: re.Pattern[str], phrase: str) -> AfterValidator:
+    def check(value: str) -> str:
+        if not pattern.fullmatch(value):
+            raise _expected(phrase)
+        return value
 
-
-def _repository(value: str) -> str:
-    if not _REPOSITORY.fullmatch(value):
-        raise _expected("owner/name of a repository on the hub")
-    return value
-
-
-def _when(value: str) -> str:
-    if not _WHEN.fullmatch(value):
-        raise _expected("'end', 'first', 'best', 'epoch N' or 'after epoch N'")
-    return value
+    return AfterValidator(check)
 
 
 Whole = Annotated[int, BeforeValidator(_whole)]
 Real = Annotated[float, BeforeValidator(number)]
 Text = Annotated[str, BeforeValidator(_text)]
-Names = Annotated[tuple[Text, ...], BeforeValidator(_list_of_one)]
+Names = Annotated[tuple[Text, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
 Patterns = Annotated[Names, AfterValidator(_patterns)]
 ClassNames = Annotated[Names, AfterValidator(_two_or_more_names)]
 Score = Literal[  # a figure of validation by which checkpoints, or runs, are chosen
@@ -310,17 +277,25 @@ Score = Literal[  # a figure of validation by which checkpoints, or runs, are ch
 LabelColumns = Annotated[str | tuple[str, ...], BeforeValidator(_label_columns)]
 ClassWeights = Annotated[Literal["balanced"] | dict[str, float], BeforeValidator(_class_weights)]
 Size = Annotated[int | tuple[int, int], BeforeValidator(_image_size)]
+_freeze = _word_or_whole(("none", "backbone"), 0, "'none', 'backbone' or a number of blocks")
 Blocks = Annotated[Literal["none", "backbone"] | int, BeforeValidator(_freeze)]
 Auto = Annotated[bool | Literal["auto"], BeforeValidator(_auto_or_not)]
 MicroBatch = Annotated[Literal["auto"] | int, BeforeValidator(_auto_or_at_least(1))]
 Workers = Annotated[Literal["auto"] | int, BeforeValidator(_auto_or_at_least(0))]
 Arguments = Annotated[dict[str, Any], BeforeValidator(_plain_values)]
-TrainSentence = Annotated[Text, AfterValidator(_train_sentence)]
+TrainSentence = Annotated[Text, AfterValidator(partial(_sentence, train=True))]
 Renames = Annotated[dict[str, str] | str, BeforeValidator(_renames)]
-EvalSentence = Annotated[Text, AfterValidator(_eval_sentence)]
-Repository = Annotated[Text, AfterValidator(_repository)]
-Metric = Annotated[Text, AfterValidator(_metric)]
-When = Annotated[Text, AfterValidator(_when)]
+EvalSentence = Annotated[Text, AfterValidator(partial(_sentence, train=False))]
+Repository = Annotated[Text, _like(_REPOSITORY, "owner/name of a repository on the hub")]
+Metric = Annotated[
+    Text,
+    _like(
+        _METRIC,
+        "run.epochs, or train, val or test, a dot, and top1, top5, loss or ece (of val and test "
+        "balanced_accuracy, macro_f1, micro_f1 or map, too): 'val.top1'",
+    ),
+]
+When = Annotated[Text, _like(_WHEN, "'end', 'first', 'best', 'epoch N' or 'after epoch N'")]
 _Colour = Annotated[Real, Field(ge=0, le=1)]
 _Spread = Annotated[Real, Field(gt=0, le=1)]
 _Beta = Annotated[Real, Field(ge=0, lt=1)]

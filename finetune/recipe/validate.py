@@ -133,7 +133,6 @@ def validate(document: Document, recipe: type[T]) -> T:
 
     Args:
         document: the plain data with its places and the problems found so far.
-        recipe: the model to build.
     Raises: RecipeError with one line for every problem, from the top of the file to the bottom, and
         the code of the first.
     """

@@ -141,8 +141,6 @@ for _name, _pattern, _first in (
 def read_text(path: str | Path) -> str:
     """Read a recipe file.
 
-    Args:
-        path: a local YAML file.
     Returns: its text.
     Raises: RecipeError if it is not a file that can be read as UTF-8 text.
     """
@@ -166,8 +164,7 @@ def read_text(path: str | Path) -> str:
             )
         if not stat.S_ISREG(mode):  # opening a pipe may wait for ever
             raise RecipeError(
-                f"{name}: a pipe or a device; give the file of a recipe",
-                code="recipe.not_a_recipe",
+                f"{name}: a pipe or a device; give the file of a recipe", code="recipe.not_a_recipe"
             )
         with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)
@@ -198,7 +195,6 @@ def read_document(text: str, *, name: str) -> Document:
     """Turn YAML text into plain data with places.
 
     Args:
-        text: the YAML.
         name: what to call the file in messages.
     Returns: the document; problems of keys and tags are in it, to be raised with all others.
     Raises: RecipeError if the text is not YAML, is empty or is not a mapping.

@@ -82,27 +82,15 @@ _MACHINE_SETTINGS = {"foreach", "fused", "capturable", "differentiable"}
 _ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)  # empty on all others
 
 
+@dataclasses.dataclass(eq=False)
 class Snapshot:
     """A copy of the training state on the host, ready to be written."""
 
-    def __init__(
-        self,
-        weights: dict[str, Tensor],
-        moments: dict[str, Tensor],
-        optimizer: dict[str, Any],
-        ema: dict[str, Tensor] | None,
-        counters: dict[str, Any],
-    ) -> None:
-        self.weights = weights
-        self.moments = moments
-        self.optimizer = optimizer
-        self.ema = ema
-        self.counters = counters
-
-    @property
-    def best_weights(self) -> dict[str, Tensor]:
-        """The weights that are evaluated: the EMA if there is one, else the network's own."""
-        return self.weights if self.ema is None else self.ema
+    weights: dict[str, Tensor]
+    moments: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    ema: dict[str, Tensor] | None
+    counters: dict[str, Any]
 
     def num_bytes(self) -> int:
         """Size on disk, without the few hundred bytes of headers."""
@@ -155,7 +143,11 @@ def capture(
                     numbers["moments"][f"{name}/{key}"] = value
         # Some optimisers count their steps in the group, not with the moments.
         numbers["groups"] = [
-            {key: _plain(value) for key, value in group.items() if key != "params"}
+            {
+                key: value.item() if isinstance(value, Tensor) else value  # a tensor of one number
+                for key, value in group.items()
+                if key != "params"
+            }
             for group in state.get("param_groups", [])
         ]
     weights: Any = get_model_state_dict(model, options=_ON_RANK_0)
@@ -168,11 +160,6 @@ def capture(
         None if ema is None else {n: _own(t) for n, t in average.items() if n not in left_out},
         counters,
     )
-
-
-def _plain(value: Any) -> Any:
-    """A number where an optimiser keeps a tensor of one."""
-    return value.item() if isinstance(value, Tensor) else value
 
 
 def _own(tensor: Tensor, *, copied: bool = False) -> Tensor:
@@ -215,7 +202,8 @@ def restore(
         groups: Any = get_optimizer_state_dict(model, optimizer, options=_WHOLE)["param_groups"]
         for group, values in zip(groups, saved["groups"], strict=True):
             kept = {key: value for key, value in values.items() if key not in _MACHINE_SETTINGS}
-            group |= {key: _tuple(value) for key, value in kept.items()}
+            # JSON knows only lists, optimisers want their betas as a tuple
+            group |= {k: tuple(v) if isinstance(v, list) else v for k, v in kept.items()}
         set_optimizer_state_dict(
             model, optimizer, {"state": cast(Any, state), "param_groups": groups}, options=_WHOLE
         )
@@ -247,11 +235,6 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path}: is not what its name says ({error}); remove this checkpoint",
             code="checkpoint.damaged",
         ) from None
-
-
-def _tuple(value: Any) -> Any:
-    """JSON knows only lists, optimisers want their betas as a tuple."""
-    return tuple(value) if isinstance(value, list) else value
 
 
 def set_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ __all__ = [
     "pick_precision",
     "precision_of",
     "requested_processes",
+    "versions_of",
 ]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -53,7 +55,7 @@ def describe_machine(device: torch.device, num_processes: int) -> RunRecord:
     if device.type == "cpu":
         described["instructions"] = [torch.backends.cpu.get_cpu_capability(), *_native_bf16()]
     return {
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **versions_of(_PACKAGES)},
         "device": described,
         "num_processes": num_processes,
         "commit": _commit(),
@@ -61,9 +63,10 @@ def describe_machine(device: torch.device, num_processes: int) -> RunRecord:
     }
 
 
-def _versions() -> dict[str, str]:
+def versions_of(packages: Sequence[str]) -> dict[str, str]:
+    """The versions of those packages that are installed, by name."""
     versions = {}
-    for package in _PACKAGES:
+    for package in packages:
         with contextlib.suppress(PackageNotFoundError):  # a checkout that is not installed
             versions[package] = version(package)
     return versions

@@ -44,12 +44,7 @@ class RunRecord(TypedDict, total=False):
 
 
 def teacher_in_words(section: DistillSection, record: Mapping[str, Any]) -> str:
-    """Say what is known of a run's teacher but its name, such as "kind logits, weight 0.5".
-
-    Args:
-        section: of the recipe.
-        record: the content of run.json.
-    """
+    """Say what is known of a run's teacher but its name, such as "kind logits, weight 0.5"."""
     facts, words = record.get("teacher", {}), f"kind {section.kind}"
     if section.kind == "logits":
         words += f" at temperature {section.softening:g}"

@@ -127,20 +127,8 @@ def _is_figure(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 1e300  # finite as a float, too
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_text, value))
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_rows(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(row, dict) for row in value)
+def _is_list(value: Any, of: type) -> bool:
+    return isinstance(value, list) and all(isinstance(each, of) for each in value)
 
 
 def _is_split(value: Any) -> bool:
@@ -153,8 +141,8 @@ def _is_split(value: Any) -> bool:
 
 _Check = tuple[Callable[[Any], bool], str]
 _OBJECT, _TEXT, _SPLIT = (
-    (_is_object, "an object"),
-    (_is_text, "a text"),
+    (lambda value: isinstance(value, dict), "an object"),
+    (lambda value: isinstance(value, str), "a text"),
     (_is_split, "the figures of a split"),
 )
 # The values that are computed with, or looked into; a key may be missing.
@@ -174,8 +162,8 @@ _SHAPES: dict[str, dict[str, _Check]] = {
     "results.json": {
         **dict.fromkeys(("val", "test", "train"), _SPLIT),
         **dict.fromkeys(("steps", "best_step"), (_is_count, "a number of steps")),
-        "claims": (_is_rows, "a list of objects"),
-        "warnings": (_is_texts, "a list of texts"),
+        "claims": (lambda value: _is_list(value, dict), "a list of objects"),
+        "warnings": (lambda value: _is_list(value, str), "a list of texts"),
     },
 }
 
@@ -185,7 +173,6 @@ def checked(path: Path, content: Any) -> dict[str, Any]:
 
     Args:
         path: where the content was read.
-        content: from `load_json`.
     Returns: the content.
     Raises: CheckpointError naming the key.
     """

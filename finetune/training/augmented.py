@@ -74,9 +74,7 @@ def augmented(
     """Prepare training images as the steps do that take them.
 
     Args:
-        setup: of the run.
         split: of training, without images in quarantine.
-        indices: of S images.
         one_size: True where all images of the split have one size; the pipeline is told so.
         epochs: to look at, from the first.
         dtype: of the images in training.
@@ -168,13 +166,7 @@ def _few(setup: TrainingSetup, split: Split) -> tuple[list[int], int]:
 
 
 def write_augmented(run: RunDir, setup: TrainingSetup, store: Store, dtype: torch.dtype) -> None:
-    """Write the training images that the report shows; where it cannot show them, the reason.
-
-    Args:
-        run: the run directory.
-        setup, dtype: as for `augmented`.
-        store: of training.
-    """
+    """Write the training images that the report shows; where it cannot show them, the reason."""
     note, rows, split = "", [], store.split
     if isinstance(split.items, ShardItems):
         note = "They are not shown: the images are streamed, and would be fetched again."

@@ -8,6 +8,8 @@ from typing import Any
 from finetune.data.sampling import draws_in_words, imbalance
 from finetune.errors import visible
 from finetune.evaluation.intervals import TOO_FEW_IMAGES
+from finetune.recipe.load import Recipe
+from finetune.recipe.schema import OptimSection
 from finetune.run.environment import precision_of
 from finetune.run.record import teacher_in_words
 from finetune.text import counted, short_count
@@ -47,9 +49,10 @@ def banner(trainer: TrainerState) -> list[str]:
 def size_notices(setup: TrainingSetup) -> list[str]:
     """Return a line for each thing that is too small, with what to do about it.
 
-    It may be the run, compared with its warm-up or in itself, a split to measure on, or a class.
+    It may be the run, compared with its warm-up or in itself, a split to measure on, or a class;
+    or what a key of the recipe changes, which is nothing.
     """
-    lines = [*_warmup_notices(setup), *_step_notices(setup)]
+    lines = [*_idle_keys(setup.recipe), *_warmup_notices(setup), *_step_notices(setup)]
     for name in ("val", "test"):
         split = setup.source.splits.get(name)
         if split is not None and len(split) < TOO_FEW_IMAGES:
@@ -120,6 +123,27 @@ def _chosen(trainer: TrainerState) -> dict[str, Any]:
         for key, (written, value) in chosen.items()
         if written == "auto" and value is not None
     }
+
+
+def _idle_keys(recipe: Recipe) -> list[str]:
+    """Not refused: `optim.schedule=constant` would have to name all that it makes idle."""
+    from timm.optim import get_optimizer_info
+
+    optim, default = recipe.optim, OptimSection.model_fields
+    has_momentum = get_optimizer_info(optim.name).has_momentum
+    changed = {key for key, field in default.items() if getattr(optim, key) != field.default}
+    idle = [
+        ("warmup_lr", not (optim.warmup_steps or optim.warmup_epochs), "there is no warm-up"),
+        ("min_lr", optim.schedule == "constant", "the rate is constant"),
+        ("step_factor", optim.schedule != "step", f"the schedule is {optim.schedule}"),
+        ("layer_decay", recipe.model.freeze == "backbone", "the head alone is trained"),
+        ("momentum", not has_momentum, f"{optim.name} has none"),
+    ]
+    return [
+        f"optim.{key}: changes nothing, as {why}"
+        for key, is_idle, why in idle
+        if is_idle and key in changed
+    ]
 
 
 def _warmup_notices(setup: TrainingSetup) -> list[str]:

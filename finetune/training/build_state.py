@@ -31,7 +31,6 @@ def build_trainer_state(
 
     Args:
         setup: its network is changed in place.
-        accelerator: from `launch`.
         run: where checkpoints will be written; nothing is written yet.
     Raises: RecipeError or SetupError for an optimiser or a setting that is not possible here.
     """

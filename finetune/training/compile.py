@@ -18,7 +18,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from finetune.models.fast_blocks import compute_class_token, multiply_plainly
-from finetune.models.profile import count_macs
+from finetune.models.profile import survey
 
 __all__ = ["choose_kernels", "compiles", "training_operations"]
 
@@ -42,24 +42,17 @@ def choose_kernels(
 
     Args:
         network: in float32, neither copied nor wrapped yet.
-        device: that computes it.
-        dtype: of its products.
         sharded: by FSDP, which brings a layer's weights to that layer's own call.
     """
     if not sharded:
         compute_class_token(network)
-        on_cpu = device.type == "cpu"
-        if _is_convolutional(network) and (not on_cpu or _is_faster_with_channels_last(network)):
+        # most layers convolve: more than the one that makes a ViT's patches
+        layers = [m for m in network.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+        convolves = 2 * sum(isinstance(layer, nn.Conv2d) for layer in layers) > len(layers)
+        if convolves and (device.type != "cpu" or _is_faster_with_channels_last(network)):
             network.to(memory_format=torch.channels_last)
-    if device.type != "cpu" or dtype != torch.bfloat16:
-        return
-    multiply_plainly(network)
-
-
-def _is_convolutional(network: nn.Module) -> bool:
-    """True if most layers convolve: more than the one that makes a ViT's patches."""
-    convolutions = sum(isinstance(module, nn.Conv2d) for module in network.modules())
-    return convolutions > sum(isinstance(module, nn.Linear) for module in network.modules())
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        multiply_plainly(network)
 
 
 def _is_faster_with_channels_last(network: nn.Module) -> bool:
@@ -94,7 +87,7 @@ def training_operations(network: nn.Module, image_size: tuple[int, int]) -> int:
         image_size: (height, width).
     Returns: three times the forward pass's: the backward pass makes two gradients.
     """
-    return 3 * 2 * count_macs(network.eval(), image_size)
+    return 3 * 2 * int(survey(network.eval(), image_size)["macs"])
 
 
 def compiles(

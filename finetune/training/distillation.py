@@ -122,10 +122,7 @@ class Distillation:
     the network, where it is trained, averaged and kept in checkpoints like any other layer.
 
     Args:
-        section: of the recipe.
         setup: its network is on the accelerator's device.
-        accelerator: from `launch`.
-        run: of the student.
 
     Attributes:
         facts: about the teacher, for run.json.
@@ -223,7 +220,6 @@ class Distillation:
         """Return the whole loss, and the teacher's part of it, each summed over the images.
 
         Args:
-            loss_sum: of the labels.
             logits_BK: float32, of the network in training, for this batch.
         """
         section, student_BN = self.section, logits_BK
@@ -235,10 +231,7 @@ class Distillation:
         else:
             teacher_BN = self._answer(batch.images_BCHW)
         part = distillation_loss(
-            student_BN,
-            teacher_BN,
-            kind=section.kind,
-            temperature=section.softening,
+            student_BN, teacher_BN, kind=section.kind, temperature=section.softening
         )
         return (1 - section.weight) * loss_sum + section.weight * part, part
 

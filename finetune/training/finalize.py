@@ -18,7 +18,7 @@ from finetune.data.feature_loader import AnyLoader
 from finetune.data.source import Split
 from finetune.errors import FinetuneError
 from finetune.evaluation.claims import answer
-from finetune.evaluation.evaluate import NUM_MISTAKES, Examination, examine
+from finetune.evaluation.evaluate import NUM_MISTAKES, Examination
 from finetune.evaluation.multilabel import DEFAULT_THRESHOLD
 from finetune.files import write_atomically
 from finetune.models.adapter import save_adapter
@@ -41,11 +41,9 @@ _MOST_KEPT = 1 << 26  # logits of validation that are kept while training goes o
 def can_keep(trainer: TrainerState, val_loader: AnyLoader) -> bool:
     """True if the figures of a validation can be those of the published weights.
 
-    With an adapter they are not: it is merged, and rounded, for publication. Nor with an average of
-    weights on several processes, each of which has its own batch norm's statistics.
+    With an adapter they are not: it is merged, and rounded, for publication.
     """
-    several = trainer.accelerator.num_processes > 1
-    if trainer.recipe.model.adapter is not None or (several and trainer.ema is not None):
+    if trainer.recipe.model.adapter is not None:
         return False
     return len(val_loader.labels) * val_loader.num_classes <= _MOST_KEPT
 
@@ -56,7 +54,6 @@ def validation(
     """Make an examination of the validation split.
 
     Args:
-        trainer, val_loader: of the run.
         is_last: ask for what the end of the run needs, too: the temperature, and the mistakes if
             there is no test split.
     """
@@ -101,15 +98,14 @@ def finish(
     if (test := splits.get("test")) is not None:
         # anew: its images may have been mended since its fingerprint was taken
         test_loader = trainer.loader(dataclasses.replace(test), train=False)
-        results["test"] = examine(
-            trainer.evaluated(),
+        examination = Examination(
             test_loader,
             accelerator,
-            batch_size=batch_size,
             temperature=results.get("temperature"),
             thresholds=results.get("thresholds") or [DEFAULT_THRESHOLD] * setup.num_classes,
             num_mistakes=NUM_MISTAKES,
         )
+        results["test"] = examination.of(trainer.evaluated(), batch_size=batch_size)
         _number_by(test, test_loader.store.split, results["test"]["mistakes"])
     if trainer.main:
         history = run.history()

@@ -39,7 +39,6 @@ class FrozenBackbone:
     Args:
         setup: its network is on the accelerator's device; from now on it takes features, too, if
             each image has only one.
-        accelerator: from `launch`.
 
     Attributes:
         gives_features: whether the loaders give features.
@@ -102,7 +101,6 @@ def feature_loader(
     Args:
         split, network, pipeline, identity, section, accelerator, timeout_seconds: as for
             `split_features`.
-        num_classes: K.
     Returns: the batches, and where they came from, for people.
     """
     features = split_features(

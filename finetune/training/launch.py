@@ -48,7 +48,6 @@ def launch(run: RunSection, *, out: Path | None = None) -> Accelerator:
 
     Args:
         run: precision, threads, trackers and the expected number of processes.
-        out: where trackers write.
     Returns: the accelerator; its device is ready.
     Raises: SetupError if the number of processes is not what was asked for.
     """

@@ -18,12 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import (
-    binary_cross_entropy_with_logits,
-    cross_entropy,
-    logsigmoid,
-    one_hot,
-)
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, logsigmoid, one_hot
 
 from finetune.data.splits import check_classes
 from finetune.recipe.load import OptimSection
@@ -135,7 +130,6 @@ def loss_of(
     Args:
         counts_K: images of each class in an epoch. Balanced weights are scikit-learn's of these,
             whose mean over the images is 1; a class without images counts as one that has one.
-        names: of the classes.
         multilabel: an image has any number of labels.
     Raises: RecipeError for weights of a class that is not there.
     """

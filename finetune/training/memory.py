@@ -143,7 +143,6 @@ def need_of(
         images: of the smaller pass, at least 2; the other has twice as many.
         train: forward and backward in training mode; else the forward pass of an evaluation.
         change: made to the twin before: freeze blocks, switch checkpointing on.
-        operations: count them, too.
     Raises: whatever the network raises at such images.
     """
     mode: FakeTensorMode | None = FakeTensorMode(allow_non_fake_inputs=True)
@@ -193,12 +192,7 @@ def twin_of(network: nn.Module, mode: FakeTensorMode | None = None) -> nn.Module
 
 
 def pass_once(
-    twin: nn.Module,
-    images: int,
-    image_size: tuple[int, int],
-    dtype: torch.dtype,
-    *,
-    train: bool,
+    twin: nn.Module, images: int, image_size: tuple[int, int], dtype: torch.dtype, *, train: bool
 ) -> None:
     """Send black images through a twin, there and, in training, back.
 
@@ -240,7 +234,6 @@ def step_bytes(network: nn.Module, optim: OptimSection) -> dict[str, int]:
 
     Args:
         network: not wrapped; also a twin without content.
-        optim: of the recipe.
     Returns: "weights", "gradients", "moments" (the optimiser's) and "average" (the EMA's).
     Raises: as `state_bytes`.
     """
@@ -265,9 +258,6 @@ def state_bytes(network: nn.Module, optim: OptimSection) -> int:
 
     One parameter of each shape takes a step of its own, so the network stays as it is.
 
-    Args:
-        network: on any device.
-        optim: of the recipe.
     Raises: RecipeError or SetupError as `build_optimizer` does.
     """
     names = {"name", "lr", "momentum", "betas", "weight_decay", "args"}

@@ -6,6 +6,7 @@ The global batch stays what the recipe says; only its parts change. What a part 
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -139,14 +140,8 @@ def largest(choices: Sequence[int], fits: Callable[[int], bool]) -> int:
         choices: in descending order; where one fits, all smaller ones do.
         fits: asked of about log2 of them.
     """
-    first, last = 0, len(choices)
-    while first < last:
-        middle = (first + last) // 2
-        if fits(choices[middle]):
-            last = middle
-        else:
-            first = middle + 1
-    return choices[first] if first < len(choices) else 0
+    place = bisect.bisect_left(choices, True, key=fits)
+    return choices[place] if place < len(choices) else 0
 
 
 def passes(

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from finetune.data.splits import shared_images
 from finetune.errors import CheckpointError, DataError, RecipeError, SetupError
 from finetune.files import write_atomically
 from finetune.recipe.identity import learned
@@ -19,7 +20,7 @@ from finetune.run.environment import describe_machine
 from finetune.run.record import RunRecord, read_record, write_record
 from finetune.training.setup import TrainingSetup
 
-__all__ = ["begin", "note_plan"]
+__all__ = ["begin", "note_plan", "refuse_second"]
 
 # Another length is another run, unless the past would have been the same.
 _LENGTH = {"optim.epochs", "optim.steps"}
@@ -43,7 +44,6 @@ def begin(
     Args:
         run, setup: opened.
         precision: "fp32", "bf16" or "fp16", as chosen for this machine.
-        num_processes: of this launch.
         resume: whether the user asked to go on.
         notice: told of each damaged checkpoint.
         teacher: `Distillation.facts`; None without one.
@@ -51,18 +51,16 @@ def begin(
     Raises: SetupError if there is a run already and `resume` is False; RecipeError or DataError if
         it is another one; CheckpointError if no checkpoint is intact.
     """
+    if not resume:
+        refuse_second(run)
     record = read_record(run)
     fingerprints = setup.fingerprints()
-    is_done = record.get("status") == "done" and run.read_json("results.json") is not None
+    is_done = _is_done(run, record)
     if not run.steps() and not is_done:
         start = 0  # nothing was learned yet, so nothing is lost by beginning anew
         record = {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-    elif not resume:
-        raise SetupError(
-            f"{run.path}: holds a run already ({record.get('status', 'unknown')}); continue it "
-            "with --resume, or choose another --out",
-            code="setup.run_exists",
-        )
+        for line in shared_images(setup.source):
+            notice(line)
     elif not record:
         raise CheckpointError(
             f"{run.path / 'run.json'}: is missing, so nothing tells what data the run began with; "
@@ -70,7 +68,8 @@ def begin(
             code="checkpoint.damaged",
         )
     else:
-        setup = _without_unreadable(setup, record)
+        # with the number of images that the recorded run could read
+        setup = setup.with_num_samples(record.get("plan", {}).get("images_read", setup.num_samples))
         _check_same(run, setup, record, notice, precision=precision, fingerprints=fingerprints)
         _check_teacher(run, record, teacher)
         if is_done and run.has_model() and setup.steps == _steps_before(record, setup):
@@ -85,6 +84,21 @@ def begin(
     facts = describe_machine(setup.device, num_processes) | _origin(setup, fingerprints, teacher)
     write_record(run, {**record, "status": "running", "precision": precision, **facts})
     return start
+
+
+def refuse_second(run: RunDir) -> None:
+    """Raise SetupError if there is a run already in which something was learned."""
+    record = read_record(run)
+    if run.steps() or _is_done(run, record):
+        raise SetupError(
+            f"{run.path}: holds a run already ({record.get('status', 'unknown')}); continue it "
+            "with --resume, or choose another --out",
+            code="setup.run_exists",
+        )
+
+
+def _is_done(run: RunDir, record: RunRecord) -> bool:
+    return record.get("status") == "done" and run.read_json("results.json") is not None
 
 
 def _origin(
@@ -118,6 +132,11 @@ def _check_same(
         for key in old[section] | new[section]
         if old[section].get(key) != new[section].get(key)
     }
+    # What was learned came from these; a test split may be mended before it is read.
+    recorded = record.get("split_fingerprints", {})
+    others = [name for name in _LEARNED if recorded.get(name) != fingerprints.get(name)]
+    if not others and not setup.recipe.data.streaming:  # of shards it is not the images' content
+        differences.pop("data.source", None)  # the same images elsewhere
     if differences and not (set(differences) <= _LENGTH and _same_past(run, setup, record)):
         shown = "; ".join(f"{key}: {values}" for key, values in differences.items())
         raise RecipeError(
@@ -138,9 +157,6 @@ def _check_same(
             "which its adapter belongs; restore them, or choose another --out",
             code="recipe.not_this_run",
         )
-    # What was learned came from these; a test split may be mended before it is read.
-    recorded = record.get("split_fingerprints", {})
-    others = [name for name in _LEARNED if recorded.get(name) != fingerprints.get(name)]
     splits = setup.source.splits
     if others and all(
         name in splits and splits[name].former_fingerprint == recorded.get(name, "")
@@ -178,11 +194,6 @@ def _same_past(run: RunDir, setup: TrainingSetup, record: RunRecord) -> bool:
     return done <= setup.steps and all(
         setup.lr(step) == setup.lr(step, steps=before) for step in range(done)
     )
-
-
-def _without_unreadable(setup: TrainingSetup, record: RunRecord) -> TrainingSetup:
-    """The setup with the number of images that the recorded run could read."""
-    return setup.with_num_samples(record.get("plan", {}).get("images_read", setup.num_samples))
 
 
 def _steps_before(record: RunRecord, setup: TrainingSetup) -> int:

@@ -295,21 +295,14 @@ def open_setup(
 
     Args:
         recipe: checked and complete.
-        device: where training runs.
         local_processes: processes that share this host's memory.
         notice: told once of each thing the user should know.
-        progress: show progress bars.
     Returns: the setup; no image is decoded yet.
     Raises: RecipeError, DataError or WeightsError for what does not fit together.
     """
     data = recipe.data
     source = _open_source(recipe)
     num_samples = len(source.splits["train"])
-    if num_samples == 0:
-        raise DataError(
-            f"{data.source}: the training split is empty; see: finetune data info",
-            code="data.empty",
-        )
     if data.batch_size > num_samples:
         notice(
             f"data.batch_size: {data.batch_size} is more than the {num_samples} training images; "
@@ -348,6 +341,9 @@ def open_setup(
 def _open_source(recipe: Recipe) -> Source:
     """The data with the splits that the recipe takes from it."""
     source = data_of(recipe.data, recipe.run.seed)
+    if "train" not in source.splits:
+        message = f"{source.name}: no train split, only {', '.join(source.splits)}; name another"
+        raise DataError(message, code="data.no_split")
     if not recipe.run.test:
         splits = {name: split for name, split in source.splits.items() if name != "test"}
         source = dataclasses.replace(source, splits=splits)

@@ -10,13 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from finetune.models.weights.read import read_tensors
 from finetune.recipe.load import Recipe
 from finetune.recipe.schema import StageSection
 
-__all__ = ["folder_of", "stage_recipes", "weights_of"]
+__all__ = ["folder_of", "stage_recipes"]
 
 
 def folder_of(out: str | Path, number: int) -> Path:
@@ -34,6 +31,7 @@ def stage_recipes(recipe: Recipe) -> list[Recipe]:
     recipes = []
     for stage in recipe.optim.stages:
         own = {"steps": stage.steps, "epochs": stage.epochs, "lr": stage.lr or recipe.optim.lr}
+        own |= {"layer_decay": None} if stage.freeze == "backbone" else {}  # the head alone
         whole = {"test": False, "push_to": None, "push_private": False}
         sections = {
             "model": recipe.model.model_copy(update=_trained(stage)),
@@ -50,8 +48,3 @@ def _trained(stage: StageSection) -> dict[str, Any]:
     keys = {"freeze": stage.freeze, "adapter": None}
     # all batch norms are frozen then, and the keys for the others have nothing to do
     return keys | ({"sync_bn": False, "freeze_bn": False} if stage.freeze == "backbone" else {})
-
-
-def weights_of(folder: Path) -> dict[str, Tensor]:
-    """Read the weights that a stage ended with, by the names of the network without an adapter."""
-    return read_tensors(folder / "model" / "model.safetensors")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from accelerate import Accelerator
 
 from finetune.console import bar, say, say_nothing
 from finetune.data.feature_loader import AnyLoader
-from finetune.errors import Interrupted
+from finetune.data.loader import Batch
+from finetune.errors import FinetuneError, Interrupted
 from finetune.evaluation.evaluate import Examination
 from finetune.models.adapter import load_plain
 from finetune.models.head import set_train_mode
+from finetune.models.weights.read import read_tensors
 from finetune.processes import local_processes
 from finetune.recipe.load import Recipe
 from finetune.run.directory import RunDir
@@ -35,7 +38,7 @@ from finetune.training.meter import Meter, StopSignals
 from finetune.training.micro_batch import settle_micro_batch
 from finetune.training.resume import begin, note_plan
 from finetune.training.setup import TrainingSetup, open_setup
-from finetune.training.stages import folder_of, stage_recipes, weights_of
+from finetune.training.stages import folder_of, stage_recipes
 from finetune.training.trainer_state import TrainerState
 
 __all__ = ["train"]
@@ -74,13 +77,7 @@ def train(
 
 
 def _train(
-    recipe: Recipe,
-    out: str | Path,
-    before: Path | None,
-    *,
-    resume: bool,
-    dry_run: bool,
-    stay: bool,
+    recipe: Recipe, out: str | Path, before: Path | None, *, resume: bool, dry_run: bool, stay: bool
 ) -> dict[str, Any]:
     """Do as `train`, from the weights that the stage before has left in its folder."""
     run = RunDir(out)
@@ -97,7 +94,8 @@ def _train(
             setup = _open(recipe, accelerator)
             recipe = setup.recipe  # with what its nulls mean here
             if before is not None:
-                load_plain(setup.built.model, on_main(accelerator, lambda: weights_of(before)))
+                file = before / "model" / "model.safetensors"
+                load_plain(setup.built.model, on_main(accelerator, lambda: read_tensors(file)))
             trainer = build_trainer_state(setup, accelerator, run)
             setup.sampler.micro_batches(0, rank=rank, world=world)
             precision, distillation = precision_of(accelerator), trainer.distillation
@@ -157,13 +155,13 @@ def _ready(trainer: TrainerState, start: int) -> tuple[AnyLoader, AnyLoader | No
     Returns: the loaders of training and of validation, if there is one.
     """
     accelerator, run, splits = trainer.accelerator, trainer.run, trainer.setup.source.splits
+    if start:  # before the images: a frozen backbone computes their features
+        trainer.restore(start)
     train_loader = trainer.loader(splits["train"], train=True, dtype=dtype_of(accelerator))
     labels = train_loader.store.split.labels
     trainer.setup = setup = trainer.setup.with_num_samples(len(labels), labels)
     on_main(accelerator, lambda: note_plan(run, setup, start=start))
     val_loader = trainer.loader(splits["val"], train=False) if "val" in splits else None
-    if start:
-        trainer.restore(start)
     settle_micro_batch(trainer, train_loader, functools.partial(on_main, accelerator))
     if trainer.recipe.run.trackers:
         accelerator.init_trackers("finetune")
@@ -200,7 +198,8 @@ def _loop(
         bar(total=setup.steps, start=counters.step, shown=trainer.main) as shown,
     ):
         while counters.step < setup.steps and not trainer.stops_early:
-            trainer.step(*next(steps), meter)
+            number, coming = next(steps)
+            trainer.step(number, _read(coming, trainer, meter, stop), meter)
             shown.update()
             step = counters.step
             if trainer.compiled and step == first:
@@ -223,11 +222,7 @@ def _loop(
             meter.resume(paused)
             if signal_number:
                 trainer.saved()
-                raise Interrupted(
-                    f"{trainer.run.path}: stopped at step {step} of {setup.steps} and saved; "
-                    "continue with --resume",
-                    signal_number,
-                )
+                raise Interrupted(_saved(trainer), signal_number)
     if counters.step < setup.steps:
         run = trainer.recipe.run
         setup.notice(
@@ -238,12 +233,34 @@ def _loop(
     return kept
 
 
-class _Forecast:
-    """Says once how long the rest of a run takes, if that is long enough to be worth saying.
+def _read(
+    batches: Iterator[Batch], trainer: TrainerState, meter: Meter, stop: StopSignals
+) -> Iterator[Batch]:
+    """Yield a step's micro-batches. Where one does not come, the steps before are saved.
 
-    Args:
-        steps: of the whole run.
+    A signal ends the wait for it. Of several processes, others may not miss one: they only fail.
     """
+    if trainer.accelerator.num_processes > 1:
+        yield from batches
+        return
+    while True:
+        try:
+            with stop.at_once(_saved(trainer)):
+                batch = next(batches, None)
+        except FinetuneError:
+            trainer.undo_micro_batches()
+            trainer.saved()
+            if trainer.counters.step not in {0, *trainer.run.steps()}:
+                trainer.save(meter)
+                trainer.saved()
+            raise
+        if batch is None:
+            return
+        yield batch
+
+
+class _Forecast:
+    """Says once how long the rest of a run takes, if that is long enough to be worth saying."""
 
     _STEPS, _SECONDS = 3, 10.0  # measured before anything is said
 
@@ -295,6 +312,14 @@ def _publish(run: RunDir, recipe: Recipe) -> None:
         pushed = push(run.path, recipe.run.push_to, private=recipe.run.push_private)
         write_record(run, {**record, "pushed": pushed})
         say(f"pushed to {pushed['url']}, commit {pushed['commit']}")
+
+
+def _saved(trainer: TrainerState) -> str:
+    """The message of a signal that ends training."""
+    if not trainer.counters.step:
+        return _stopped(trainer.run)
+    steps = f"step {trainer.counters.step} of {trainer.setup.steps}"
+    return f"{trainer.run.path}: stopped at {steps} and saved; continue with --resume"
 
 
 def _stopped(run: RunDir) -> str:

@@ -23,7 +23,7 @@ from finetune import processes
 from finetune.data.feature_loader import AnyLoader
 from finetune.data.loader import Batch
 from finetune.data.source import Split
-from finetune.errors import CheckpointError, DivergedError
+from finetune.errors import CheckpointError, DivergedError, RecipeError
 from finetune.models.adapter import merge_adapter
 from finetune.models.batch_norm import synchronise
 from finetune.models.head import set_train_mode
@@ -97,9 +97,6 @@ class TrainerState:
     Args:
         setup: of the run; once the data is open, with the number of images that can be read.
         accelerator: from `launch`; it has prepared the network and the optimiser.
-        run: the run directory.
-        model: the network, as prepared.
-        optimizer: as prepared.
         ema: the average of the weights, if `optim.ema_decay` asks for one.
         frozen: loads the data of a run that trains the head alone.
         distillation: adds a teacher's part to the loss.
@@ -155,7 +152,8 @@ class TrainerState:
     def step(self, num_batches: int, batches: Iterator[Batch], meter: Meter) -> None:
         """Take one optimiser step on this rank's micro-batches."""
         counters, accelerator, optim = self.counters, self.accelerator, self.recipe.optim
-        losses, before = [], [statistic.clone() for statistic in self._statistics]
+        losses = []
+        self._before = before = [statistic.clone() for statistic in self._statistics]
         for number, batch in enumerate(batches):
             last = number == num_batches - 1
             waiting = contextlib.nullcontext() if last else accelerator.no_sync(self.model)
@@ -164,7 +162,10 @@ class TrainerState:
                 loss_sum, logits_BK, *teacher_sum = self.forward(batch)
                 # Gradients are averaged over ranks, and the loss is a mean over the global batch.
                 share = accelerator.num_processes / self.recipe.data.batch_size
-                accelerator.backward(loss_sum * _unless_infinite(loss_sum.detach(), share))
+                # a loss that is not finite may have a gradient that is: NaN tells all ranks of it
+                factor = torch.where(loss_sum.detach().isfinite(), share, float("nan"))
+                with self._counted_once():
+                    accelerator.backward(loss_sum * factor)
             sums = [loss_sum, logits_BK, batch.labels_B, *teacher_sum]
             losses.append([tensor.detach() for tensor in sums])
         finite = self._clip(optim.clip_norm).isfinite()
@@ -181,12 +182,37 @@ class TrainerState:
         self._finite.send(finite)
         self._count_skipped(self._finite.receive())
 
+    def undo_micro_batches(self) -> None:
+        """Take back what those of a step that cannot be taken have changed."""
+        for statistic, old in zip(self._statistics, self._before, strict=True):
+            statistic.copy_(old)
+
+    @contextlib.contextmanager
+    def _counted_once(self) -> Iterator[None]:
+        """Keep batch norm's statistics, where the way back computes activations anew."""
+        anew = self.recipe.model.grad_checkpointing
+        kept = [statistic.clone() for statistic in self._statistics if anew]
+        yield
+        for statistic, value in zip(self._statistics if anew else (), kept, strict=True):
+            statistic.copy_(value)
+
     def forward(self, batch: Batch) -> tuple[Tensor, ...]:
         """Return the loss summed over a batch, the logits and, if there is one, the teacher's part.
 
         The logits are float32, (B, K).
+
+        Raises: RecipeError for a lone image, whose every channel gives a batch norm one value.
         """
-        logits_BK = self.model(batch.images_BCHW).float()
+        try:
+            logits_BK = self.model(batch.images_BCHW).float()
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise RecipeError(
+                "data.batch_size: batch norm needs more than one image at once on each process; "
+                "raise it, and data.micro_batch, or set model.freeze_bn=true",
+                code="recipe.wrong_value",
+            ) from error
         loss_sum = self._loss_sum(logits_BK, batch.labels_B, batch.targets_BK)
         if self.distillation is None:
             return loss_sum, logits_BK
@@ -365,11 +391,17 @@ class TrainerState:
         set_train_mode(self.model)
 
     def share_statistics(self) -> None:
-        """Average batch norm's running statistics over ranks: each has seen its own images."""
+        """Average batch norm's running statistics over ranks: each has seen its own images.
+
+        In the EMA they become those of rank 0, which checkpoints keep.
+        """
         if self.accelerator.num_processes == 1:
             return
         for statistic in self._statistics:
-            statistic.copy_(torch.as_tensor(self.accelerator.reduce(statistic, "mean")))
+            if statistic.is_floating_point():
+                statistic.copy_(torch.as_tensor(self.accelerator.reduce(statistic, "mean")))
+        for statistic in () if self.ema is None else _statistics_of(self.ema.module):
+            torch.distributed.broadcast(statistic, src=0)
 
     @functools.cached_property
     def _loss_sum(self) -> AnyLoss:
@@ -391,9 +423,7 @@ class TrainerState:
 
     @functools.cached_property
     def _statistics(self) -> list[Tensor]:
-        """Batch norm's running means and variances."""
-        ends = ("running_mean", "running_var")
-        return [buffer for name, buffer in self.model.named_buffers() if name.endswith(ends)]
+        return _statistics_of(self.model)
 
     def agree_to_stop(self, received: int) -> int:
         """Let a signal to any rank stop all of them at the same step. Returns: its number or 0."""
@@ -425,9 +455,7 @@ class TrainerState:
         return step, merge_adapter(model) if self.recipe.model.adapter else weights
 
 
-def _unless_infinite(loss: Tensor, share: float) -> Tensor:
-    """The share, or NaN for a loss that is not finite, whose gradient might be all the same.
-
-    The gradient carries it to all ranks, so that they leave the step out together.
-    """
-    return torch.where(loss.isfinite(), share, float("nan"))
+def _statistics_of(model: nn.Module) -> list[Tensor]:
+    """Batch norm's running means and variances, and the numbers of batches in them."""
+    ends = ("running_mean", "running_var", "num_batches_tracked")
+    return [buffer for name, buffer in model.named_buffers() if name.endswith(ends)]

@@ -32,7 +32,7 @@ def warnings_of(
         history: the lines of metrics.jsonl.
     """
     guess = _guess(setup)
-    train, final = _losses(history, "train"), _final_loss(results, history)
+    train, final = _losses(history, "train"), _final_loss(setup, results, history)
     advice = "lower optim.lr or set optim.clip_norm"
     lines = []
     # An overconfident network has a high validation loss, too, but not a high training loss.
@@ -50,16 +50,11 @@ def warnings_of(
 
 
 def refuse_exploded(run: RunDir, setup: TrainingSetup, results: dict[str, Any]) -> None:
-    """Raise DivergedError if the loss has exploded; everything of the run is written by then.
-
-    Args:
-        run: with its metrics.jsonl.
-        setup, results: as for `warnings_of`.
-    """
+    """Raise DivergedError if the loss has exploded; everything of the run is written by then."""
     history = run.history()
     guess, optim = _guess(setup), setup.recipe.optim
     train, validated = _losses(history, "train"), _losses(history, "val")
-    final = _final_loss(results, history)
+    final = _final_loss(setup, results, history)
     # A head of zeros begins at an even guess; another one may begin anywhere, and come down.
     started = guess if setup.recipe.model.head_init == "zeros" else (validated or [guess])[0]
     if final > max(_EXPLODED * guess, started) and (not train or train[-1] > guess):
@@ -82,12 +77,19 @@ def _losses(history: Sequence[dict[str, Any]], split: str) -> list[float]:
     return [line["loss"] for line in history if line["split"] == split and line["loss"] is not None]
 
 
-def _final_loss(results: dict[str, Any], history: Sequence[dict[str, Any]]) -> float:
-    """The validation loss after the last step; without validation, that of test, or training."""
+def _final_loss(
+    setup: TrainingSetup, results: dict[str, Any], history: Sequence[dict[str, Any]]
+) -> float:
+    """The validation loss after the last step; without validation, that of test, or training.
+
+    That of training is 0 where weights of the recipe's, or a teacher, give it another scale.
+    """
     if validated := _losses(history, "val"):
         return validated[-1]
     if "test" in results:
         return float(results["test"]["loss"])
+    if setup.recipe.distill or setup.recipe.optim.class_weights not in (None, "balanced"):
+        return 0.0
     return (_losses(history, "train") or [0.0])[-1]
 
 

@@ -26,7 +26,7 @@ from finetune.models.fast_blocks import (
     multiply_plainly,
 )
 from finetune.models.features import accept_features, pre_logits
-from finetune.models.profile import count_macs
+from finetune.models.profile import survey
 
 NUM_CLASSES, DEPTH, WIDTH, TOKENS = 7, 2, 48, 17
 SIZES: dict[str, Any] = {
@@ -117,9 +117,9 @@ def test_dropout_drops_what_it_does_in_the_whole_block(place: str) -> None:
 
 def test_a_block_is_nearly_free() -> None:
     whole = network(img_size=64, depth=4)  # 65 tokens
-    before = count_macs(whole.eval(), (64, 64))
+    before = survey(whole.eval(), (64, 64))["macs"]
     assert compute_class_token(whole)
-    assert 0.74 < count_macs(whole, (64, 64)) / before < 0.78
+    assert 0.74 < survey(whole, (64, 64))["macs"] / before < 0.78
 
 
 @pytest.mark.parametrize(

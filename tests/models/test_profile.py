@@ -10,7 +10,7 @@ import torch
 from networks import built, images, logits
 from torch import nn
 
-from finetune.models.profile import count_macs, count_parameters, depth, survey
+from finetune.models.profile import count_parameters, depth, survey
 
 WIDTH, DEPTH, MLP, PATCH, CLASSES = 32, 2, 128, 8, 5
 
@@ -27,7 +27,7 @@ def test_macs_of_a_vit_are_what_a_hand_computes() -> None:
             for layer in made.model.modules():
                 if hasattr(layer, "fused_attn"):
                     layer.fused_attn = fused  # type: ignore[assignment]
-            counted = count_macs(made.model.eval().to(device), (32, 48))
+            counted = survey(made.model.eval().to(device), (32, 48))["macs"]
             assert counted == embedding + DEPTH * block + WIDTH * CLASSES
 
 

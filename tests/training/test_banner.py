@@ -58,6 +58,21 @@ def test_a_run_that_is_large_enough_has_no_notice() -> None:
     assert size_notices(setup_of("optim.warmup_steps=40")) == []
 
 
+@pytest.mark.parametrize(
+    "key, others",
+    [
+        ("optim.warmup_lr=1e-5", ["optim.warmup_steps=0"]),
+        ("optim.min_lr=1e-5", ["optim.schedule=constant"]),
+        ("optim.step_factor=0.5", []),
+        ("optim.layer_decay=0.7", ["model.freeze=backbone"]),
+        ("optim.momentum=0.5", []),
+    ],
+)
+def test_a_key_that_changes_nothing_is_said(key: str, others: list[str]) -> None:
+    (line,) = size_notices(setup_of(key, *others))
+    assert line.startswith(f"{key.partition('=')[0]}: changes nothing, as ")
+
+
 def test_few_images_and_few_steps_are_named_with_a_remedy(image_folder: Path) -> None:
     setup = setup_of(f"data.source=folder:{image_folder}", "data.batch_size=16", "optim.epochs=2")
     images = len(setup.source.splits["val"])

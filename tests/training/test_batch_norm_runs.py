@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,12 @@ import torch
 from faults_runs import killed_before, losses, weights
 from networks import saved
 from ranks import command, two_ranks
+from refusals import refused
 from safetensors.torch import load_file
 
 from finetune.commands.evaluate import evaluate_model
+from finetune.data.image_store import Store
+from finetune.errors import DataError
 from finetune.recipe.load import Recipe, parse_recipe
 from finetune.run.directory import RunDir
 from finetune.training.stages import stage_recipes
@@ -72,7 +76,13 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_without_it_they_drift_apart(tmp_path: Path) -> None:
     train(recipe(), tmp_path / "one")
-    assert np.abs(np.subtract(losses(on_two(tmp_path)), losses(tmp_path / "one"))).max() > 1e-4
+    two = on_two(tmp_path, "optim.ema_decay=0.5")
+    assert np.abs(np.subtract(losses(two), losses(tmp_path / "one"))).max() > 1e-4
+    lines = [json.loads(line) for line in (two / "metrics.jsonl").read_text().splitlines()]
+    best = json.loads((two / "results.json").read_text())["best_step"]
+    (validated,) = (line for line in lines if (line["split"], line["step"]) == ("val", best))
+    measured = evaluate_model(str(two), split="val")
+    assert validated["loss"] == pytest.approx(measured["loss"], abs=1e-6), "all ranks had one EMA"
 
 
 @pytest.mark.faults
@@ -90,6 +100,22 @@ def test_one_process_trains_the_same_bits(tmp_path: Path) -> None:
     train(recipe("optim.steps=4", SYNC), tmp_path / "same")
     assert losses(tmp_path / "same") == losses(tmp_path / "one")
     assert weights(tmp_path / "same") == weights(tmp_path / "one")
+
+
+def test_activations_computed_anew_are_counted_once(tmp_path: Path) -> None:
+    ends = []
+    for choice in ("false", "true"):
+        words = (f"model.grad_checkpointing={choice}", "optim.steps=2", "run.test=false")
+        train(recipe(*words, "data.micro_batch=9"), tmp_path / choice)
+        ends.append(load_file(RunDir(tmp_path / choice).folder(2) / "model.safetensors"))
+    for key, tensor in ends[0].items():
+        torch.testing.assert_close(ends[1][key], tensor, rtol=0, atol=1e-6, msg=key)
+
+
+@pytest.mark.parametrize("key", ["data.batch_size", "data.micro_batch"])
+def test_a_lone_image_is_refused(tmp_path: Path, key: str) -> None:
+    with refused("recipe.wrong_value", "more than one image", "model.freeze_bn"):
+        train(recipe("model.name=test_resnet", f"{key}=1", "run.test=false"), tmp_path / "run")
 
 
 def test_pretrained_statistics_stay(tmp_path: Path) -> None:
@@ -119,3 +145,26 @@ def test_stages_of_the_head_alone_leave_the_keys_out() -> None:
     frozen = recipe(stages, "model.pretrained=true", "model.freeze_bn=true")
     assert [stage.model.sync_bn for stage in stage_recipes(recipe(stages, SYNC))] == [False, True]
     assert [stage.model.freeze_bn for stage in stage_recipes(frozen)] == [False, True]
+
+
+def test_a_step_that_cannot_be_taken_leaves_no_trace(tmp_path: Path, monkeypatch: Any) -> None:
+    """Its second micro-batch does not come; the first has changed the running statistics."""
+    short = recipe("data.batch_size=16", "data.micro_batch=8", "optim.steps=4", "run.test=false")
+    train(short, tmp_path / "whole")
+    read_all = Store.read_all
+
+    def broken(self: Store, batches: Any) -> Any:
+        for number, batch in enumerate(read_all(self, batches)):
+            if number == 5 and self.split.name == "train":
+                raise DataError(
+                    "a.png: no such file; restore it and run again", code="data.not_found"
+                )
+            yield batch
+
+    monkeypatch.setattr(Store, "read_all", broken)
+    with refused("data.not_found", "a.png"):
+        train(short, tmp_path / "run")
+    monkeypatch.undo()
+    assert RunDir(tmp_path / "run").steps() == [2]
+    train(short, tmp_path / "run", resume=True)
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")

@@ -119,7 +119,7 @@ class TestLoss:
         network = trainer.setup.built.model.train()
         shuffle(network)
         loader = trainer.loader(trainer.setup.source.splits["train"], train=True)
-        trainer.setup = trainer.setup.with_num_samples(loader.num_samples)
+        trainer.setup = trainer.setup.with_num_samples(len(loader.labels))
         _, batches = next(loader.train(trainer.setup.sampler, range(1)))
         batch = next(batches)
         whole, _, part = trainer.forward(batch)

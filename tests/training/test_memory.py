@@ -11,7 +11,7 @@ from refusals import refused
 from torch import nn
 
 from finetune.models.head import freeze_parameters
-from finetune.models.profile import count_macs
+from finetune.models.profile import survey
 from finetune.recipe.load import OptimSection
 from finetune.training.memory import (
     LiveBytes,
@@ -135,7 +135,7 @@ def test_operations_are_three_times_the_forward_pass() -> None:
     model = network()
     need = need_of(model, image_size=SIZE, dtype=torch.float32, operations=True)
     assert need.operations is not None
-    share = need.operations / (6 * count_macs(model.eval(), SIZE))
+    share = need.operations / (6 * survey(model.eval(), SIZE)["macs"])
     assert 0.9 < share <= 1.0  # the images need no gradient
     assert need_of(model, image_size=SIZE, dtype=torch.float32).operations is None
 

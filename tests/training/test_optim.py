@@ -16,7 +16,7 @@ import torch
 from refusals import refused
 from torch import nn
 
-from finetune.training.optim import SCHEDULES, build_optimizer, lr_at, param_groups, set_lr
+from finetune.training.optim import build_optimizer, lr_at, param_groups, set_lr
 
 
 def vit(**kwargs: Any) -> nn.Module:
@@ -127,23 +127,6 @@ def test_lr_never_jumps_by_more_than_a_warmup_step() -> None:
         assert max(abs(a - b) for a, b in itertools.pairwise(rates)) <= 1 / 50 + 1e-12
         assert min(rates) == 0
         assert max(rates) == 1
-
-
-@pytest.mark.parametrize(
-    "code, changes, named",
-    [
-        (
-            "recipe.wrong_value",
-            {"schedule": "cosin"},
-            ["optim.schedule", "'cosin'", "'cosine'", *SCHEDULES],
-        ),
-        ("recipe.missing_key", {"schedule": "step"}, ["optim.step_every"]),
-        ("recipe.conflict", {"warmup_steps": 11}, ["optim.warmup_steps", "11", "10"]),
-    ],
-)
-def test_lr_refuses(code: str, changes: dict, named: list[str]) -> None:
-    with refused(code, *named):
-        lr_at(0, **{"lr": 1.0, "schedule": "cosine", "steps": 10, **changes})
 
 
 def test_importing_optim_does_not_import_torch() -> None:
@@ -271,11 +254,6 @@ def test_layer_decay_scales_convolutional_networks(name: str, expected: dict[str
     for start, scale in expected.items():
         scales = {group["lr_scale"] for key, group in groups.items() if key.startswith(start)}
         assert scales == {scale}, start
-
-
-def test_unknown_decay_is_an_error() -> None:
-    with refused("recipe.wrong_value", "optim.decay", "'matrix'"):
-        param_groups(vit(), lr=1.0, weight_decay=0.1, decay="matrix")
 
 
 # --- optimisers -------------------------------------------------------------------------------

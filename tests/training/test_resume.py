@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from recipe_texts import tiny_text
 from refusals import refused
+from samples import make_folder
 
 from finetune.recipe.load import parse_recipe
 from finetune.run.directory import RunDir
@@ -59,6 +62,32 @@ def test_only_what_changes_nothing_learned_may_differ(run: RunDir) -> None:
             start(run, setup_of(override), resume=True)
     with refused("recipe.not_this_run", "run.precision", "fp32", "bf16"):
         start(run, setup_of(), resume=True, precision="bf16")
+
+
+def test_images_may_have_moved_but_not_changed(run: RunDir, tmp_path: Path) -> None:
+    def of(name: str) -> TrainingSetup:
+        place = f"data.source=folder:{tmp_path / name}"
+        return setup_of(place, "data.val_fraction=0.2", "data.batch_size=4")
+
+    make_folder(tmp_path / "here", {"a": 12, "b": 12})
+    start(run, of("here"))
+    save(run, 2)
+    (tmp_path / "here").rename(tmp_path / "there")
+    assert start(run, of("there"), resume=True) == 2
+    assert str(tmp_path / "there") in (run.path / "recipe.yaml").read_text()
+    next((tmp_path / "there").rglob("*.png")).rename(tmp_path / "gone.png")
+    with refused("data.changed", "there"):
+        start(run, of("there"), resume=True)
+
+
+def test_a_run_says_at_its_start_that_it_is_measured_on_training_images(
+    run: RunDir, tmp_path: Path
+) -> None:
+    source = make_folder(tmp_path / "set", {"train/a": 9, "train/b": 9, "test/a": 1, "test/b": 1})
+    shutil.copy(tmp_path / "set/train/a/1.png", tmp_path / "set/test/a/0.png")
+    lines: list[str] = []
+    start(run, setup_of(f"data.source={source}", "data.batch_size=4"), notice=lines.append)
+    assert ["split 'test': 1 of 2 images" in line for line in lines] == [True]
 
 
 def test_checkpoints_beyond_the_intact_one_are_removed(run: RunDir) -> None:

@@ -1,18 +1,24 @@
 """A sharded network (FSDP) on two CPU ranks: evaluated, saved, loaded.
 
-Accelerate leaves FSDP out on a CPU, so the network is sharded by torch here; what a launch does
-with it is for the tests of a GPU.
+Accelerate leaves FSDP out on a CPU, so the network is sharded by torch here, or Accelerate is told
+that the ranks are GPUs; what its launcher makes of them is for the tests of a GPU.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import timm
 import torch
 from accelerate import Accelerator
-from ranks import two_ranks
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+from faults_runs import losses
+from ranks import command, two_ranks
+from recipe_texts import tiny_text
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -21,8 +27,10 @@ from finetune.data.image_store import Store
 from finetune.data.loader import Loader
 from finetune.data.source import open_source
 from finetune.evaluation.evaluate import evaluate
+from finetune.recipe.load import parse_recipe
 from finetune.run import checkpoint as state
 from finetune.training.optim import build_optimizer, can_mask
+from finetune.training.train import train
 from finetune.training.trainer_state import TrainerState
 from finetune.transforms.pipeline import Pipeline
 
@@ -118,3 +126,46 @@ def test_a_sharded_network_is_saved_after_an_evaluation(tmp_path: Path) -> None:
     moments = load_file(tmp_path / "saved" / "optimizer.safetensors")
     assert moments["head.weight/momentum_buffer"].shape == alone.head.weight.shape
     assert moments["head.weight/momentum_buffer"].abs().sum() > 0
+
+
+RUN = tiny_text(
+    "train: resize | random_crop(padding=2), eval: resize, batch_size: 16, num_train: 96",
+    optim="lr: 3e-3, steps: 4, clip_norm: 1.0",
+    run="precision: fp32, log_every: 1, eval_every: 2, save_every: 2, test: false",
+    depth=2,
+)
+LAUNCHED = {  # as the launcher tells the ranks what recipes/accelerate/fsdp.yaml says
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+}
+
+
+def trained_as_on_gpus(*words: str) -> int:
+    join = PartialState.__init__
+
+    def joined(self: PartialState, *arguments: object, **named: object) -> None:
+        join(self, *arguments, **named)
+        if self.distributed_type == DistributedType.MULTI_CPU:
+            self._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PartialState, "__init__", joined)
+        return command("train", *words)
+
+
+def test_a_run_evaluates_saves_and_publishes(tmp_path: Path, no_pictures: None) -> None:
+    recipe, out = tmp_path / "recipe.yaml", tmp_path / "run"
+    recipe.write_text(RUN)
+    two_ranks(trained_as_on_gpus, str(recipe), "--out", str(out), environment=LAUNCHED)
+    alone = train(parse_recipe(RUN), tmp_path / "alone")
+    assert losses(out) == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+    assert json.loads((out / "results.json").read_text())["val"]["loss"] == pytest.approx(
+        alone["val"]["loss"], rel=1e-5
+    )
+    weights = [load_file(run / "model" / "model.safetensors") for run in (out, tmp_path / "alone")]
+    assert all(torch.allclose(weights[0][name], weights[1][name], atol=1e-4) for name in weights[1])

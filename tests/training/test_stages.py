@@ -23,6 +23,7 @@ from finetune.training.train import train
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 STAGES = "stages: [{freeze: backbone, steps: 8, lr: 3e-2, train: resize}]"
+ALL_FIRST = "optim.stages=[{freeze: none, steps: 8, lr: 1e-2}]"
 RECIPE = tiny_text(
     "train: resize | random_crop(padding=2), eval: resize, batch_size: 32, num_train: 320, "
     "num_test: 100",
@@ -81,11 +82,21 @@ def test_it_begins_with_the_weights_of_the_stage_before(
         assert torch.equal(seen[-1][key], tensor), key
 
 
-@pytest.mark.parametrize("step", [5, 8 + 4])  # in the first stage, and after it
-def test_a_killed_run_is_resumed_to_the_bit(tmp_path: Path, step: int) -> None:
-    train(recipe(), tmp_path / "whole")
-    killed_before(step, recipe(), tmp_path / "run")
-    train(recipe(), tmp_path / "run", resume=True)
+@pytest.mark.parametrize(
+    "step,overrides",
+    [
+        (5, ["optim.layer_decay=0.7"]),  # in the first stage
+        (8 + 4, []),
+        (8 + 4, ["model.freeze=backbone", "data.train=resize", ALL_FIRST]),
+    ],
+)
+def test_a_killed_run_is_resumed_to_the_bit(
+    tmp_path: Path, step: int, overrides: list[str]
+) -> None:
+    chosen = recipe(*overrides)
+    train(chosen, tmp_path / "whole")
+    killed_before(step, chosen, tmp_path / "run")
+    train(chosen, tmp_path / "run", resume=True)
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")
     first = [folder_of(tmp_path / name, 1) for name in ("run", "whole")]

@@ -38,7 +38,7 @@ BEFORE = {
 }
 AFTER = {
     "the temperature": ("finetune.evaluation.calibration.fit_temperature", 1),
-    "evaluation of test": ("finetune.training.finalize.examine", 1),
+    "evaluation of test": ("finetune.training.finalize.Examination", 2),
     "publishing": ("finetune.training.finalize.save_model", 1),
     "publishing again": ("finetune.training.finalize.refresh", 1),
     "the report": ("finetune.report.page.write_report", 1),

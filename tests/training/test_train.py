@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from ranks import command, two_ranks
 from refusals import refused
 from safetensors.torch import load_file
 
+from finetune.data.image_store import Store
 from finetune.data.loader import Loader
+from finetune.errors import HubError
 from finetune.publish.artifacts import PUBLISHED
 from finetune.recipe.load import parse_recipe
 from finetune.run.directory import RunDir
@@ -204,6 +207,33 @@ def test_a_signal_saves_and_resume_ends_the_same(plain, tmp_path: Path, monkeypa
         train(tiny(*FULL), out)
     assert caught.value.exit_code == 143
     assert json.loads((out / "run.json").read_text())["status"] == "stopped (143)"
+    monkeypatch.undo()
+    train(tiny(*FULL), out, resume=True)
+    assert weights(out) == weights(plain[0])
+
+
+@pytest.mark.parametrize("way", ["a signal while it waits", "the source gives up"])
+def test_where_no_batch_comes_what_is_done_is_saved(
+    way: str, plain, tmp_path: Path, monkeypatch
+) -> None:
+    out, read_all = tmp_path / "run", Store.read_all
+
+    def silent(self: Store, batches: Any) -> Any:
+        for number, batch in enumerate(read_all(self, batches)):
+            if number == 18 and self.split.name == "train":  # in the middle of step 5
+                if way == "the source gives up":
+                    raise HubError("http://x/a.tar: gone; try again later", code="hub.unreachable")
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(60)
+            yield batch
+
+    monkeypatch.setattr(Store, "read_all", silent)
+    is_signal, began = way != "the source gives up", time.monotonic()
+    named = (out, "step 4 of 12") if is_signal else ("gone",)
+    with refused("interrupted" if is_signal else "hub.unreachable", *named):
+        train(tiny(*FULL), out)
+    assert time.monotonic() - began < 50
+    assert RunDir(out).steps()[-1] == 4
     monkeypatch.undo()
     train(tiny(*FULL), out, resume=True)
     assert weights(out) == weights(plain[0])

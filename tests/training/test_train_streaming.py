@@ -134,7 +134,7 @@ class TestFaults:
             if self.counters.step in (2, 5):
                 hub.fail("GET /cdn/", kind="truncate")
                 hub.fail("GET /cdn/", status=503)
-                ranges._places.reset()
+                ranges._places.clear()
             step(self, *args)
 
         with pytest.MonkeyPatch.context() as patch:
@@ -167,7 +167,7 @@ class TestFaults:
 
         def hurt(self: TrainerState, *args: Any) -> None:
             if self.counters.step == 4:
-                ranges._places.reset()
+                ranges._places.clear()
                 if what == "lost":
                     hub.fail("/resolve/|/cdn/", times=None, echo=True)
                 else:

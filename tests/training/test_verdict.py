@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -74,6 +75,19 @@ def test_a_healthy_run_has_no_warning(
     setup: TrainingSetup, tmp_path: Path, results: Any, train_losses: Any, val_losses: Any
 ) -> None:
     assert verdict(setup, tmp_path / "run", results, history_of(train_losses, val_losses)) == []
+
+
+@pytest.mark.parametrize(
+    "key", ["optim.class_weights={'1': 1000}", "distill.teacher=embedded:vit_ti"]
+)
+def test_a_training_loss_of_another_scale_is_no_sign(
+    setup: TrainingSetup, tmp_path: Path, key: str
+) -> None:
+    other = dataclasses.replace(setup, recipe=parse_recipe(TINY, overrides=[key]))
+    results, history = {"steps": 200, "best_step": 200}, history_of([231.0, 230.0], [])
+    assert verdict(other, tmp_path / "scaled", results, history) == []
+    with refused("diverged.loss"):
+        verdict(setup, tmp_path / "plain", results, history)
 
 
 @pytest.mark.parametrize("accuracy, warns", [(0.48, True), (0.53, True), (0.62, False)])

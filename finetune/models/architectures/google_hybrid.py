@@ -18,7 +18,7 @@ from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_
 from timm.models.vision_transformer_hybrid import HybridEmbed
 from torch import Tensor
 
-__all__ = ["convert_backbone", "is_hybrid", "vit_hybrid"]
+__all__ = ["convert_backbone", "vit_hybrid"]
 
 default_cfgs = generate_default_cfgs(
     {
@@ -62,11 +62,9 @@ def vit_hybrid(
     hybrids (vit_base_r50_s16_224 and others) differ in two small constants.
 
     Args:
-        pretrained: load the weights that timm's pretrained configuration points to.
         layers: units of each stage.
         channels: of each stage's output, four times those inside its units.
         stem_chs: channels of the stem.
-        kwargs: as for timm's VisionTransformer.
     Source: vision_transformer, vit_jax/models_resnet.py.
     """
     backbone = ResNetV2(
@@ -89,11 +87,6 @@ def vit_hybrid(
         embed_layer=partial(HybridEmbed, backbone=backbone),
         **kwargs,
     )
-
-
-def is_hybrid(flat: Mapping[str, Tensor]) -> bool:
-    """True if a checkpoint of Google's begins with a ResNet."""
-    return "conv_root/kernel" in flat
 
 
 def convert_backbone(flat: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any], int]:

@@ -171,12 +171,7 @@ def attach(
 
 
 def position_table(position: Tensor | nn.Module | None) -> Tensor | None:
-    """The table that is added to the tokens.
-
-    Args:
-        position: the `pos_embed` that `attach` set.
-    Returns: (1, N, D), or None where nothing is added.
-    """
+    """Return the table of a `pos_embed` of `attach`, (1, N, D); None where nothing is added."""
     if isinstance(position, Learned2D):
         table: Tensor = position()
         return table

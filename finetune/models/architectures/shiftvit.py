@@ -213,12 +213,7 @@ class ShiftViT(nn.Module):
         return classifier
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the classifier by a new one.
-
-        Args:
-            num_classes: K; 0 for none.
-            global_pool: "avg", or "" for none; None keeps it.
-        """
+        """Replace the classifier by a new one; `global_pool` None keeps the pooling."""
         self.num_classes = num_classes
         self.head.reset(num_classes, pool_type=global_pool)
         self.head.apply(_initialise)
@@ -237,10 +232,7 @@ class ShiftViT(nn.Module):
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """timm's grouping into stem and blocks; merging belongs to the block after it."""
-        fine = [
-            (r"^stages\.(\d+)\.downsample", (0,)),
-            (r"^stages\.(\d+)\.blocks\.(\d+)", None),
-        ]
+        fine = [(r"^stages\.(\d+)\.downsample", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None)]
         return {"stem": r"^patch_embed", "blocks": r"^stages\.(\d+)" if coarse else fine}
 
 
@@ -275,13 +267,7 @@ def _initialise(module: nn.Module) -> None:
 
 @register_model
 def shiftvit_tiny_patch4_48(pretrained: bool = False, **kwargs: Any) -> ShiftViT:
-    """ShiftViT-Tiny for 48-pixel images: stages of 2, 4, 8 and 2 blocks, 96 channels doubling.
-
-    Args:
-        pretrained: load the weights that timm's pretrained configuration points to.
-        kwargs: as for `ShiftViT`, `shift` above all.
-    Source: see `ShiftViT`; 11,690,602 parameters at 10 classes.
-    """
+    """`ShiftViT` for 48-pixel images: 11,690,602 parameters at 10 classes."""
     model: ShiftViT = build_model_with_cfg(
         ShiftViT, "shiftvit_tiny_patch4_48", pretrained, **kwargs
     )

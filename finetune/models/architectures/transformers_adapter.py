@@ -109,18 +109,9 @@ class TransformersClassifier(nn.Module):
 
 @register_model
 def transformers_classifier(pretrained: bool = False, **kwargs: Any) -> TransformersClassifier:
-    """Any network of transformers' AutoModelForImageClassification, from its configuration.
-
-    Args:
-        pretrained: load the weights that timm's pretrained configuration points to.
-        kwargs: `transformers_config`, `num_classes` and, for some networks, `img_size`.
-    """
+    """Any network of transformers' AutoModelForImageClassification; `TransformersClassifier`."""
     return build_model_with_cfg(
-        TransformersClassifier,
-        ARCHITECTURE,
-        pretrained,
-        pretrained_filter_fn=_resized,
-        **kwargs,
+        TransformersClassifier, ARCHITECTURE, pretrained, pretrained_filter_fn=_resized, **kwargs
     )
 
 

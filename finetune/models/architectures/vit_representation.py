@@ -50,9 +50,7 @@ def vit_representation(
     imported.
 
     Args:
-        pretrained: load the weights that timm's pretrained configuration points to.
         representation_size: outputs of the layer, and inputs of the head.
-        kwargs: as for timm's VisionTransformer.
     Source: vision_transformer, vit_jax/models_vit.py, representation_size.
     """
     return build_model_with_cfg(

@@ -260,16 +260,7 @@ def _fit(state: Mapping[str, Tensor], model: ScratchViT) -> dict[str, Tensor]:
 
 @register_model
 def vit_scratch_large_patch8_32(pretrained: bool = False, **kwargs: Any) -> ScratchViT:
-    """ViT-L of 8 px patches for images of 32 px: 302,520,350 parameters, 5.15 GMACs at K = 10.
-
-    Args:
-        pretrained: load the weights that timm's pretrained configuration points to.
-        kwargs: as for ScratchViT.
-    """
+    """`ScratchViT` of 8 px patches, 32 px images: 302,520,350 parameters, 5.15 GMACs at K = 10."""
     return build_model_with_cfg(
-        ScratchViT,
-        "vit_scratch_large_patch8_32",
-        pretrained,
-        pretrained_filter_fn=_fit,
-        **kwargs,
+        ScratchViT, "vit_scratch_large_patch8_32", pretrained, pretrained_filter_fn=_fit, **kwargs
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from finetune.errors import WeightsError
-from finetune.models.architectures.google_hybrid import convert_backbone, is_hybrid
+from finetune.models.architectures.google_hybrid import convert_backbone
 from finetune.models.weights.resize_posemb import square_grid
 from finetune.models.weights.timm_config import registered_config
 
@@ -44,7 +44,7 @@ def convert(
     """
     prefix = next((p for p in PREFIXES if f"{p}embedding/kernel" in tensors), "")
     flat = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-    hybrid = is_hybrid(flat)
+    hybrid = "conv_root/kernel" in flat  # it begins with a ResNet
     if hybrid and args.get("pre_logits"):
         raise WeightsError(
             f"{source}: a hybrid of ResNet and ViT, which keeps no layer before its head; leave "

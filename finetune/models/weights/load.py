@@ -34,7 +34,6 @@ def load(
     layout, relative position tables at another size) goes through timm's own conversion, strictly.
 
     Args:
-        model: with random weights.
         weights: without tensors they leave the network as it is.
         create_args: what `model` was created with, `num_classes` included.
         posemb: "paper" or "timm".

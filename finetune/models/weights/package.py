@@ -103,10 +103,7 @@ _PACKAGES = {
 
 
 def known(name: str) -> Packaged:
-    """Look up the package in `package:NAME`.
-
-    Raises: WeightsError for an unknown one.
-    """
+    """Look up the package in `package:NAME`. Raises: WeightsError for an unknown one."""
     package = name.removeprefix(PREFIX)
     if package not in _PACKAGES:
         hint = nearest(package, _PACKAGES) or f"; there is: {', '.join(_PACKAGES)}"

@@ -31,7 +31,6 @@ def renamed(
     """Rename tensors: every pattern is replaced in every name, one pattern after the other.
 
     Args:
-        state: name to tensor.
         rename: regular expression to replacement, as of re.sub.
         source: what the user calls the weights, for messages.
     Raises: WeightsError for a pattern that is found in no name, two tensors of one name, and a
@@ -130,10 +129,7 @@ def propose(pairs: list[tuple[str, str]]) -> dict[str, str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the mapping for a file and an architecture of timm as YAML.
-
-    Returns: the exit code.
-    """
+    """Print the mapping for a file and an architecture of timm as YAML. Returns: the exit code."""
     if len(arguments) != 2 or not timm.is_model(arguments[1]):
         sys.stderr.write(
             "use: python -m finetune.models.weights.rename FILE ARCHITECTURE (timm's name)\n"

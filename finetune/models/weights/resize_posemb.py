@@ -12,18 +12,11 @@ from torch import Tensor
 
 from finetune.errors import WeightsError
 
-__all__ = ["METHODS", "resize_grid", "square_grid"]
-
-METHODS = ("paper", "timm")
+__all__ = ["resize_grid", "square_grid"]
 
 
 def square_grid(num_tokens: int) -> tuple[int, int] | None:
-    """The square grid that holds so many patch tokens, or None when there is none.
-
-    Args:
-        num_tokens: patch tokens, prefix tokens not counted.
-    Returns: (height, width) in patches, equal.
-    """
+    """Return the square grid that holds so many patch tokens, (height, width), or None."""
     side = math.isqrt(max(num_tokens, 0))
     return (side, side) if side * side == num_tokens and side else None
 
@@ -41,7 +34,7 @@ def resize_grid(
     Args:
         posemb_1ND: (1, num_prefix + h*w, D), patches in row-major order.
         grid: target (height, width) in patches.
-        method: one of METHODS: "paper" is bilinear with aligned corners, computed in float64;
+        method: "paper" is bilinear with aligned corners, computed in float64;
             "timm" is timm's antialiased bicubic.
         num_prefix: leading tokens without a place in the grid (class, distillation, registers);
             0 for networks that embed patches only.

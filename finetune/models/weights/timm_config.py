@@ -101,7 +101,6 @@ def read_json(path: Path, label: str) -> Any:
     """Read an untrusted JSON file, of which at most LARGEST_JSON bytes are taken into memory.
 
     Args:
-        path: of the file.
         label: what the user calls it, for messages.
     Raises: WeightsError for a file that cannot be read, is too large, or is not JSON.
     """
@@ -128,7 +127,6 @@ def read_config(path: Path, source: str, **place: Any) -> Weights:
     """Read timm's config.json; nothing in it may steer timm's loader.
 
     Args:
-        path: of the file.
         source: what the user calls it, for messages and the provenance.
         place: further keys of the provenance, such as the repository and its revision.
     Returns: everything but the tensors.

@@ -78,11 +78,6 @@ def describe(name: str, *, pretrained: bool = True) -> tuple[Weights, Path | Non
     return _weights(content, processor, provenance), weights, sha256
 
 
-def _takes_any_size(kind: str) -> bool:
-    """True if forward() can fit the position embeddings to the image."""
-    return "interpolate_pos_encoding" in inspect.signature(classes()[kind]().forward).parameters
-
-
 def _optional(repository: str, file: str, commit: str | None, name: str) -> dict[str, Path]:
     try:
         return {file: fetch(repository, file, commit, source=name).path}
@@ -122,11 +117,12 @@ def _weights(
     labels = content.get("id2label") or {}
     names = [str(labels[key]) for key in sorted(labels, key=int)] if labels else []
     numbered = all(re.fullmatch(r"LABEL_\d+", label) for label in names)
+    takes = inspect.signature(known[content["model_type"]]().forward).parameters
     # transformers leaves two classes out of a config.json
     config = _preprocessing(content, processor) | {
         "classifier": f"network.{CLASSIFIER}",
         "num_classes": len(names) or int(content.get("num_labels", 2)),
-        "fixed_input_size": "image_size" in content and not _takes_any_size(content["model_type"]),
+        "fixed_input_size": "image_size" in content and "interpolate_pos_encoding" not in takes,
     }
     network = {k: v for k, v in content.items() if k not in DROPPED and v is not None}
     return Weights(

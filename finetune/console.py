@@ -46,25 +46,33 @@ def leave_closed_terminal() -> bool:
 
 def bar(*, total: int, start: int, shown: bool) -> tqdm[Any]:
     """The bar of a loop over steps; where standard error is no terminal, a line a minute."""
-    if sys.stderr.isatty():
-        return tqdm(
-            total=total,
-            initial=start,
-            unit="step",
-            file=sys.stderr,
-            dynamic_ncols=True,
-            mininterval=0.5,
-            disable=not shown,
-        )
-    return _Lines(
+    return _bar(_Lines, total, initial=start, unit="step", shown=shown)
+
+
+def terminal_bar(
+    total: int, *, label: str | None = None, unit: str = "image", shown: bool = True
+) -> tqdm[Any]:
+    """A bar over images or bytes; where standard error is no terminal, a line a minute."""
+    return _bar(_LongLines, total, desc=label and f"{label}: ", unit=unit, shown=shown)
+
+
+def _bar(
+    lines: type[tqdm[Any]], total: int, *, unit: str, shown: bool, **options: Any
+) -> tqdm[Any]:
+    kind = tqdm if sys.stderr.isatty() else lines
+    count = "{n_fmt} of {total_fmt}" + ("B" if unit == "B" else f" {unit}s")
+    line = f"finetune: {{desc}}{count}, {{elapsed}} passed, {{remaining}} to go{{postfix}}"
+    return kind(
         total=total,
-        initial=start,
+        unit=unit,
+        unit_scale=unit == "B",
         file=sys.stderr,
-        bar_format="finetune: {desc}{n_fmt} of {total_fmt} steps, {elapsed} passed, "
-        "{remaining} to go{postfix}",
-        leave=False,  # tqdm would add an empty line
+        bar_format=None if kind is tqdm else line,
+        leave=kind is tqdm,  # it would add an empty line to the lines
+        dynamic_ncols=True,
         mininterval=0.5,
         disable=not shown,
+        **options,
     )
 
 
@@ -95,22 +103,3 @@ class _LongLines(_Lines):
     """Progress as lines, one a minute: what ends sooner leaves none."""
 
     _has_end = False
-
-
-def terminal_bar(
-    total: int, *, label: str | None = None, unit: str = "image", shown: bool = True
-) -> tqdm[Any]:
-    """A bar over images or bytes; where standard error is no terminal, a line a minute."""
-    kind = tqdm if sys.stderr.isatty() else _LongLines
-    count = "{n_fmt} of {total_fmt}" + ("B" if unit == "B" else f" {unit}s")
-    lines = f"finetune: {{desc}}{count}, {{elapsed}} passed, {{remaining}} to go"
-    return kind(
-        total=total,
-        desc=label and f"{label}: ",
-        unit=unit,
-        unit_scale=unit == "B",
-        file=sys.stderr,
-        bar_format=None if kind is tqdm else lines,
-        leave=kind is tqdm,
-        disable=not shown,
-    )

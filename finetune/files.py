@@ -21,31 +21,41 @@ from safetensors import SafetensorError
 from finetune.errors import SetupError, visible
 
 __all__ = [
-    "NO_SPACE",
     "CacheFolder",
     "NewFile",
     "UntrustedCacheError",
     "cache_folder",
     "disk_errors",
+    "git_sha1_of",
     "kind_of",
     "make_folder",
     "open_regular",
+    "replacing",
     "sha256_of",
     "sync",
     "sync_folder",
     "write_atomically",
 ]
 
-NO_SPACE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
+_NO_SPACE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
 def sha256_of(path: Path) -> str:
     """Hash a file. Returns: the hexadecimal sha256 of its bytes."""
-    digest = hashlib.sha256()
+    return _digest_of(path, hashlib.sha256())
+
+
+def git_sha1_of(path: Path) -> str:
+    """Hash a file as git does. Returns: the hexadecimal sha1 that is its name there."""
+    head = b"blob %d\0" % path.stat().st_size
+    return _digest_of(path, hashlib.sha1(head, usedforsecurity=False))
+
+
+def _digest_of(path: Path, digest: Any) -> str:
     with path.open("rb") as file:  # Python 3.10 has no hashlib.file_digest
         while block := file.read(1 << 20):
             digest.update(block)
-    return digest.hexdigest()
+    return str(digest.hexdigest())
 
 
 def open_regular(path: Path, *, limit_bytes: int | None = None) -> IO[bytes]:
@@ -71,21 +81,32 @@ def kind_of(mode: int) -> str:
     return "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
+def write_atomically(path: Path, content: str | bytes, *, option: str = "--out") -> None:
+    """Replace a file in one step; text is written as UTF-8. See `replacing`."""
+    data = content.encode() if isinstance(content, str) else content
+    writing = disk_errors(path, needed=len(data), option=option)
+    with replacing(path, option=option) as temporary, writing:
+        temporary.write_bytes(data)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, option: str = "--out") -> Iterator[Path]:
     """Replace a file in one step: a reader sees the old content or the new, never a part.
 
     Args:
         path: of the file; its folder exists.
-        content: text is written as UTF-8.
+        option: what the user chose the place with.
+    Returns: where to write; it becomes `path` when the block ends without an error.
     Raises: SetupError if the disk is full or the file cannot be written.
     """
-    data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with disk_errors(path, needed=len(data)):
-            with temporary.open("wb") as file:
-                file.write(data)
-                sync(file)
+        with disk_errors(path, option=option):
+            temporary.touch()
+        yield temporary
+        with disk_errors(path, option=option):
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
             os.replace(temporary, path)
             sync_folder(path.parent)
     finally:
@@ -118,12 +139,12 @@ def make_folder(folder: Path, *, option: str) -> None:
 
 
 @contextlib.contextmanager
-def disk_errors(path: Path, *, needed: int, option: str = "--out") -> Iterator[None]:
+def disk_errors(path: Path, *, needed: int = 0, option: str = "--out") -> Iterator[None]:
     """Turn the operating system's refusals into one clear message.
 
     Args:
         path: what was being written.
-        needed: bytes that the write needs.
+        needed: bytes that the write needs, if that is known.
         option: what the user chose the place with.
     Raises: SetupError for a full disk or a quota, and for a place that cannot be written to,
         whether the system forbids it, has no such names, or fails.
@@ -134,10 +155,11 @@ def disk_errors(path: Path, *, needed: int, option: str = "--out") -> Iterator[N
         number = _number_of(error)
         if not number:  # a library's own words, about something else
             raise
-        if number in NO_SPACE:
+        if number in _NO_SPACE:
+            size = f"{needed:,} bytes are needed" if needed else os.strerror(number)
             raise SetupError(
-                f"{path}: the disk is full ({needed:,} bytes are needed); what was saved before is "
-                "kept: free space, then run it again (training with --resume)",
+                f"{path}: the disk is full ({size}); what was saved before is kept: free space, "
+                "then run it again (training with --resume)",
                 code="setup.disk_full",
             ) from error
         raise _refused(path, os.strerror(number), option) from error

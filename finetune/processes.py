@@ -7,7 +7,8 @@ import ctypes
 import gc
 import os
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "local_processes",
     "num_cores",
     "resume_garbage_collection",
+    "signals_to",
     "spare_imports",
     "stop_signals",
     "total_bytes",
@@ -47,6 +49,19 @@ def stop_signals() -> list[signal.Signals]:
     asked = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return asked if ignored else [*asked, signal.SIGHUP]
+
+
+@contextlib.contextmanager
+def signals_to(note: Callable[[int], object]) -> Iterator[None]:
+    """Hand SIGINT and SIGTERM to a function; Python gives signals to the main thread only."""
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = [signal.SIGINT, signal.SIGTERM] if is_main else []
+    before = {number: signal.signal(number, lambda got, _: note(got)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def is_first_rank() -> bool:

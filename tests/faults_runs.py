@@ -226,7 +226,7 @@ class Moments:
         sys.addaudithook(self._operation)
         for place, name in ((os, "fsync"), (TrainerState, "step")):
             setattr(place, name, self._before(getattr(place, name)))
-        checkpoint.save_file = self._in_the_middle(checkpoint.save_file)  # type: ignore[assignment]
+        checkpoint.save_file = self._in_the_middle(checkpoint.save_file)
         return self
 
     def tick(self, first: Callable[[], object] = lambda: None) -> None:
@@ -274,7 +274,7 @@ def killed_before(step: int, recipe: Recipe, out: Path) -> None:
             trainer.checkpoint_writer.wait()
             take(trainer, *arguments)
 
-        TrainerState.step = saved_first  # type: ignore[method-assign]
+        TrainerState.step = saved_first  # type: ignore[assignment, method-assign]
         train(recipe, out, resume=True)
 
     assert run_in_child(work) == -signal.SIGKILL

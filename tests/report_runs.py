@@ -9,6 +9,7 @@ from typing import Any
 from finetune.data.from_recipe import data_of
 from finetune.data.source import Split, open_source
 from finetune.recipe.load import parse_recipe
+from finetune.report.run_data import Run, read_run
 from finetune.report.thumbnails import to_uri
 
 RECIPE = """
@@ -181,3 +182,8 @@ def make_run(
     labels = names or [str(digit) for digit in range(10)]
     (path / "model" / "config.json").write_text(json.dumps({"label_names": labels}))
     return path
+
+
+def run_of(path: Path, *overrides: str, **options: Any) -> Run:
+    """Write a run directory as `make_run` does, and read it."""
+    return read_run(make_run(path, *overrides, **options))

@@ -33,7 +33,7 @@ def without_waits(patch: pytest.MonkeyPatch) -> None:
         (client, "_said", set()),
         (remote_file, "PATIENCE_SECONDS", 0.0),
         (remote_file, "_PAUSE_SECONDS", 0.01),
-        (remote_file, "_places", remote_file._Places()),
+        (remote_file, "_places", {}),
     ):
         patch.setattr(owner, name, value)
 

@@ -6,6 +6,7 @@ import io
 import re
 import tarfile
 import threading
+import time
 from collections.abc import Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -58,16 +59,18 @@ class RangeServer:
     Attributes:
         url: of the folder.
         asked: (path, first, last) of each request.
-        failing: statuses to answer the next requests with.
+        failing: statuses to answer the next requests with, or places to lead them to.
         sends_parts: False to send whole files only.
+        flood: a piece of which answers beyond the first byte have 100, and the seconds between.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.asked: list[tuple[str, int, int]] = []
-        self.failing: list[int] = []
+        self.failing: list[int | str] = []
         self.tag = "one"
         self.sends_parts = True
+        self.flood: tuple[bytes, float] | None = None
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -90,11 +93,22 @@ class RangeServer:
                     body = whole[first : last + 1]
                     if not server.sends_parts:
                         status, body = 200, whole
-                self.send_response(status)
+                self.send_response(302 if isinstance(status, str) else status)
+                if isinstance(status, str):
+                    self.send_header("Location", status)
                 if status == 206:
                     end = first + len(body) - 1
                     self.send_header("Content-Range", f"bytes {first}-{end}/{len(whole)}")
-                self.send_header("ETag", f'"{server.tag}"')
+                if server.tag:
+                    is_time = server.tag.endswith("GMT")
+                    self.send_header("Last-Modified" if is_time else "ETag", server.tag)
+                if server.flood and status == 206 and last:
+                    self.send_header("Transfer-Encoding", "chunked")
+                    self.end_headers()
+                    for _ in range(100):
+                        self.wfile.write(b"%x\r\n%b\r\n" % (len(server.flood[0]), server.flood[0]))
+                        time.sleep(server.flood[1])
+                    return
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)

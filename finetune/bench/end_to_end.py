@@ -25,7 +25,7 @@ import torch
 from PIL import Image
 
 from finetune.bench.markdown import check_page, write_section
-from finetune.bench.peer_loops import trainer_arguments
+from finetune.bench.peers import trainer_arguments
 from finetune.bench.run import OWN, check_package, command_of
 from finetune.bench.timer import spread
 from finetune.bench.torchvision_transforms import translate

@@ -76,9 +76,6 @@ def check_page(path: Path) -> None:
 def write_section(path: Path, result: dict[str, Any]) -> None:
     """Put the result's section into a page, in the place of an earlier one of the same heading.
 
-    Args:
-        path: of the page; made if it is not there.
-        result: from `bench`.
     Raises: RecipeError for a file that is no page of benchmarks; SetupError where it cannot be
         written.
     """

@@ -52,9 +52,6 @@ def products(network: nn.Module, step: Callable[[], Any]) -> Counter[Product]:
     Those of attention, between activations, are not among them, nor the few of a class token's
     queries, keys and values: the rate is of the shapes that make up most of the work.
 
-    Args:
-        network: its layers are watched.
-        step: runs it.
     Returns: how often each occurs; a network without such layers has none.
     """
     counts: Counter[Product] = Counter()
@@ -86,10 +83,6 @@ def matrix_rate(
 ) -> float | None:
     """Measure how fast this machine makes these products, each alone on matrices in the cache.
 
-    Args:
-        counts: from `products`.
-        dtype: of the matrices.
-        device: to multiply on.
     Returns: operations a second over all products, each as often as it occurs; None for none.
     """
     seconds = operations = 0.0

@@ -118,13 +118,9 @@ class Ours(Loop):
         return "FSDP" if self.trainer.sharded else "DDP"
 
     def train(self, *, warmup: int, steps: int, synthetic: bool = False) -> float:
-        """Train on.
+        """Train on; `synthetic`: the same batches of one step over and over, ready on the device.
 
-        Args:
-            warmup: steps that are left out.
-            steps: that are timed.
-            synthetic: the same batches of one step again and again, ready on the device.
-        Returns: images a second.
+        Returns: images a second, without the steps of the warm-up.
         """
         store = self.trained.store
         if store.images is None and not synthetic:
@@ -200,10 +196,8 @@ class Ours(Loop):
         return input_rates(split, batch_size=data.batch_size, **counts)
 
     def profile(self, *, folder: str) -> dict[str, Any]:
-        """Trace a few steps.
+        """Trace a few steps into trace.json, which chrome://tracing and Perfetto open.
 
-        Args:
-            folder: for trace.json, which chrome://tracing and Perfetto open.
         Returns: "trace", "steps", and the "operations" that cost the most by themselves: "name",
             "calls", "milliseconds" a step, "share".
         """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -239,6 +239,7 @@ class Predictor:
         """Bytes of what is there in every step."""
         setup = dataclasses.replace(self.setup, recipe=recipe)
         kept = step_bytes(passes.twin, recipe.optim)
+        snapshot = checkpoint_bytes(kept, adapter=recipe.model.adapter is not None)
         saves = any(setup.saves_after(step) for step in range(1, setup.steps))
         on_host = self.setup.device.type == "cpu"  # written there while training goes on
         return {
@@ -247,7 +248,7 @@ class Predictor:
             "teacher": self.measured.teacher,
             "images": 0 if recipe.data.keep == "none" else self.measured.images,
             "features": self.measured.features,
-            "snapshot": _snapshot(kept, recipe) if on_host and saves else 0,
+            "snapshot": snapshot if on_host and saves else 0,
         }
 
     @functools.cached_property
@@ -311,7 +312,3 @@ class Predictor:
             synchronise(self.setup.device)
             seconds[kind] = time.perf_counter() - started
         return seconds[dtype] / seconds[self.dtype]
-
-
-def _snapshot(kept: Mapping[str, int], recipe: Recipe) -> int:
-    return checkpoint_bytes(kept, adapter=recipe.model.adapter is not None)

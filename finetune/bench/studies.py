@@ -34,13 +34,7 @@ class Curve(Ours):
     """A recipe's training on this process, from its first step."""
 
     def losses(self, *, steps: int, every: int) -> dict[str, Any]:
-        """Train.
-
-        Args:
-            steps: to take.
-            every: over how many steps each mean goes.
-        Returns: "losses", the means; "precision"; "compiled".
-        """
+        """Train. Returns: "losses", the means of `every` steps each; "precision"; "compiled"."""
         self._open()
         trainer, losses = self.trainer, []
         with contextlib.closing(trainer.run), contextlib.closing(self._batches(steps)) as planned:
@@ -56,8 +50,7 @@ def study_losses(recipe: Recipe, plain: Recipe, *, steps: int) -> dict[str, Any]
     """Train twice from the first step on, each time in a process of its own.
 
     Args:
-        recipe: as it is.
-        plain: the same with `PLAINLY`.
+        plain: the recipe with `PLAINLY`.
         steps: a multiple of LOSSES_EVERY.
     Returns: of `compared`.
     """
@@ -90,12 +83,8 @@ class Grown(Ours):
     """A recipe's training on more images than its set has."""
 
     def grow(self, *, images: int, warmup: int, steps: int) -> dict[str, Any]:
-        """Train on a set of another size.
+        """Train on a set of another size, after one step more, which draws the epoch's order.
 
-        Args:
-            images: in the set.
-            warmup: steps that are left out; one more comes first, which draws the epoch's order.
-            steps: that are timed.
         Returns: "images"; "rate", images a second; "own_bytes", memory for the labels, the
             rows and the order of an epoch.
         Raises: RecipeError for images of several sizes; SetupError where the file does not fit.
@@ -144,10 +133,6 @@ def study_sizes(
 ) -> dict[str, Any]:
     """Train on sets of several sizes, in turn, each in a process of its own.
 
-    Args:
-        recipe: whose images are repeated.
-        sizes: numbers of images.
-        warmup, steps, repeats: as for `bench`.
     Returns: "rows", each {"images", "train" of `spread`, "own_bytes"}; "per_image", bytes of memory
         for each image more, from the smallest set to the largest, or None for one set.
     """

@@ -84,7 +84,7 @@ class Host:
         context = multiprocessing.get_context(_START)
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
-            target=_serve,
+            target=_answer,
             # by name: what it is made of is imported there, as a command would
             args=(
                 theirs,
@@ -108,8 +108,7 @@ class Host:
         trace: TracebackType | None,
     ) -> None:
         self._connection.close()
-        if error is not None:
-            self._process.terminate()
+        self._process.terminate()  # it waits for a question, or for what nobody wants any more
         self._process.join(_PATIENCE_SECONDS)
         if self._process.is_alive():
             self._process.kill()
@@ -175,15 +174,11 @@ def _interrupts_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _serve(connection: Connection, make: str, arguments: dict[str, Any]) -> None:
-    """Be the other process: make the object, then answer until nobody asks any more."""
-    with processes.defer_garbage_collection():
-        _answer(connection, make, arguments)
-
-
+@processes.defer_garbage_collection()
 def _answer(connection: Connection, make: str, arguments: dict[str, Any]) -> None:
+    """Be the other process: make the object, then answer until nobody asks any more."""
     end_with_parent()
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     # The way in which this process was started would else be that of its own workers.
     multiprocessing.set_start_method(None, force=True)
     with contextlib.suppress(OSError):  # standard error was closed
@@ -209,7 +204,3 @@ def _answer(connection: Connection, make: str, arguments: dict[str, Any]) -> Non
             line.flush()
             connection.send(answer)
     os._exit(0)  # nothing is kept: taking the libraries down would only cost seconds
-
-
-def _leave(number: int, frame: Any) -> None:
-    sys.exit(128 + number)

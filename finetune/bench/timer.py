@@ -11,15 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "BATCHES_AHEAD",
-    "Clock",
-    "Loop",
-    "host_bytes",
-    "seconds_alive",
-    "spread",
-    "synchronise",
-]
+__all__ = ["BATCHES_AHEAD", "Clock", "Loop", "host_bytes", "seconds_alive", "spread", "synchronise"]
 
 # That torch's loader keeps for each worker. What was loaded during the first steps would make the
 # timed ones look faster.

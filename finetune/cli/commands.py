@@ -91,11 +91,6 @@ def _recipe(name: str, overrides: tuple[str, ...]) -> tuple[str, Recipe]:
     return path, load_recipe(path, overrides)
 
 
-def _check_image(path: str) -> None:
-    if not glob.has_magic(path) and not os.path.lexists(path):
-        raise DataError(f"{path}: no such file; name another", code="data.not_found")
-
-
 @click.command("show")
 @click.argument("model", metavar="MODEL|SOURCE|RECIPE")
 @click.argument("words", metavar="[IMAGE|KEY=VALUE]...", nargs=-1)
@@ -123,7 +118,8 @@ def show(model: str, words: tuple[str, ...], out: str | None, *, of_images: bool
         )
     check_model(model)
     for word in words:
-        _check_image(word)
+        if not glob.has_magic(word) and not os.path.lexists(word):
+            raise DataError(f"{word}: no such file; name another", code="data.not_found")
     from finetune.commands.show import show as draw
 
     drawn = draw(model, words, out=out)

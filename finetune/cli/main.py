@@ -114,8 +114,11 @@ def _train_source(
             code="recipe.unsupported",
         )
     _announce(f"looking at {source}, for which a recipe is made")
-    from finetune.commands.start import note, start
+    from finetune.commands.start import new_run, note, start
 
+    if folder.exists() and not dry_run:
+        with new_run(folder):  # refused now, and not after minutes of trials
+            pass
     started = start(source, overrides=overrides)
     click.echo(visible(started.text), err=True, nl=False)
     if not dry_run:
@@ -153,7 +156,9 @@ def start(source: str, overrides: tuple[str, ...], out: str | None) -> Answer:
 
     source_of(source)
     refuse_undone(overrides)
-    if out and Path(out).exists():
+    from finetune.commands.predict_io import check_target
+
+    if out and check_target(out, option="--out", suffixes=(".yaml", ".yml")).exists():
         raise SetupError(
             f"--out: '{out}' is there already; remove it, or choose another name",
             code="setup.exists",

@@ -51,7 +51,6 @@ __all__ = [
     "next_steps",
     "run",
     "to_json",
-    "visible",
 ]
 
 EXIT_INTERRUPTED = 130
@@ -157,7 +156,7 @@ def _check_places(arguments: dict[str, Any]) -> None:
     """
     for name in _PLACES:
         option, place = f"--{name.replace('_', '-')}", arguments.get(name)
-        if place == "":
+        if place is not None and not place.strip():
             raise RecipeError(
                 f"{option}: is empty; name a place, or leave it out", code="recipe.wrong_value"
             )
@@ -215,22 +214,15 @@ def run(group: click.Group, arguments: Sequence[str]) -> int:
         _say("interrupted")
         return EXIT_INTERRUPTED
     except FinetuneError as error:
-        return _fail(
-            error,
-            state,
-            expected=isinstance(error, _ALIKE),
-            printed_elsewhere=error.printed_elsewhere,
-        )
+        return _fail(error, state)
     except Exception as error:
-        kind = type(error).__name__
         if is_of_memory(error):
             help_text = _NO_ROOM_HELP if isinstance(error, ImportError) else _OUT_OF_MEMORY_HELP
-            out_of_memory = SetupError(help_text, code="setup.memory")
-            return _fail(out_of_memory, state, expected=False)
-        message = f"internal error: {kind}: {error}".strip().splitlines()[0]
-        printed_elsewhere = getattr(error, "printed_elsewhere", False)
+            return _fail(SetupError(help_text, code="setup.memory"), state)
+        message = f"internal error: {type(error).__name__}: {error}".strip().splitlines()[0]
         internal = FinetuneError(f"{message}; run again with --debug")
-        return _fail(internal, state, expected=False, printed_elsewhere=printed_elsewhere)
+        internal.printed_elsewhere = getattr(error, "printed_elsewhere", False)
+        return _fail(internal, state)
     finally:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
@@ -309,15 +301,8 @@ def _invoke(group: click.Group, arguments: Sequence[str], state: dict[str, bool]
     return 0
 
 
-def _fail(
-    error: FinetuneError, state: dict[str, bool], *, expected: bool, printed_elsewhere: bool = False
-) -> int:
-    """Report an error on standard error and, where JSON was asked for, on standard output.
-
-    Args:
-        expected: every rank has it, and rank 0 reports it.
-        printed_elsewhere: another rank reports it.
-    """
+def _fail(error: FinetuneError, state: dict[str, bool]) -> int:
+    """Report an error on standard error and, where JSON was asked for, on standard output."""
     # A launcher ends the ranks that are left when one has ended: the message comes out whole.
     ended_by = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     message = visible(masked(str(error)))
@@ -325,11 +310,11 @@ def _fail(
         click.echo(masked(traceback.format_exc()), err=True, nl=False)
         click.echo(f"error code: {error.code}", err=True)
     if is_first_rank():
-        if not printed_elsewhere:
+        if not error.printed_elsewhere:
             click.echo(message, err=True)
         if state.get("json") and not state.get("answered"):
             click.echo(to_json(_error(message, error.exit_code, error.code)))
-    elif not expected and not printed_elsewhere:
+    elif not isinstance(error, _ALIKE) and not error.printed_elsewhere:
         click.echo(f"rank {os.environ['RANK']}: {message}", err=True)
     signal.signal(signal.SIGTERM, ended_by)
     return error.exit_code

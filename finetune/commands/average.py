@@ -6,6 +6,7 @@ norm's statistics are averaged as weights are, and counters are those of the fir
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -17,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from finetune.commands.evaluate import launched
 from finetune.console import say, say_nothing
 from finetune.errors import DataError, RecipeError, SetupError, WeightsError
 from finetune.evaluation.claims import main_figure
-from finetune.evaluation.evaluate import NUM_MISTAKES, evaluate, examine
+from finetune.evaluation.evaluate import NUM_MISTAKES, Examination, evaluate
 from finetune.files import make_folder
-from finetune.models.adapter import load_plain, plain_state
 from finetune.models.head import classifier_names
 from finetune.models.saved import save_model
 from finetune.models.weights.read import read_tensors
@@ -30,13 +31,13 @@ from finetune.processes import local_processes
 from finetune.publish.artifacts import write_averaged
 from finetune.publish.contents import is_run
 from finetune.recipe.identity import recipe_of
-from finetune.recipe.load import Recipe, RunSection
+from finetune.recipe.load import Recipe
 from finetune.run.directory import RunDir
 from finetune.run.environment import dtype_of
 from finetune.run.record import RunRecord, read_record
 from finetune.text import counted
 from finetune.training.compile import choose_kernels
-from finetune.training.launch import launch, on_main
+from finetune.training.launch import on_main
 from finetune.training.setup import TrainingSetup, open_setup
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def average(
             kept.
         greedy: of a soup: take the runs from the best down, each only if validation is no worse.
     Returns: "folder", "kind", "runs", "tried" (each with its validation figures), "chosen", and
-        "val", "test" as `examine` gives them.
+        "val", "test" as `Examination.of` gives them.
     Raises: RecipeError for arguments that do not go together, WeightsError for runs of different
         networks or origins, DataError for other validation images or none.
     Source: Wortsman et al. 2022, "Robust fine-tuning of zero-shot models", and "Model soups",
@@ -87,14 +88,14 @@ def average(
     make_folder(folder.parent, option="--out")
     accelerator, setup = _open(first)
     network = setup.built.model
-    start = {k: v.clone() for k, v in plain_state(network, network.state_dict()).items()}
+    start = {k: v.clone() for k, v in network.state_dict().items()}
     network.to(accelerator.device)
     choose_kernels(network, device=accelerator.device, dtype=dtype_of(accelerator))
     size = first.recipe.data.eval_batch_size
     val_loader = setup.loader(setup.source.splits["val"], train=False)
 
     def measured(state: State) -> dict[str, float]:
-        load_plain(network, state)
+        network.load_state_dict(state)
         figures = evaluate(network, val_loader, accelerator, batch_size=size)
         return {key: figures[key] for key in (main_figure(figures), "loss")}
 
@@ -102,15 +103,14 @@ def average(
         kind, tried, chosen, state = _wise(setup, start, first.state, alphas, measured)
     else:
         kind, tried, chosen, state = _soup(members, measured, greedy=greedy)
-    load_plain(network, state)
-    settings: dict[str, Any] = {"batch_size": size}
-    val = examine(network, val_loader, accelerator, fit=True, **settings)
+    network.load_state_dict(state)
+    val = Examination(val_loader, accelerator, fit=True).of(network, batch_size=size)
     fitted = "thresholds" if setup.multilabel else "temperature"
     results: dict[str, Any] = {"val": val, fitted: val.pop(fitted)}
     if (test := setup.source.splits.get("test")) is not None:
-        settings |= {fitted: results[fitted], "num_mistakes": NUM_MISTAKES}
-        loader = setup.loader(test, train=False)
-        results["test"] = examine(network, loader, accelerator, **settings)
+        settings: dict[str, Any] = {fitted: results[fitted], "num_mistakes": NUM_MISTAKES}
+        examination = Examination(setup.loader(test, train=False), accelerator, **settings)
+        results["test"] = examination.of(network, batch_size=size)
     names = [member.run.path.resolve().name for member in members]
     results["average"] = {"kind": kind, "runs": names, "tried": tried, "chosen": chosen}
     on_main(accelerator, lambda: _write(folder, first, setup, state, results))
@@ -208,12 +208,16 @@ def _soup(
 
 
 def _open(first: _Member) -> tuple[Accelerator, TrainingSetup]:
-    """The processes, and the data and pretrained network that the first run began with."""
-    section = first.recipe.run.model_dump(include={"precision", "threads"})
-    accelerator = launch(RunSection(**section))
+    """The processes, and the data and pretrained network that the first run began with.
+
+    Without its adapter, which is merged in the weights of model/: DoRA computes from them and from
+    norms of the pretrained ones.
+    """
+    plain = first.recipe.model.model_copy(update={"adapter": None})
+    accelerator = launched(first.recipe)
     main = accelerator.is_main_process
     setup = open_setup(
-        first.recipe,
+        first.recipe.model_copy(update={"model": plain}),
         device=accelerator.device,
         local_processes=local_processes(accelerator.num_processes),
         notice=say if main else say_nothing,
@@ -280,13 +284,18 @@ def _check_alike(first: _Member, other: _Member) -> None:
             code="weights.wrong_version",
         )
     prints = [record.get("split_fingerprints", {}) for record in records]
-    pipelines = [record.get("plan", {}).get("eval_pipeline") for record in records]
-    if pipelines[0] != pipelines[1] or any(
+    configs = [json.loads((m.run.model / "config.json").read_bytes()) for m in (first, other)]
+    seen = [
+        (record.get("plan", {}).get("eval_pipeline"), config.get("pretrained_cfg"))
+        for record, config in zip(records, configs, strict=True)
+    ]
+    if seen[0] != seen[1] or any(
         prints[0].get(name) != prints[1].get(name) for name in ("val", "classes")
     ):
         raise DataError(
             f"{paths}: were not validated on the same images, so one may have been trained on the "
-            "other's; set data.split_seed and data.eval alike in all of their recipes",
+            "other's; set data.split_seed, data.eval, data.mean and the like alike in all of their "
+            "recipes",
             code="data.split_mismatch",
         )
 

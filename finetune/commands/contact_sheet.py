@@ -8,6 +8,7 @@ name of a class is of that class: a prediction of another one is marked.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +17,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from finetune.commands.predict_io import Row, one_line, refusals, replacing
+from finetune.commands.predict_io import Row, one_line
 from finetune.evaluation.intervals import interval
+from finetune.files import write_atomically
 from finetune.text import confidence, counted, percent_range
 
 __all__ = [
@@ -57,13 +59,13 @@ _ELLIPSIS = "…"
 class ContactSheet:
     """Collects small pictures and rows while predictions stream by, then draws them.
 
+    What comes after 200 of them is counted and left out.
+
     Args:
         class_names: of the model; a folder called like one of them holds its pictures.
-        limit: tiles; what comes after them is counted and left out.
     """
 
-    def __init__(self, class_names: Iterable[str] = (), *, limit: int = LIMIT) -> None:
-        self.limit = limit
+    def __init__(self, class_names: Iterable[str] = ()) -> None:
         self._class_names = frozenset(class_names)
         self._labelled = self._correct = 0
         self._pictures: dict[int, Image.Image] = {}
@@ -72,13 +74,8 @@ class ContactSheet:
         self._unreadable = 0
 
     def look(self, place: int, pixels_HWC: np.ndarray) -> None:
-        """Keep a small copy of a decoded image; called from any thread.
-
-        Args:
-            place: of its row, from 0.
-            pixels_HWC: (H, W, 3) uint8.
-        """
-        if place < self.limit:
+        """Keep a small copy of a decoded image, of row `place`; called from any thread."""
+        if place < LIMIT:
             self._pictures[place] = small_copy(pixels_HWC)
 
     def add(self, row: Row) -> None:
@@ -89,7 +86,7 @@ class ContactSheet:
         if truth and "error" not in row:
             self._labelled += 1
             self._correct += row["predictions"][0]["label"] == truth
-        if len(self._rows) < self.limit:
+        if len(self._rows) < LIMIT:
             self._rows.append(row)
 
     def _truth(self, row: Row) -> str:
@@ -97,19 +94,8 @@ class ContactSheet:
         folder = os.path.basename(os.path.dirname(row["path"]))
         return folder if folder in self._class_names else ""
 
-    def save(self, path: Path, *, title: str, remark: str = "") -> None:
-        """Draw the sheet and replace a PNG file by it in one step.
-
-        Args:
-            path: of the file.
-            title: over the sheet.
-            remark: behind the counts below the title.
-        Raises: SetupError if it cannot be written.
-        """
-        save_sheet(self.draw(title=title, remark=remark), path, option="--sheet")
-
     def draw(self, *, title: str, remark: str = "") -> Image.Image:
-        """Draw the sheet. Returns: an RGB image."""
+        """Draw the sheet, with a remark behind the counts. Returns: an RGB image."""
         names = _short_names([row["path"] for row in self._rows])
         columns = round((1.6 * len(self._rows)) ** 0.5)
         columns = min(_MAX_COLUMNS, max(_MIN_COLUMNS, columns))
@@ -396,5 +382,6 @@ def save_sheet(image: Image.Image, path: Path, *, option: str) -> None:
     Raises: SetupError naming the option, if it cannot be written.
     """
     kind = "PNG" if path.suffix.lower() == ".png" else "JPEG"
-    with replacing(path, option=option) as temporary, refusals(path, option):
-        image.save(temporary, format=kind, quality=90)  # a PNG has none
+    content = io.BytesIO()
+    image.save(content, format=kind, quality=90)  # a PNG has none
+    write_atomically(path, content.getvalue(), option=option)

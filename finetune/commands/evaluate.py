@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from finetune.commands.predict import num_classes_of
 from finetune.commands.predict_io import marked, one_line
 from finetune.console import bar, say
 from finetune.data.feature_loader import AnyLoader
@@ -22,9 +23,9 @@ from finetune.data.from_recipe import data_of, section_of, whole_data_of
 from finetune.data.image_store import Store, open_store
 from finetune.data.loader import Loader
 from finetune.data.source import Source, Split
-from finetune.errors import DataError, RecipeError, WeightsError, nearest
+from finetune.errors import DataError, RecipeError, nearest
 from finetune.evaluation.confusion import DENSE_CLASSES, Confusion, read_confusion
-from finetune.evaluation.evaluate import NUM_MISTAKES, evaluate, examine
+from finetune.evaluation.evaluate import NUM_MISTAKES, Examination, evaluate
 from finetune.evaluation.features import identity_of
 from finetune.evaluation.intervals import TOO_FEW_IMAGES, interval
 from finetune.evaluation.multilabel import DEFAULT_THRESHOLD
@@ -48,7 +49,7 @@ from finetune.transforms.operations import CORRUPTIONS, SEVERITIES
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["describe", "evaluate_model", "write_results"]
+__all__ = ["describe", "evaluate_model", "launched", "write_results"]
 
 SPLITS = ("train", "val", "test")
 _SHOWN_PAIRS = 20
@@ -78,7 +79,7 @@ def evaluate_model(
         fit_temperature: fit a temperature on the split and write it into the model's config.json.
         corrupt: measure corrupted images, too: "all", one kind of CORRUPTIONS, or "noise:3".
         out: a folder that `write_results` will be given; checked before the work begins.
-    Returns: as `examine`, with "model", "data", "split" and "class_names"; with `corrupt`, too,
+    Returns: as `Examination.of`, with "model", "data", "split", "class_names" and, with `corrupt`,
         "corrupted" {"rows": [{"kind", "severity", "top1", "loss", "ece"}], "mean": {"top1", …}}.
     Raises: RecipeError if the data is not known, DataError if its classes are not the model's or
         it has no such split, SetupError if the temperature cannot be written.
@@ -91,24 +92,24 @@ def evaluate_model(
     recipe = recipe_of(model)
     section, seed = section_of(model, recipe, data)
     built, num_classes = _classifier(model, fit_temperature=fit_temperature)
-    section = section.model_copy(update={"task": TASKS[built.multilabel]})
-    accelerator = _launched(recipe)
+    broken = {} if recipe is None else {"unreadable": recipe.data.unreadable}
+    section = section.model_copy(update={"task": TASKS[built.multilabel], **broken})
+    accelerator = launched(recipe)
     own = recipe is not None and section.source == recipe.data.source
     source, split = _open(section, split, seed=seed, own=own, shown=accelerator.is_main_process)
     labelled, names = _by_the_models_classes(model, built.class_names, num_classes, source, split)
     frozen = recipe is not None and recipe.model.freeze == "backbone"
-    network = _on_device(built, accelerator)
+    network = built.model.to(accelerator.device, torch.float32)
+    choose_kernels(network, device=accelerator.device, dtype=dtype_of(accelerator))
     feed = _feed_of(labelled, built, section, accelerator, num_classes=num_classes, frozen=frozen)
-    result = examine(
-        network,
+    result = Examination(
         feed,
         accelerator,
-        batch_size=section.eval_batch_size,
         temperature=None if fit_temperature else built.temperature,
         thresholds=built.thresholds or [DEFAULT_THRESHOLD] * num_classes,
         fit=fit_temperature,
         num_mistakes=NUM_MISTAKES,
-    )
+    ).of(network, batch_size=section.eval_batch_size)
     if config is not None and accelerator.is_main_process:
         _store_temperature(config, result["temperature"], split)
     if corruptions:
@@ -119,16 +120,10 @@ def evaluate_model(
     return {"model": model, "data": section.source, "split": split, **result, "class_names": names}
 
 
-def _launched(recipe: Recipe | None) -> Accelerator:
-    """Accelerate, in the precision and with the threads of the run."""
+def launched(recipe: Recipe | None) -> Accelerator:
+    """Accelerate, in the precision and with the threads of a run's recipe."""
     settings = {} if recipe is None else recipe.run.model_dump(include={"precision", "threads"})
     return launch(RunSection(**settings))
-
-
-def _on_device(built: Built, accelerator: Accelerator) -> nn.Module:
-    network = built.model.to(accelerator.device, torch.float32)
-    choose_kernels(network, device=accelerator.device, dtype=dtype_of(accelerator))
-    return network
 
 
 def _checked(split: str | None) -> str | None:
@@ -143,12 +138,7 @@ def _checked(split: str | None) -> str | None:
 def _classifier(model: str, *, fit_temperature: bool) -> tuple[Built, int]:
     """A model, and the number of its classes."""
     built = build(model)
-    num_classes = int(getattr(built.model, "num_classes", 0) or 0)
-    if not num_classes:
-        raise WeightsError(
-            f"{model}: these weights have no classifier; fine-tune them first",
-            code="weights.no_classifier",
-        )
+    num_classes = num_classes_of(model, built)
     if built.multilabel and fit_temperature:
         raise RecipeError(
             f"--fit-temperature: {model} gives an image any number of labels, by thresholds that "
@@ -175,16 +165,13 @@ def _corruptions(wanted: str | None) -> list[tuple[str, int]]:
 
 
 def write_results(result: Mapping[str, Any], folder: str | Path) -> list[str]:
-    """Write an evaluation into a folder.
+    """Write an evaluation into a folder, which is made if it is not there.
 
-    Args:
-        result: of `evaluate_model`.
-        folder: made if it is not there.
     Returns: the files: results.json, per_class.csv and, of one label an image, confusion.png and
         reliability.png.
     Raises: SetupError if the folder cannot be written.
     """
-    from finetune.report import figures  # matplotlib takes a second to load
+    from finetune.report import figures, style  # matplotlib takes a second to load
 
     folder = Path(folder)
     make_folder(folder, option="--out")
@@ -199,7 +186,7 @@ def write_results(result: Mapping[str, Any], folder: str | Path) -> list[str]:
             "reliability.png": figures.reliability(result["calibration"], after),
         }
     for name, figure in pictures.items():
-        figures.save_png(figure, folder / name)
+        style.save_png(figure, folder / name)
     return [str(folder / name) for name in ("results.json", "per_class.csv", *pictures)]
 
 
@@ -310,11 +297,12 @@ def _open(
     """Open the data, and choose the split where none is named: test, or val without a test split.
 
     Args:
-        own: the run was trained on it; other data that is one split is measured whole.
+        own: the run was trained on it; of other data nothing is set aside but for val.
         shown: print that there is no test split.
     Raises: DataError if it does not have the split.
     """
-    source = whole_data_of(section, seed) if split in (None, "test") else data_of(section, seed)
+    is_whole = split in (None, "test") or (split == "train" and not own)
+    source = whole_data_of(section, seed) if is_whole else data_of(section, seed)
     if split is None and "test" not in source.splits:
         if own or len(source.splits) > 1:
             source, name = data_of(section, seed), "val"

@@ -13,8 +13,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +31,19 @@ from finetune.commands.export_formats import (
     write,
 )
 from finetune.commands.predict import evaluation
-from finetune.commands.predict_io import list_files, refusals
+from finetune.commands.predict_io import list_files
 from finetune.console import say
 from finetune.data.decode import decode, planes
 from finetune.data.from_recipe import whole_data_of
 from finetune.data.source import Source, open_source
 from finetune.errors import DataError, FinetuneError, RecipeError, WeightsError
 from finetune.evaluation.multilabel import DEFAULT_THRESHOLD
-from finetune.files import sha256_of
+from finetune.files import disk_errors, sha256_of
 from finetune.models.build import build
 from finetune.models.saved import Built
 from finetune.models.weights.timm_config import MULTILABEL
 from finetune.recipe.identity import recipe_of
+from finetune.run.environment import versions_of
 from finetune.text import byte_size, counted
 from finetune.transforms.evaluation import as_published
 from finetune.transforms.pipeline import Pipeline
@@ -88,7 +88,10 @@ def export_model(
     network = built.model.eval().requires_grad_(False)
     # zeros: a .pt2 keeps the example, and an image of somebody has no place in it
     example = torch.zeros(2, *images_N3hw.shape[1:])
-    with refusals(target, "--out"), _workshop(target.parent) as at:
+    with disk_errors(target), contextlib.ExitStack() as stack:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        beside = tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent)
+        at = Path(stack.enter_context(beside))
         exported = at / target.name
         with quiet():
             opset = write(network, example, exported, built.architecture, format)
@@ -129,10 +132,6 @@ def describe(result: dict[str, Any]) -> str:
 def _target(model: str, format: str, out: str | None) -> Path:
     """The file to write: as named, or called after the model in the folder that is named."""
     suffix = SUFFIXES[format]
-    if out == "":
-        raise RecipeError(
-            "--out: is empty; name a file or a folder, or leave it out", code="recipe.wrong_value"
-        )
     path = Path(out or ".").expanduser()
     if path.suffix == suffix and not path.is_dir():
         return path
@@ -260,7 +259,7 @@ def _facts(model: str, built: Built, pipeline: Pipeline, names: list[str]) -> di
         "class_names": names,
         "temperature": built.temperature,
         **_of_several(built, len(names)),
-        "versions": _versions(),
+        "versions": versions_of(_VERSIONS),
     }
 
 
@@ -270,14 +269,6 @@ def _of_several(built: Built, classes: int) -> dict[str, Any]:
         return {}
     thresholds = built.thresholds or [DEFAULT_THRESHOLD] * classes
     return {"problem_type": MULTILABEL, "thresholds": thresholds}
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for package in _VERSIONS:
-        with contextlib.suppress(PackageNotFoundError):
-            versions[package] = version(package)
-    return versions
 
 
 def _publish(folder: Path, target: Path) -> None:
@@ -291,11 +282,3 @@ def _publish(folder: Path, target: Path) -> None:
         with path.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(path, target.parent / path.name)
-
-
-@contextlib.contextmanager
-def _workshop(folder: Path) -> Iterator[Path]:
-    """A folder beside the target, made with its parents, that is gone in the end."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".export-", dir=folder) as at:
-        yield Path(at)

@@ -58,7 +58,7 @@ def describe(plan: Mapping[str, Any]) -> str:
     """
     height, width = plan["image_size"]
     device = plan["machine"]["device"]
-    parameters = plan["parameters"]
+    parameters, disk = plan["parameters"], plan["disk"]
     frozen = parameters["total"] - parameters["trained"]
     lines = [
         plan["recipe"],
@@ -73,7 +73,9 @@ def describe(plan: Mapping[str, Any]) -> str:
         "",
         *_time(plan["time"], plan["steps"]),
         "",
-        *_disk(plan["disk"]),
+        "disk",
+        _bytes("a checkpoint", disk["checkpoint"]),
+        _bytes("the run", disk["needed"], f"of {byte_size(disk['free_here'])} free here"),
         "",
         *_options(plan),
     ]
@@ -115,12 +117,6 @@ def _time(time: Mapping[str, Any], steps: int) -> Iterator[str]:
     yield f"time, from {counted(len(time['turns']), 'turn')} of {counted(steps, 'step')}"
     for name, (value, about) in facts.items():
         yield f"  {name:14}{value:>12}  {about}".rstrip()
-
-
-def _disk(disk: Mapping[str, int]) -> Iterator[str]:
-    yield "disk"
-    yield _bytes("a checkpoint", disk["checkpoint"])
-    yield _bytes("the run", disk["needed"], f"of {byte_size(disk['free_here'])} free here")
 
 
 def _bytes(name: str, number: int, about: str = "") -> str:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from finetune.commands.contact_sheet import ContactSheet
+from finetune.commands.contact_sheet import ContactSheet, save_sheet
 from finetune.commands.predict_io import (
     Found,
     Row,
@@ -41,7 +41,7 @@ from finetune.text import printable
 from finetune.transforms.evaluation import make_pipeline
 from finetune.transforms.pipeline import Pipeline
 
-__all__ = ["Classifier", "evaluation", "predict"]
+__all__ = ["Classifier", "evaluation", "num_classes_of", "predict"]
 
 _MOST_LANES = 32
 # images through the network at once, by device; on a CPU, of larger batches less stays in its cache
@@ -321,6 +321,17 @@ class Classifier:
         ]
 
 
+def num_classes_of(model: str | Path, built: Built) -> int:
+    """The number of a model's classes. Raises: WeightsError if it has no classifier."""
+    num_classes = int(getattr(built.model, "num_classes", 0) or 0)
+    if not num_classes:
+        raise WeightsError(
+            f"{model}: these weights have no classifier; fine-tune them first: finetune train",
+            code="weights.no_classifier",
+        )
+    return num_classes
+
+
 def evaluation(
     model: str | Path, built: Built, *, as_recorded: bool = True
 ) -> tuple[Pipeline, list[str]]:
@@ -333,12 +344,7 @@ def evaluation(
         as_recorded: False leaves the recipe aside, for another image size than the run's.
     Raises: WeightsError if it has no classifier.
     """
-    num_classes = int(getattr(built.model, "num_classes", 0) or 0)
-    if not num_classes:
-        raise WeightsError(
-            f"{model}: these weights have no classifier; fine-tune them first: finetune train",
-            code="weights.no_classifier",
-        )
+    num_classes = num_classes_of(model, built)
     names = built.class_names or [str(index) for index in range(num_classes)]
     if as_recorded:
         return pipeline_of(model, built.preprocessing), names
@@ -401,7 +407,7 @@ def predict(
         heat = classifier.temperature
         remark = "" if heat is None else f"confidences calibrated with temperature {heat:.3f}"
         name = Path(model).resolve().name if os.path.exists(model) else model
-        drawing.save(picture, title=name, remark=remark)
+        save_sheet(drawing.draw(title=name, remark=remark), picture, option="--sheet")
     return rows
 
 

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from finetune.data.items import walk_images
+from finetune.data.items import tell_ignored, walk_images
 from finetune.errors import DataError, RecipeError, SetupError, visible
-from finetune.files import NO_SPACE
+from finetune.files import disk_errors, replacing
 from finetune.text import confidence
 
 __all__ = [
@@ -30,9 +30,7 @@ __all__ = [
     "list_files",
     "marked",
     "one_line",
-    "refusals",
     "refuse_inputs",
-    "replacing",
     "unreadable",
     "writing",
 ]
@@ -123,10 +121,6 @@ def check_target(path: str | Path, *, option: str, suffixes: Sequence[str] = SUF
     Returns: the path.
     Raises: RecipeError for another suffix, SetupError where the file cannot be.
     """
-    if path == "":
-        raise RecipeError(
-            f"{option}: is empty; name a file, or leave it out", code="recipe.wrong_value"
-        )
     path = Path(path)
     if path.suffix.lower() not in suffixes:
         raise RecipeError(
@@ -141,6 +135,11 @@ def check_target(path: str | Path, *, option: str, suffixes: Sequence[str] = SUF
     if path.is_dir():
         raise SetupError(
             f"{option}: '{path}' cannot be written (a folder); choose another name",
+            code="setup.not_writable",
+        )
+    if not os.access(path.parent, os.W_OK):
+        raise SetupError(
+            f"{option}: '{path}' cannot be written (read-only folder); choose another place",
             code="setup.not_writable",
         )
     return path
@@ -165,30 +164,6 @@ def refuse_inputs(read: Iterable[str], targets: Mapping[str, Path | None]) -> No
 
 
 @contextlib.contextmanager
-def replacing(path: Path, *, option: str) -> Iterator[Path]:
-    """Replace a file in one step: a reader sees the old content or all of the new.
-
-    Args:
-        path: of the file.
-        option: what the user wrote it behind.
-    Returns: where to write; it becomes `path` when the block ends without an error.
-    Raises: SetupError if the system refuses.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with refusals(path, option):
-            temporary.touch()
-        yield temporary
-        with refusals(path, option):
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(OSError):  # on a read-only disk there is nothing to remove
-            temporary.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
 def writing(path: Path, *, depth: int, several: bool = False) -> Iterator[Callable[[Row], None]]:
     """Write rows to a .csv or .jsonl file one by one; the file is there once all of them are.
 
@@ -203,34 +178,21 @@ def writing(path: Path, *, depth: int, several: bool = False) -> Iterator[Callab
     if path.suffix.lower() == ".csv":
         sets = ["labels", "confidences"] if several else []
         as_text, head = _csv_line, _cells(["path", *sets, *_pairs(depth), "error"])
-    with replacing(path, option="--out") as temporary:
-        with refusals(path, "--out"):
+    with replacing(path) as temporary:
+        with disk_errors(path):
             # names that are not UTF-8 keep their bytes
             file = temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="")
 
         def write(row: Row) -> None:
-            with refusals(path, "--out"):
+            with disk_errors(path):
                 file.write(as_text(row, depth, several))
 
         try:
             file.write(head)
             yield write
         finally:
-            with refusals(path, "--out"):
+            with disk_errors(path):
                 file.close()  # what is still buffered may find the disk full
-
-
-@contextlib.contextmanager
-def refusals(path: Path, option: str) -> Iterator[None]:
-    """Turn the system's refusals to write into one message. Raises: SetupError."""
-    try:
-        yield
-    except OSError as error:
-        raise SetupError(
-            f"{option}: '{path}' cannot be written ({error.strerror or error}); choose another "
-            "place",
-            code="setup.disk_full" if error.errno in NO_SPACE else "setup.not_writable",
-        ) from error
 
 
 def _pairs(depth: int) -> list[str]:
@@ -360,11 +322,13 @@ def find_files(paths: Iterable[str | Path], *, patterns: bool = True) -> list[Fo
             if not os.path.isdir(match):
                 files.append((match, None))
                 continue
+            ignored: Counter[str] = Counter()
             try:
-                inside = sorted(walk_images(Path(match), Counter()))
+                inside = sorted(walk_images(Path(match), ignored))
             except DataError as error:
                 files.append((match, str(error)))
                 continue
+            tell_ignored(one_line(match), ignored)
             files += [(file, None) for file in inside] or [(match, "a folder without images")]
     return files
 

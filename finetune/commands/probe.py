@@ -73,8 +73,7 @@ def probe_model(
         data: a source string; None for the one that the run was trained on.
         split: what is measured on, "test" or "val"; None for test, or for val where there is no
             test. A val split that the source does not have is taken from train, as in training.
-        shots: images of each class to learn from, all from train. Where nothing else is asked for
-            and no image may be left out, features of these images alone are computed.
+        shots: images of each class to learn from, all from train.
         seeds: how many draws of them: seeds 0, 1, …
         linear: also logistic regression on all of train, its C chosen on validation.
         linear_sgd: also, as DINOv2's evaluation does, the best of many linear classifiers by SGD:
@@ -85,8 +84,7 @@ def probe_model(
         "linear", "linear_sgd", "knn", "features", "machine"}; "std" is over seeds (n - 1), None
         for one seed; "linear", "linear_sgd" and "knn" are None unless asked for. On other ranks
         than 0 "shots" is empty.
-    Raises: RecipeError for arguments, DataError for data that does not fit them, SetupError if
-        `out` cannot be written.
+    Raises: RecipeError for arguments, DataError for data, SetupError for `out`.
     """
     _check_arguments(shots, split)
     folder = None if out is None else Path(out)
@@ -94,18 +92,15 @@ def probe_model(
         make_folder(folder, option="--out")
     task = _open(model, data, split)
     _check_counts(task.source, task.source.splits["train"].labels, shots, knn)
-    accelerator = launch(RunSection(precision="fp32", threads=task.threads))
     with_val = linear or linear_sgd
-    drawn = None
-    if not with_val and knn is None and task.section.unreadable != "quarantine":
-        drawn = _drawn(task, max(shots), seeds)
-    identity, features, columns = _features(model, task, accelerator, with_val, linear_sgd, drawn)
+    if not with_val and knn is None:
+        task = _of_shots(task, max(shots), seeds)
+    accelerator = launch(RunSection(precision="fp32", threads=task.threads))
+    identity, features, columns = _features(model, task, accelerator, with_val, linear_sgd)
     facts = {"model": model, "data": task.section.source, "split": task.split}
     if not features:
         return {**facts, "shots": {}}
-    figures = _figures(
-        task, features, columns, drawn, shots=shots, seeds=seeds, linear=linear, knn=knn
-    )
+    figures = _figures(task, features, columns, shots=shots, seeds=seeds, linear=linear, knn=knn)
     if linear_sgd:
         figures["linear_sgd"] = _linear_sgd(task, features, columns, accelerator.device)
     figures["protocol"] |= {key: identity[key] for key in ("eval", "weights")}
@@ -184,13 +179,17 @@ def _check_arguments(shots: Sequence[int], split: str | None) -> None:
 
 @dataclass(frozen=True)
 class _Task:
-    """Data, splits and settings of a probe; `seed` splits the data."""
+    """Data, splits and settings of a probe; `seed` splits the data.
+
+    `drawn` are the places in train whose features are needed; None for all of them.
+    """
 
     source: Source
     split: str
     section: DataSection
     seed: int
     threads: int | None
+    drawn: NDArray[np.int64] | None = None
 
 
 def _open(model: str, data: str | None, split: str | None) -> _Task:
@@ -255,25 +254,19 @@ def _check_counts(
 # --- figures -------------------------------------------------------------------------------------
 
 
-def _drawn(task: _Task, most: int, seeds: int) -> NDArray[np.int64]:
-    """Return the places in train that any draw of at most so many shots has."""
+def _of_shots(task: _Task, most: int, seeds: int) -> _Task:
+    """Return the task for which features of the shots are enough: what is drawn is known."""
+    if task.section.unreadable == "quarantine":  # an image that is left out changes the draws
+        return task
     labels_N, num_classes = task.source.splits["train"].labels, len(task.source.class_names)
     draws = [draw_shots(labels_N, num_classes, shots=most, seed=seed) for seed in range(seeds)]
-    return np.unique(np.concatenate(draws))
+    return replace(task, drawn=np.unique(np.concatenate(draws)))
 
 
 def _features(
-    model: str,
-    task: _Task,
-    accelerator: Accelerator,
-    with_val: bool,
-    tokens: bool,
-    drawn: NDArray[np.int64] | None,
+    model: str, task: _Task, accelerator: Accelerator, with_val: bool, tokens: bool
 ) -> tuple[dict[str, Any], dict[str, Features], dict[str, slice]]:
-    """The features of each split, what they depend on, and their columns; on rank 0 alone.
-
-    Of train those of the `drawn` places alone, if there are any.
-    """
+    """The features of each split, what they depend on, and their columns; on rank 0 alone."""
     built = build(model)
     identity = identity_of(built, task.section.eval) if accelerator.is_main_process else {}
     pipeline = make_pipeline(built.preprocessing, task.section.eval)
@@ -284,8 +277,8 @@ def _features(
     if with_val and "val" in task.source.splits:
         names["val"] = None
     splits = {name: task.source.splits[name] for name in names}
-    if drawn is not None:
-        splits["train"] = splits["train"].subset(drawn)
+    if task.drawn is not None:
+        splits["train"] = splits["train"].subset(task.drawn)
     features = {
         name: split_features(
             split,
@@ -308,7 +301,6 @@ def _figures(
     task: _Task,
     features: Mapping[str, Features],
     columns: Mapping[str, slice],
-    drawn: NDArray[np.int64] | None,
     *,
     shots: Sequence[int],
     seeds: int,
@@ -323,10 +315,10 @@ def _figures(
     train, test = (
         (one.values_ND, one.labels_N) for one in (features["train"], features[task.split])
     )
-    if drawn is not None:
+    if task.drawn is not None:
         labels_N = source.splits["train"].labels
         values_ND = np.zeros((len(labels_N), train[0].shape[1]), dtype=np.float32)
-        values_ND[drawn] = train[0]  # the other rows are never read, and take no memory
+        values_ND[task.drawn] = train[0]  # the other rows are never read, and take no memory
         train = values_ND, labels_N
     _check_counts(source, train[1], shots, knn)  # unreadable images may have been left out
     num_classes = len(source.class_names)

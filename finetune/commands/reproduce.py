@@ -87,7 +87,7 @@ def reproduce(
     path = find_plan(name)
     plan = load_plan(path)
     known = [entry.name for entry in plan.runs]
-    _check_request(path, known, only, scale, out)
+    _check_request(path, known, only, scale)
     plan_name, small = path.parent.name if path.name == PLAN else path.stem, scale == "smoke"
     folder = Path(out or Path("runs") / (plan_name + ("-smoke" if small else "")))
     plan = made_small(plan) if small else plan
@@ -114,9 +114,7 @@ def reproduce(
     return {**answer, "page": page and str(page)}
 
 
-def _check_request(
-    path: Path, known: Sequence[str], only: Sequence[str], scale: str, out: str | Path | None
-) -> None:
+def _check_request(path: Path, known: Sequence[str], only: Sequence[str], scale: str) -> None:
     if scale not in ("full", "smoke"):
         raise RecipeError(
             f"--scale: unknown '{scale}'{nearest(scale, ['full', 'smoke'])}",
@@ -128,8 +126,6 @@ def _check_request(
                 f"--only: {path} has no run '{wanted}'{nearest(wanted, known)}",
                 code="recipe.unknown_name",
             )
-    if out is not None and not str(out).strip():
-        raise RecipeError("--out: is empty; give a folder", code="recipe.wrong_value")
 
 
 def _outcome(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from finetune.commands.predict_io import find_files
 from finetune.data.decode import decode, planes
-from finetune.errors import DataError, RecipeError, WeightsError
+from finetune.errors import DataError, WeightsError
 from finetune.files import make_folder
 from finetune.models.attention import (
     attention_distances,
@@ -40,7 +40,6 @@ __all__ = [
     "draw_rollout",
     "read_images",
     "show",
-    "visible",
 ]
 
 MOST_IMAGES = 12
@@ -73,8 +72,6 @@ def show(
     Raises: WeightsError for a network without any of these pictures; DataError for an image that
         cannot be read; SetupError if the folder cannot be written.
     """
-    if str(out) == "":
-        raise RecipeError("--out: is empty; name a folder", code="recipe.wrong_value")
     built = build(str(model))
     network = built.model.eval()
     pipeline = pipeline_of(model, built.preprocessing)

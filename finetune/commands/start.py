@@ -31,7 +31,7 @@ from finetune.data.decode_all import sample_sizes
 from finetune.data.sampling import class_counts
 from finetune.data.source import Source, open_source
 from finetune.data.streaming.row_groups import ShardItems
-from finetune.errors import DataError, RecipeError
+from finetune.errors import DataError, Interrupted, RecipeError, is_of_memory
 from finetune.evaluation.claims import main_figure
 from finetune.files import write_atomically
 from finetune.models.build import build
@@ -40,11 +40,11 @@ from finetune.recipe.local import source_of
 from finetune.recipe.yaml import parse_value
 from finetune.run.directory import RunDir
 from finetune.run.environment import DTYPES, pick_precision
-from finetune.run.record import read_record
 from finetune.text import counted, printable
 from finetune.training.lr_range import LrRange, lr_range
+from finetune.training.resume import refuse_second
 
-__all__ = ["Candidate", "Choice", "Facts", "Started", "Way", "look", "note", "start"]
+__all__ = ["Candidate", "Choice", "Facts", "Started", "Way", "look", "new_run", "note", "start"]
 
 _SECTIONS = ("model", "data", "optim", "run")
 _LEAST = "{model: {name: x}, data: {source: x}, optim: {name: adamw, lr: 1, epochs: 1}}"
@@ -160,21 +160,27 @@ def start(
     return _with_measured_lr(choices, way, why, notice)
 
 
-def note(started: Started, out: str | Path) -> None:
-    """Write the recipe with its reasons into a run directory that is yet to be trained in.
+@contextlib.contextmanager
+def new_run(out: str | Path) -> Iterator[RunDir]:
+    """Hold a run directory that is yet to be trained in.
 
-    Raises: SetupError if the folder cannot be a run's.
+    Raises: SetupError if the folder cannot be a run's, is in use, or holds a run already.
     """
-    run = RunDir(out)
-    with contextlib.closing(run):
+    with contextlib.closing(RunDir(out)) as run:
         run.open()
-        if not run.steps() and not read_record(run):  # else training refuses
-            write_atomically(run.path / "start.yaml", started.text)
-            place = run.path / "lr_range.json"
-            place.unlink(missing_ok=True)  # of a start that was given up
-            if started.lr_range is not None:
-                curve = {**asdict(started.lr_range), "chosen": started.recipe.optim.lr}
-                write_atomically(place, json.dumps(curve))
+        refuse_second(run)
+        yield run
+
+
+def note(started: Started, out: str | Path) -> None:
+    """Write the recipe with its reasons into a `new_run`."""
+    with new_run(out) as run:
+        write_atomically(run.path / "start.yaml", started.text)
+        place = run.path / "lr_range.json"
+        place.unlink(missing_ok=True)  # of a start that was given up
+        if started.lr_range is not None:
+            curve = {**asdict(started.lr_range), "chosen": started.recipe.optim.lr}
+            write_atomically(place, json.dumps(curve))
 
 
 @dataclass(frozen=True)
@@ -240,17 +246,19 @@ def _decide(choices: _Choices, ways: list[Way], notice: Callable[[str], None]) -
     epochs = min(_TRIAL_EPOCHS, max(1, _TRIAL_IMAGES // max(train, 1)))
     notice(f"trying whether fine-tuning pays: {counted(epochs, 'epoch')} each way")
     short: dict[str, Any] = {"optim__epochs": epochs, "optim__steps": None, "run__test": False}
-    (frozen_score, images), (score, _) = (
-        _score(choices.made(way, "", **short).recipe) for way in (head, whole)
-    )
+    frozen_score, images = _score(choices.made(head, "", **short).recipe)
     name = "mAP" if choices.asked.get("data.task") == "multilabel" else "top-1"
     why = (
         f"a trial of {counted(epochs, 'epoch')}: val {name} {frozen_score:.3f} with the backbone "
-        f"of {head.candidate.name} frozen, {score:.3f} with all of {whole.candidate.name} trained"
+        f"of {head.candidate.name} frozen, "
     )
     # on few images a lead may be chance; features cannot overfit as far
-    standard_error = math.sqrt(frozen_score * (1 - frozen_score) / images)
-    return (whole if score > frozen_score + standard_error else head), why
+    to_beat = frozen_score + math.sqrt(frozen_score * (1 - frozen_score) / images)
+    if to_beat >= 1:
+        return head, f"{why}which leaves nothing to gain"
+    score, _ = _score(choices.made(whole, "", **short).recipe)
+    why += f"{score:.3f} with all of {whole.candidate.name} trained"
+    return (whole if score > to_beat else head), why
 
 
 def _with_measured_lr(
@@ -397,7 +405,12 @@ def _ways(facts: Facts, device: torch.device, asked: Mapping[str, Any]) -> list[
         candidates = [candidate._replace(size=size) for candidate in candidates]
     head, cheapest = None, None
     for candidate in candidates:
-        forward, step = _seconds(candidate, len(facts.per_class), device)
+        try:
+            forward, step = _seconds(candidate, len(facts.per_class), device)
+        except RuntimeError as error:
+            if not is_of_memory(error) or candidate is candidates[-1]:
+                raise
+            continue  # this device cannot train it
         cheapest = Way(candidate, True, forward)
         if head is None and forward * sum(facts.images.values()) <= _BUDGET_SECONDS:
             head = cheapest
@@ -500,7 +513,11 @@ def _score(recipe: Recipe) -> tuple[float, int]:
     from finetune.training.train import train
 
     with tempfile.TemporaryDirectory(prefix="finetune-start-") as folder:
-        val = train(recipe, Path(folder) / "trial")["val"]
+        try:
+            val = train(recipe, Path(folder) / "trial")["val"]
+        except Interrupted as error:
+            message = "stopped while a recipe was tried; run the command again to begin anew"
+            raise Interrupted(message, error.signal_number) from None
         return float(val[main_figure(val)]), int(val["examples"])
 
 

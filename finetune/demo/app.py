@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import html
-import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +17,7 @@ from finetune.demo import html as page
 from finetune.demo.inference import Reader, pixels_of
 from finetune.errors import FinetuneError, SetupError
 
-__all__ = ["About", "accepted", "build_app", "gradio", "input_kinds", "look"]
+__all__ = ["About", "build_app", "gradio", "input_kinds", "look"]
 
 _PREVIEW_PIXELS = 1024
 _BROWSERS_SHOW = (b"\xff\xd8", b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"\0\0\1\0")
@@ -69,7 +68,7 @@ def build_app(classifier: Classifier, about: About) -> Any:
     gr = gradio()
     answers = _Answers(gr, Reader(classifier), about.examples)
     options = {"title": about.title, "analytics_enabled": False, "delete_cache": (600, 3600)}
-    with gr.Blocks(**options, **accepted(gr.Blocks.__init__, **look(gr))) as app:
+    with gr.Blocks(**options) as app:
         gr.HTML(page.header(about.title, about.facts))
         with gr.Row(elem_classes="ft-columns"):
             with gr.Column(elem_classes="ft-left"):
@@ -80,13 +79,7 @@ def build_app(classifier: Classifier, about: About) -> Any:
                     label="Picture",
                     placeholder="Drop a picture here, or click to choose one",
                     elem_id="ft-picture",
-                    **accepted(
-                        gr.Image.__init__,
-                        buttons=[],
-                        show_download_button=False,
-                        show_fullscreen_button=False,
-                        show_share_button=False,
-                    ),
+                    buttons=[],
                 )
                 tries = None
                 if about.examples:
@@ -108,22 +101,13 @@ def build_app(classifier: Classifier, about: About) -> Any:
 def _connect(gr: ModuleType, answers: _Answers, picture: Any, tries: Any, shown: Any) -> None:
     """Connect events to answers. Not preprocessed: Gradio would turn and re-encode the picture."""
     own = {"preprocess": False, "trigger_mode": "always_last", "concurrency_id": "model"}
-    private = accepted(gr.on, api_visibility="private", show_api=False)
-    if "api_visibility" not in private:
-        private["api_name"] = False
-    gr.on(
-        picture.upload,
-        answers.to_upload,
-        picture,
-        [picture, shown],
-        show_progress_on=shown,
-        **own,
-        **private,
-    )
+    private = {"api_visibility": "private"}
+    both, once = [picture, shown], {"show_progress_on": shown, **own, **private}
+    gr.on(picture.upload, answers.to_upload, picture, both, **once)
     # without its input, which at that moment is still the picture
     gr.on(picture.clear, lambda: page.EMPTY, None, shown, **private)
     if tries is not None:
-        gr.on(tries.click, answers.to_example, tries, [picture, shown], **private)
+        gr.on(tries.click, answers.to_example, tries, both, **private)
     button, result = gr.Button(visible=False), gr.JSON(visible=False)
     gr.on(button.click, answers.to_program, picture, result, api_name="predict", **own)
 
@@ -202,9 +186,3 @@ def look(gr: ModuleType) -> dict[str, Any]:
     )
     # not as css=, whose selectors Gradio rewrites, those under @media to no effect
     return {"theme": theme, "head": f"<style>\n{page.style()}</style>"}
-
-
-def accepted(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
-    """Those of the options that the installed Gradio has: they moved between its versions."""
-    known = inspect.signature(function).parameters
-    return {name: value for name, value in options.items() if name in known}

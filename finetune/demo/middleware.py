@@ -40,10 +40,7 @@ _WORD = re.compile(r"[\w-]{0,100}", re.ASCII)
 # Of a body, this and `data` is passed on, and nothing else.
 _FIELDS = {"session_hash": str, "event_id": str, "fn_index": int, "trigger_id": int}
 
-_EVERYWHERE = [
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-]
+_EVERYWHERE = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
 # The browser itself then keeps the page from asking any other host, and others from framing it.
 _PAGE_POLICY = (
     b"default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "

@@ -18,7 +18,7 @@ from finetune.data.from_recipe import data_of, whole_data_of
 from finetune.data.source import Split
 from finetune.errors import FinetuneError, WeightsError
 from finetune.evaluation.intervals import TOO_FEW_IMAGES, interval
-from finetune.hub.download import hub_file
+from finetune.hub.download import fetch
 from finetune.models.weights.resolve import locate
 from finetune.recipe.identity import recipe_of
 from finetune.text import TOO_FEW, counted, percent, percent_range
@@ -108,7 +108,7 @@ def _result_files(model: str) -> list[Path]:
         return []
     repository, _, revision = model.split(":", 1)[1].partition("@")
     try:
-        return [hub_file(repository, "results.json", revision or None)[0]]
+        return [fetch(repository, "results.json", revision or None).path]
     except WeightsError:
         return []  # most repositories have none
 

@@ -6,10 +6,8 @@ import contextlib
 import errno
 import logging
 import os
-import signal
 import socket
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +16,20 @@ import torch
 from finetune import processes
 from finetune.commands.predict import Classifier
 from finetune.console import say
-from finetune.demo.app import About, accepted, build_app, gradio, input_kinds, look
+from finetune.demo.app import About, build_app, gradio, input_kinds, look
 from finetune.demo.middleware import Gate
 from finetune.demo.model_facts import example_files, facts, title_of
 from finetune.demo.workplace import Uploads, workplace
-from finetune.errors import RecipeError, SetupError
+from finetune.errors import SetupError
 
-__all__ = ["LIMIT_MB", "launch", "serve", "show"]
+__all__ = ["LIMIT_MB", "serve", "show"]
 
 LIMIT_MB = 10
 _TOTAL_MB = 200
 _UPLOADS_PER_MINUTE = 60
 _PORTS = 65535
+# else Gradio's environment variables decide
+_OFF = dict.fromkeys(("run_history", "ssr_mode", "mcp_server", "enable_monitoring", "pwa"), False)
 _LOCAL_NOTE = (
     "Pictures stay on this machine: they are classified here and deleted when the demo ends."
 )
@@ -81,13 +81,37 @@ def show(
     """Start the server, print its address, and end it with Ctrl-C or SIGTERM.
 
     Args:
-        app, place, host, port, share, hosted: as for `launch`.
+        app: of `build_app`.
+        place: of `workplace`.
+        host, port: where to listen; None leaves it to Gradio's environment variables.
+        share: make a public link.
+        hosted: this is a Space: its address is the hub's, and its page is framed by the hub's.
     Returns: its address.
     Raises: SetupError if a link was to be shared and could not be made.
     """
     stop = threading.Event()
-    with _signals(stop):
-        launch(app, place, host=host, port=port, share=share, hosted=hosted)
+    loopback = not hosted and not share and host is not None and _is_loopback(host)
+    if not hosted:
+        for name in ("GRADIO_ALLOWED_PATHS", "GRADIO_ROOT_PATH"):
+            os.environ.pop(name, None)
+    with processes.signals_to(lambda _: stop.set()):
+        app.launch(
+            server_name=f"[{host}]" if host is not None and host.count(":") > 1 else host,
+            server_port=port,
+            share=share,
+            quiet=True,
+            prevent_thread_lock=True,
+            allowed_paths=[],
+            max_file_size=LIMIT_MB * 2**20,
+            app_kwargs={
+                "middleware": [_gate(app, place, loopback=loopback, hosted=hosted)],
+                "docs_url": None,
+                "redoc_url": None,
+            },
+            footer_links=[],
+            **_OFF,
+            **look(gradio()),
+        )
         url = str(app.local_url).rstrip("/")
         try:
             if share and not app.share_url:
@@ -105,59 +129,6 @@ def show(
             _close(app)
     say("the demo has ended")
     return url
-
-
-def launch(
-    app: Any,
-    place: Path,
-    *,
-    host: str | None = None,
-    port: int | None = None,
-    share: bool = False,
-    hosted: bool = False,
-) -> None:
-    """Start the server in the background.
-
-    Args:
-        app: of `build_app`.
-        place: of `workplace`.
-        host, port: where to listen; None leaves it to Gradio's environment variables.
-        share: make a public link.
-        hosted: this is a Space: its address is the hub's, and its page is framed by the hub's.
-    """
-    gr = gradio()
-    loopback = not hosted and not share and host is not None and _is_loopback(host)
-    options = accepted(
-        gr.Blocks.launch,
-        **look(gr),
-        footer_links=[],
-        run_history=False,
-        show_api=False,
-        ssr_mode=False,
-        mcp_server=False,
-        enable_monitoring=False,
-        pwa=False,
-    )
-    if not hosted:
-        for name in ("GRADIO_ALLOWED_PATHS", "GRADIO_ROOT_PATH"):
-            os.environ.pop(name, None)
-    app.launch(
-        server_name=f"[{host}]" if host is not None and host.count(":") > 1 else host,
-        server_port=port,
-        share=share,
-        quiet=True,
-        prevent_thread_lock=True,
-        show_error=False,
-        inbrowser=False,
-        allowed_paths=[],
-        max_file_size=LIMIT_MB * 2**20,
-        app_kwargs={
-            "middleware": [_gate(app, place, loopback=loopback, hosted=hosted)],
-            "docs_url": None,
-            "redoc_url": None,
-        },
-        **options,
-    )
 
 
 def _gate(app: Any, place: Path, *, loopback: bool, hosted: bool) -> Any:
@@ -186,21 +157,6 @@ def _close(app: Any) -> None:
     app.close(verbose=False)
 
 
-@contextlib.contextmanager
-def _signals(stop: threading.Event) -> Iterator[None]:
-    """Turn Ctrl-C and SIGTERM into the end of the demo."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python gives signals to the main thread only
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda *_: stop.set()) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _is_loopback(host: str) -> bool:
     return host in ("localhost", "::1", "[::1]") or host.startswith("127.")
 
@@ -210,8 +166,6 @@ def _free_port(host: str, port: int) -> int:
 
     Returns: the port, or a free one for 0.
     """
-    if not 0 <= port <= _PORTS:
-        raise RecipeError(f"--port: got {port}; expected 0 to {_PORTS}", code="recipe.wrong_value")
     try:
         return _try(host, port)
     except OSError as error:

@@ -26,7 +26,7 @@ from finetune.demo.model_facts import example_files, facts, is_hub_name, model_f
 from finetune.demo.server import show
 from finetune.demo.workplace import workplace
 from finetune.errors import RecipeError, SetupError
-from finetune.hub.download import hub_file
+from finetune.hub.download import fetch
 from finetune.models.build import build
 from finetune.publish.model_card import licence_keys
 from finetune.transforms.evaluation import make_pipeline
@@ -176,9 +176,9 @@ def _reference(model: str) -> tuple[str | None, str | None]:
     """The name of the model in the Space (None: a copy), and the license that the model states."""
     if is_hub_name(model):
         repository, _, revision = model.split(":", 1)[1].partition("@")
-        config, commit = hub_file(repository, "config.json", revision or None)
-        pinned = f"hf-hub:{repository}@{commit or revision}" if commit or revision else model
-        return pinned, _licence(config.parent)
+        config = fetch(repository, "config.json", revision or None)
+        commit = config.commit or revision
+        return f"hf-hub:{repository}@{commit}" if commit else model, _licence(config.path.parent)
     folder = model_folder(model)
     if folder is not None:
         return None, _licence(folder)

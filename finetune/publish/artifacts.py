@@ -56,10 +56,9 @@ def write_evidence(
 
     Args:
         folder: holds config.json and model.safetensors.
-        run: the run directory that they come from.
         results: the content of results.json so far.
-        repository: owner/name that the card's examples shall use.
-        adapter_repository: the same for the card of the adapter, if there is one.
+        repository, adapter_repository: owner/name that the card's examples, and those of the card
+            of the adapter, shall use.
         pictures: False leaves them out, and the neighbours' results, which saves a second.
     """
     facts = _facts(folder, run, results)
@@ -75,11 +74,9 @@ def write_evidence(
 
 
 def write_averaged(folder: Path, run: RunDir, results: Mapping[str, Any]) -> None:
-    """Put card, recipe and results beside averaged weights.
+    """Put card, recipe and results beside averaged weights; `run` is the first of those averaged.
 
     Args:
-        folder: holds config.json and model.safetensors.
-        run: the first of the runs that were averaged.
         results: with "average", as `commands.average` has it.
     """
     card = write_card(_facts(folder, run, results))
@@ -116,9 +113,6 @@ def refresh(
 ) -> None:
     """Write the evidence in a finished run's model/ anew: for a repository, or as more seeds ran.
 
-    Args:
-        run: a finished run.
-        repository, adapter_repository: as for `write_evidence`.
     Raises: CheckpointError if the run has no model or no results yet.
     """
     results = run.read_json("results.json")
@@ -217,7 +211,7 @@ def _draw(
     folder: Path, run: RunDir, results: Mapping[str, Any], config: Mapping[str, Any]
 ) -> list[str]:
     """Draw the pictures that there are figures for. Returns: their names."""
-    from finetune.report import figures  # matplotlib takes a second to load
+    from finetune.report import figures, style  # matplotlib takes a second to load
 
     measured = results.get("test") or results.get("val") or {}
     drawn = {"curves.png": figures.curves(run.history(), results)}
@@ -228,7 +222,7 @@ def _draw(
         after = measured.get("calibrated", {}).get("calibration")
         drawn["reliability.png"] = figures.reliability(measured["calibration"], after)
     for name, figure in drawn.items():
-        figures.save_png(figure, folder / name)
+        style.save_png(figure, folder / name)
     return list(drawn)
 
 

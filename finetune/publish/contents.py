@@ -21,14 +21,7 @@ from finetune.publish.repository import Hub
 from finetune.run.directory import RunDir
 from finetune.run.record import read_record
 
-__all__ = [
-    "adapter_of",
-    "check_card",
-    "check_weights",
-    "is_run",
-    "published",
-    "refuse_secrets",
-]
+__all__ = ["adapter_of", "check_card", "check_weights", "is_run", "published", "refuse_secrets"]
 
 NEEDED = ("config.json", "model.safetensors")
 

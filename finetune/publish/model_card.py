@@ -16,14 +16,7 @@ from finetune.evaluation.intervals import TOO_FEW_IMAGES, interval
 from finetune.evaluation.metrics import mean_std
 from finetune.recipe.load import Recipe
 from finetune.run.record import RunRecord, teacher_in_words
-from finetune.text import (
-    MISSING,
-    TOO_FEW,
-    counted,
-    markdown_table,
-    mean_and_std,
-    percent_range,
-)
+from finetune.text import MISSING, TOO_FEW, counted, markdown_table, mean_and_std, percent_range
 
 __all__ = ["Facts", "licence_keys", "write_adapter_card", "write_card"]
 

@@ -25,12 +25,8 @@ MAIN = "main"
 
 
 def check_rights(repository: str, *, private: bool = False, revision: str | None = None) -> None:
-    """Make sure that a push would be allowed, without creating anything.
+    """Make sure that a push to owner/name would be allowed, without creating anything.
 
-    Args:
-        repository: owner/name.
-        private: whether the repository shall be private.
-        revision: the branch; by default main.
     Raises: RecipeError for a name that cannot be one, HubError for what the hub would refuse.
     """
     check_names(repository, revision)

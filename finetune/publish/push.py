@@ -15,15 +15,14 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from finetune import __version__, errors
 from finetune.console import say
 from finetune.errors import FinetuneError, Interrupted
+from finetune.processes import signals_to
 from finetune.publish.artifacts import ADAPTER, PUBLISHED, refresh
 from finetune.publish.contents import (
     adapter_of,
@@ -141,27 +140,6 @@ def _command(
 # --- sending -------------------------------------------------------------------------------------
 
 
-class _Signals:
-    """Notes SIGINT and SIGTERM instead of obeying them; in the main thread, which gets them."""
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> _Signals:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(number)
-
-
 def send_apart(hub: Hub, job: Job) -> dict[str, Any]:
     """Carry out a job in a process of its own, which the first signal asks to stop and the second
     one ends.
@@ -169,18 +147,19 @@ def send_apart(hub: Hub, job: Job) -> dict[str, Any]:
     Returns: commit, changed and deleted.
     Raises: its error; Interrupted after a signal, with what the hub holds now.
     """
-    with _Signals() as signals:
+    received: list[int] = []
+    with signals_to(received.append):
         command = [sys.executable, "-c", _COMMAND, *sys.path]
         # a session of its own: what the terminal sends comes here only
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         ) as process:
             try:
-                reports = _follow(process, job, signals)
+                reports = _follow(process, job, received)
             finally:
                 process.kill()
-        if signals.received:
-            raise Interrupted(_outcome(hub, job, reports), signals.received[0])
+        if received:
+            raise Interrupted(_outcome(hub, job, reports), received[0])
     if "result" in reports:
         return dict(reports["result"])
     if "error" in reports:
@@ -196,7 +175,7 @@ def send_apart(hub: Hub, job: Job) -> dict[str, Any]:
     raise hub.failure(text, code="hub.push_crashed")
 
 
-def _follow(process: subprocess.Popen[bytes], job: Job, signals: _Signals) -> dict[str, Any]:
+def _follow(process: subprocess.Popen[bytes], job: Job, signals: list[int]) -> dict[str, Any]:
     """Give a process its work, pass signals on and tell what it does, until it ends.
 
     Returns: the newest of each kind of report, by name.
@@ -222,8 +201,8 @@ def _follow(process: subprocess.Popen[bytes], job: Job, signals: _Signals) -> di
             *lines, rest = (rest + piece).split(b"\n")
             for line in lines:
                 reports |= json.loads(line)
-        if len(signals.received) > passed_on:
-            passed_on = len(signals.received)
+        if len(signals) > passed_on:
+            passed_on = len(signals)
             (process.terminate if passed_on == 1 else process.kill)()
             if passed_on == 1:
                 _say(f"{job.repository}: stopping after what is in flight; again to stop at once")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import hashlib
 import importlib.util
 import json
 import os
@@ -44,7 +43,7 @@ from huggingface_hub.utils import (
 
 from finetune.console import say
 from finetune.errors import FinetuneError, masked
-from finetune.files import sha256_of
+from finetune.files import git_sha1_of, sha256_of
 from finetune.hub.client import Fault, clean, described, retried, status_of
 from finetune.processes import end_with_parent
 from finetune.publish.permissions import MAIN, check_privacy
@@ -70,9 +69,6 @@ class Job:
     """A push whose rights and files have been checked.
 
     Attributes:
-        repository: owner/name.
-        branch: to push to.
-        private: create the repository private.
         text: the commit's message.
         again: the command that does the same again.
         files: the path of each file by its name on the hub.
@@ -95,8 +91,6 @@ class Job:
 def send(job: Job, report: Report) -> dict[str, Any]:
     """Create what is absent, then make the branch hold exactly the job's files.
 
-    Args:
-        report: called with the phase that begins.
     Returns: commit (its sha), changed (False if the hub held it all already) and deleted.
     Raises: HubError for what the hub refuses or cannot do now.
     """
@@ -313,13 +307,8 @@ def _same(path: Path, held: RepoFile | None, digests: dict[tuple[str, bool], str
         return False
     key = (path.name, held.lfs is not None)
     if key not in digests:
-        content = b"" if held.lfs else path.read_bytes()
-        digests[key] = sha256_of(path) if held.lfs else _git_sha1(content)
+        digests[key] = sha256_of(path) if held.lfs else git_sha1_of(path)
     return digests[key] == (held.lfs.sha256 if held.lfs else held.blob_id)
-
-
-def _git_sha1(content: bytes) -> str:
-    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
 # --- the process ---------------------------------------------------------------------------------

@@ -83,13 +83,10 @@ def groups(runs: Sequence[Run]) -> list[Group]:
         recipe = json.dumps(without_seed(run.recipe), sort_keys=True, default=str)
         by_recipe.setdefault(recipe, []).append(run)
     named = [Group(_common([run.name for run in same]), same) for same in by_recipe.values()]
-    names = [group.name for group in named]
-    labels = {
-        id(group): label
-        for name in names
-        for alike in [[group for group in named if group.name == name]]
-        for group, label in zip(alike, _told_apart(alike), strict=True)
-    }
+    labels: dict[int, str] = {}
+    for name in {group.name for group in named}:
+        alike = [group for group in named if group.name == name]
+        labels |= zip(map(id, alike), _told_apart(alike), strict=True)
     return [Group(labels[id(group)], group.runs) for group in named]
 
 

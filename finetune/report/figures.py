@@ -18,18 +18,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from finetune.evaluation.claims import main_figure
 from finetune.evaluation.confusion import DENSE_CLASSES, Confusion
 from finetune.report.run_data import number
-from finetune.report.style import (
-    COLORS,
-    SERIES,
-    blank,
-    empty,
-    legend,
-    legible,
-    panels,
-    save_png,
-    style,
-    to_svg,
-)
+from finetune.report.style import COLORS, SERIES, blank, empty, legend, legible, panels, style
 
 __all__ = [
     "COUNTED_CLASSES",
@@ -39,8 +28,6 @@ __all__ = [
     "curves",
     "lr_range",
     "reliability",
-    "save_png",
-    "to_svg",
 ]
 
 _PERCENT = FuncFormatter(lambda share, _: f"{100 * share:g} %")

@@ -18,7 +18,7 @@ import jinja2
 from finetune.data.source import Split
 from finetune.errors import RecipeError
 from finetune.evaluation.claims import main_figure
-from finetune.evaluation.confusion import DENSE_CLASSES, Confusion
+from finetune.evaluation.confusion import DENSE_CLASSES, Confusion, read_confusion
 from finetune.files import make_folder, write_atomically
 from finetune.report import figures
 from finetune.report.comparison import (
@@ -48,12 +48,12 @@ from finetune.report.sections import (
     confused_pairs,
     data_rows,
     headline,
-    matrix,
     provenance,
     range_test,
     speed,
     status,
 )
+from finetune.report.style import to_svg
 from finetune.report.thumbnails import (
     class_pictures,
     mistake_rows,
@@ -86,11 +86,6 @@ def report(runs: Sequence[str], *, out: str | None = None) -> dict[str, Any]:
     Returns: "reports", the pages' paths, and "comparison", a path or None.
     Raises: RecipeError if one is no run directory; CheckpointError if its files are damaged.
     """
-    if not runs:
-        raise RecipeError(
-            "report: no run is named; give one or more run directories",
-            code="recipe.missing_option",
-        )
     paths = list(dict.fromkeys(Path(run) for run in runs))
     read = [read_run(path) for path in paths]  # all of them, before anything is written
     check_comparable(read)
@@ -128,11 +123,6 @@ def compare(runs: Sequence[Path], out: Path) -> Path:
     Returns: `out`.
     Raises: as `report`.
     """
-    if not runs:
-        raise RecipeError(
-            "compare: no run is named; give two or more run directories",
-            code="recipe.missing_option",
-        )
     read = [read_run(Path(run)) for run in runs]
     check_comparable(read)
     return _write_comparison(read, Path(out))
@@ -142,10 +132,6 @@ def _target(out: str | None, name: str, folder: Path) -> Path:
     """The file to write: `out` itself, or `name` in it if it is a folder."""
     if out is None:
         return folder / name
-    if out == "":
-        raise RecipeError(
-            "--out: is empty; name a file or a folder, or leave it out", code="recipe.wrong_value"
-        )
     path = Path(out)
     if path.suffix.lower() in (".html", ".htm") and not path.is_dir():
         make_folder(path.parent, option="--out")
@@ -165,7 +151,7 @@ def _write_run(run: Run, page: Path, split: Split | None) -> Path:
     mistakes, pictures_note = mistake_rows(run, split, why_closed)
     seen, seen_note = training_images(run)
     name = run.shown_split
-    counts, classes = matrix(run, name), class_rows(run, name)
+    counts, classes = read_confusion(run.figures(name)), class_rows(run, name)
     drawn = {**_matrix(run, counts), **_calibration(run, name)}
     # one diagram has room beside a matrix that leaves it some
     beside = len(drawn["diagrams"]) == 1 and 0 < drawn["matrix_width"][1] <= _WIDEST_BESIDE
@@ -218,12 +204,10 @@ def _curves(run: Run) -> list[str]:
         return []
     per_epoch, tested = run.steps_per_epoch, range_test(run)
     drawn = [
-        figures.to_svg(
-            figures.curves(run.history, run.results, keys=[key], steps_per_epoch=per_epoch)
-        )
+        to_svg(figures.curves(run.history, run.results, keys=[key], steps_per_epoch=per_epoch))
         for key in figures.curve_keys(run.history)
     ]
-    return [*drawn, figures.to_svg(figures.lr_range(**tested))] if tested else drawn
+    return [*drawn, to_svg(figures.lr_range(**tested))] if tested else drawn
 
 
 def _matrix(run: Run, counts: Confusion | None) -> dict[str, Any]:
@@ -242,7 +226,7 @@ def _matrix(run: Run, counts: Confusion | None) -> dict[str, Any]:
         )
     # not so small that the counts cannot be read: a phone scrolls
     least = min(width, 110 + 34 * counts.num_classes, 600)
-    svg = figures.to_svg(figure)
+    svg = to_svg(figure)
     return {"matrix": svg, "matrix_width": (least, width), "matrix_note": note}
 
 
@@ -263,7 +247,7 @@ def _calibration(run: Run, split: str) -> dict[str, Any]:
             f"; {plain(scaled.get('ece'))} after temperature scaling with "
             f"T = {plain(scaled.get('temperature'), 3)}, fitted on validation"
         )
-    svgs = [figures.to_svg(figure) for figure in diagrams]
+    svgs = [to_svg(figure) for figure in diagrams]
     return {
         "diagrams": svgs,
         "ece": "",
@@ -302,8 +286,7 @@ def _write_comparison(runs: Sequence[Run], page: Path) -> Path:
         intervals=any(cell["interval"] for row in rows for cell in row["figures"]),
         differing=[key for key, _ in differing_keys(runs)],
         curves=[
-            figures.to_svg(figures.compare_curves(named, key=key, split=split))
-            for key, split in drawn
+            to_svg(figures.compare_curves(named, key=key, split=split)) for key, split in drawn
         ],
         claims=claims,
     )

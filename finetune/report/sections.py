@@ -13,7 +13,7 @@ import numpy as np
 
 from finetune.data.sampling import draws_in_words, imbalance
 from finetune.evaluation.claims import wording
-from finetune.evaluation.confusion import DENSE_CLASSES, Confusion, read_confusion
+from finetune.evaluation.confusion import DENSE_CLASSES, read_confusion
 from finetune.report.run_data import (
     SPLIT_NAMES,
     Run,
@@ -39,7 +39,6 @@ __all__ = [
     "confused_pairs",
     "data_rows",
     "headline",
-    "matrix",
     "provenance",
     "range_test",
     "speed",
@@ -185,14 +184,9 @@ def class_heads(run: Run) -> dict[str, str]:
     return _CLASS_FIGURES
 
 
-def matrix(run: Run, split: str) -> Confusion | None:
-    """The confusion matrix, None when there is none that is square."""
-    return read_confusion(run.figures(split))
-
-
 def confused_pairs(run: Run, split: str) -> list[Row]:
     """The pairs of a true and a predicted class with the most images, and their share."""
-    counts = matrix(run, split)
+    counts = read_confusion(run.figures(split))
     if counts is None:
         return []
     support_K = counts.support_K.tolist()
@@ -328,11 +322,8 @@ def range_test(run: Run) -> Row:
 
 def provenance(run: Run) -> list[tuple[str, str]]:
     """Origin of the run: machine, versions, commit, weights, data."""
-    record, weights, device = (
-        run.record,
-        section(run.plan, "weights"),
-        section(run.record, "device"),
-    )
+    record, weights = run.record, section(run.plan, "weights")
+    device = section(record, "device")
     machine = [str(device.get(key)) for key in ("name", "type") if device.get(key)]
     if device.get("threads"):
         machine.append(counted(device["threads"], "thread"))
@@ -345,10 +336,9 @@ def provenance(run: Run) -> list[tuple[str, str]]:
         ("Commit", record.get("commit")),
         ("Network", run.plan.get("architecture")),
     ]
-    labels = {"file": "Weights file", "source": "Weights", "sha256": "Weights sha256"}
-    labels |= {"revision": "Weights revision", "license": "Weights licence"}
-    for key in ("source", "revision", "file", "license", "sha256"):
-        rows.append((labels[key], weights.get(key)))
+    rows.append(("Weights", weights.get("source")))
+    names = {"revision": "revision", "file": "file", "license": "licence", "sha256": "sha256"}
+    rows += [(f"Weights {name}", weights.get(key)) for key, name in names.items()]
     if (distill := run.recipe.distill) is not None:
         words = teacher_in_words(distill, record)
         rows.append(("Teacher", f"{distill.teacher}, {words}"))

@@ -187,14 +187,11 @@ def save_png(figure: Figure, path: Path) -> None:
     write_atomically(path, stream.getvalue())
 
 
-def to_svg(figure: Figure, *, title: str | None = None) -> str:
-    """Write a figure as an `<svg>` element for the body of a page.
+def to_svg(figure: Figure) -> str:
+    """Write a figure as an `<svg>` element for the body of a page, named by the figure's label.
 
     Text stays text in the page's font, colours become CSS variables, the paper is transparent.
 
-    Args:
-        figure: of this module's functions.
-        title: for screen readers; by default the figure's label.
     Returns: the element; the same figure gives the same text.
     """
     stream = io.StringIO()
@@ -209,7 +206,7 @@ def to_svg(figure: Figure, *, title: str | None = None) -> str:
         root.attrib.pop(attribute, None)
     root.attrib |= {"role": "img", "stroke-linejoin": "round"}
     named = ET.Element(f"{_SVG}title")
-    named.text = title or str(figure.get_label()) or "figure"
+    named.text = str(figure.get_label()) or "figure"
     root.attrib["aria-label"] = named.text
     root.insert(0, named)
     digest = hashlib.sha256(stream.getvalue().encode("utf-8", "replace")).hexdigest()[:8]

@@ -12,7 +12,7 @@ from torch import nn
 
 from finetune.bench import matrix_rate as rates
 from finetune.bench.matrix_rate import Product, matrix_rate, products
-from finetune.models.profile import count_macs, count_operations
+from finetune.models.profile import count_operations, survey
 
 BATCH, SIZE = 3, (32, 32)
 TOKENS, WIDTH, DEPTH, MLP, PATCH, CLASSES = 17, 32, 2, 128, 8, 5
@@ -34,7 +34,7 @@ def step_of(model: nn.Module) -> Callable[[], None]:
 
 def test_a_step_takes_three_times_the_forward_pass_but_for_the_images_gradient() -> None:
     model = vit()
-    forward = 2 * BATCH * count_macs(model, SIZE)
+    forward = 2 * BATCH * survey(model, SIZE)["macs"]
     embedding = 2 * BATCH * PATCHES * WIDTH * 3 * PATCH**2
     assert count_operations(step_of(model)) == 3 * forward - embedding
 
@@ -46,7 +46,7 @@ def test_every_kernel_of_attention_counts_the_same() -> None:
 
 def test_a_frozen_backbone_makes_no_gradients() -> None:
     model = vit()
-    forward = 2 * BATCH * count_macs(model, SIZE)
+    forward = 2 * BATCH * survey(model, SIZE)["macs"]
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith("head."))
     head = Product(BATCH, WIDTH, CLASSES, with_input=False, with_weight=True)

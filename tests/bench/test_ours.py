@@ -14,7 +14,7 @@ from faults_runs import losses, tiny
 from finetune.bench.ours import Ours
 from finetune.bench.timer import host_bytes, seconds_alive
 from finetune.data.loader import Batch
-from finetune.models.profile import count_macs
+from finetune.models.profile import survey
 from finetune.training.train import train
 
 CHANGES = (
@@ -44,7 +44,7 @@ def test_what_it_says_of_itself(ours: Ours) -> None:
 def test_a_step_is_counted_whole(ours: Ours) -> None:
     """Three times the forward pass over all micro-batches, but for the gradient of the images."""
     network = ours.accelerator.unwrap_model(ours.trainer.model)
-    forward = 2 * 8 * count_macs(network.eval(), (16, 16))
+    forward = 2 * 8 * survey(network.eval(), (16, 16))["macs"]
     share = ours.facts["operations"] / (3 * forward)  # type: ignore[attr-defined]
     assert 0.9 < share < 1.0
     # both micro-batches; the last block has no product for queries, keys and values of all tokens

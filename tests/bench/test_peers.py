@@ -1,8 +1,10 @@
-"""Another loop gets our network and our images, and as many workers as serve it."""
+"""Another loop gets our network and images, and takes as many batches, of that shape."""
 
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,11 @@ import torch
 from doubles import Recorder
 from faults_runs import tiny
 from refusals import refused
-from torch import nn
+from torch import Tensor, nn
 
-from finetune.bench.peers import Peer
+from finetune.bench.peers import Images, Peer
 from finetune.bench.timer import Clock
-from finetune.models.profile import count_macs
+from finetune.models.profile import survey
 from finetune.training.setup import open_setup
 
 CHANGES = (
@@ -40,24 +42,28 @@ def peer_of(tmp_path: Path, loop: str, *overrides: str, precision: str = "fp32")
 
 
 @pytest.fixture(autouse=True)
-def one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """And no trace of it: torch's handler would raise wherever another test's worker ends."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    before = signal.getsignal(signal.SIGCHLD)
+    yield
+    signal.signal(signal.SIGCHLD, before)
 
 
 def test_the_network_and_the_images_are_those_of_our_first_steps(tmp_path: Path) -> None:
     peer = peer_of(tmp_path, "timm-loop", "model.dropout=0.3")
-    peer.loop = lambda setting, steps, on_step: [on_step() for _ in range(steps)]
+    peer.loop = lambda peer, steps, on_step: [on_step() for _ in range(steps)]
     peer.prepare()
     setup = open_setup(peer.recipe, device=CPU, notice=pytest.fail, progress=False)
     split, indices = setup.source.splits["train"], setup.sampler.order(0)
-    images = peer.setting.images
+    images = peer.images
     assert len(images.images) == setup.num_samples  # fewer than would be decoded of a large set
     for place, index in enumerate(indices.tolist()):
         assert np.array_equal(np.asarray(images.images[place]), split.read(index))
         assert images.labels[place] == split.labels[index]
-    ours, theirs = setup.built.model.state_dict(), peer.setting.network.state_dict()
+    ours, theirs = setup.built.model.state_dict(), peer.network.state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    rates = [m.p for m in peer.setting.network.modules() if isinstance(m, nn.Dropout)]
+    rates = [m.p for m in peer.network.modules() if isinstance(m, nn.Dropout)]
     assert 0.3 in rates
 
 
@@ -66,9 +72,9 @@ def test_workers_are_taken_where_they_serve(tmp_path: Path) -> None:
         peer, asked = peer_of(tmp_path, "timm-loop"), []
 
         def run(steps: int, *, warmup: int = 1, peer=peer, asked=asked, faster=faster) -> Any:
-            asked.append(peer.setting.workers)
+            asked.append(peer.workers)
             clock = Clock(CPU, warmup=1, steps=steps, tick=peer.line.tick)
-            clock.seconds = 1.0 if peer.setting.workers == faster else 2.0
+            clock.seconds = 1.0 if peer.workers == faster else 2.0
             return clock
 
         peer._run = run  # type: ignore[assignment]
@@ -83,22 +89,100 @@ def test_its_operations_are_those_of_the_whole_network(tmp_path: Path, loop: str
         pytest.importorskip("transformers")
     peer = peer_of(tmp_path, loop)
     found = peer.prepare()["operations"]
-    macs = count_macs(peer.setting.network.eval(), (16, 16))
+    macs = survey(peer.network.eval(), (16, 16))["macs"]
     assert 0.9 < found / (3 * 2 * 8 * macs) < 1.0
 
 
 def test_what_workers_loaded_before_is_not_timed(tmp_path: Path) -> None:
     peer = peer_of(tmp_path, "timm-loop")
-    peer.loop = lambda setting, steps, on_step: [on_step() for _ in range(steps)]
+    peer.loop = lambda peer, steps, on_step: [on_step() for _ in range(steps)]
     peer.prepare()
-    peer.setting.workers = 4
+    peer.workers = 4
     before = peer.line.steps
     peer.train(warmup=3, steps=5)
     assert peer.line.steps - before == 3 + 5 + 4 * 2
-    assert len(peer.setting.images) == 8 * (3 + 5 + 4 * 2)
+    assert len(peer.images) == 8 * (3 + 5 + 4 * 2)
 
 
 def test_unequal_parts_are_refused(tmp_path: Path) -> None:
     peer = peer_of(tmp_path, "timm-loop", "data.micro_batch=3")
     with refused("recipe.unsupported", "data.micro_batch: 3", "8 images"):
         peer.prepare()
+
+
+class Seen:
+    """Watches what a network is given, and under which numbers it computes."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self.batches: list[Tensor] = []
+        self.autocast: set[Any] = set()
+        self.handle = network.register_forward_pre_hook(self.note)
+
+    def note(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self.batches.append(inputs[0].detach().clone())
+        assert module.training
+        enabled = torch.is_autocast_enabled("cpu")
+        self.autocast.add(torch.get_autocast_dtype("cpu") if enabled else torch.float32)
+
+
+def ours_of(peer: Peer) -> Tensor:
+    """The images that our own pipeline makes of the peer's, without augmentation."""
+    setup = open_setup(peer.recipe, device=CPU, notice=pytest.fail, progress=False)
+    images = peer.images.images
+    pixels = [torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images]
+    return setup.train_pipeline(pixels, keys=np.zeros(len(pixels), np.uint64))
+
+
+def check_loop(peer: Peer, dtype: torch.dtype) -> None:
+    """One turn: steps, shapes, pixels, numbers, and weights that move."""
+    facts = peer.prepare()
+    assert facts["workers"] in (0, 1)
+    assert facts["seconds_to_first_step"] > 0
+    network, seen = peer.network, Seen(peer.network)
+    before = [p.detach().clone() for p in network.parameters()]
+    steps = peer.line.steps
+    assert peer.train(warmup=1, steps=2) > 0
+    seen.handle.remove()
+    taken = 3 + 2 * facts["workers"]
+    assert peer.line.steps - steps == taken
+    assert len(seen.batches) == 2 * taken  # micro-batches
+    assert {tuple(batch.shape) for batch in seen.batches} == {(4, 3, 16, 16)}
+    assert seen.autocast == {dtype}
+    moved = [not torch.equal(p, b) for p, b in zip(network.parameters(), before, strict=True)]
+    assert any(moved)
+    # each image is one of ours, to a level or two, though in another order
+    ours = ours_of(peer).flatten(1)
+    theirs = torch.cat(seen.batches).float().flatten(1)
+    nearest = (theirs[:, None] - ours[None]).abs().amax(dim=2).amin(dim=1)
+    level = 1 / 255 / min(peer.setup.preprocessing.std)
+    assert nearest.max() <= 2 * level
+
+
+def test_timms_loop(tmp_path: Path) -> None:
+    check_loop(peer_of(tmp_path, "timm-loop", precision="bf16"), torch.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_transformers_trainer(tmp_path: Path, precision: str) -> None:
+    pytest.importorskip("transformers")
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
+    check_loop(peer_of(tmp_path, "transformers", precision=precision), dtype)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_another_optimiser_in_the_trainer(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    check_loop(peer_of(tmp_path, "transformers", "optim.name=sgd"), torch.float32)
+
+
+def test_images_go_round() -> None:
+    split = open_setup(
+        tiny(*CHANGES), device=CPU, notice=pytest.fail, progress=False
+    ).source.splits["train"]
+    images = Images(split, [3, 1])
+    images.length = 5
+    assert len(images) == 5
+    assert images[4][0] is images[0][0]
+    assert images[4][1] == split.labels[3]

@@ -117,10 +117,7 @@ def quick_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_hosts")
 def test_the_same_steps_in_two_ways() -> None:
-    recipe, plain = (
-        parse_recipe(FORTY_BF16),
-        parse_recipe(FORTY, overrides=[*PLAINLY]),
-    )
+    recipe, plain = (parse_recipe(FORTY_BF16), parse_recipe(FORTY, overrides=[*PLAINLY]))
     found = study_losses(recipe, plain, steps=2 * LOSSES_EVERY)
     assert [row["step"] for row in found["rows"]] == [LOSSES_EVERY, 2 * LOSSES_EVERY]
     assert 0 < found["largest"] < 0.05
@@ -130,13 +127,7 @@ def test_the_same_steps_in_two_ways() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_hosts")
 def test_sets_of_two_sizes() -> None:
-    found = study_sizes(
-        parse_recipe(FORTY_BF16),
-        [2000, 20],
-        warmup=1,
-        steps=2,
-        repeats=2,
-    )
+    found = study_sizes(parse_recipe(FORTY_BF16), [2000, 20], warmup=1, steps=2, repeats=2)
     assert [row["images"] for row in found["rows"]] == [20, 2000]
     for row in found["rows"]:
         assert 0 < row["train"]["min"] <= row["train"]["median"] <= row["train"]["max"]

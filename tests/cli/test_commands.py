@@ -12,9 +12,11 @@ from recipe_texts import BASE as RECIPE
 
 from finetune.cli.main import main
 
+Captured, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
+
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def workplace(tmp_path: Path, monkeypatch: Patch) -> None:
     """A folder with what the verbs name: what is missing is refused before they are asked."""
     monkeypatch.chdir(tmp_path)
     write_plan(tmp_path)
@@ -27,9 +29,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestPublishing:
-    def test_push(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_push(self, monkeypatch: Patch, capsys: Captured) -> None:
         pushed = {"url": "http://hub/a/b", "commit": "abc", "changed": True}
         double = Double(pushed)
         replace(monkeypatch, "finetune.publish.push", push=double)
@@ -42,9 +42,7 @@ class TestPublishing:
         assert main(["push", "runs/x", "a/b"]) == 0
         assert "no new commit" in capsys.readouterr().out
 
-    def test_export(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_export(self, monkeypatch: Patch, capsys: Captured) -> None:
         double = Double({"file": "x.pt2"})
         replace(
             monkeypatch, "finetune.commands.export", export_model=double, describe=Double("x.pt2")
@@ -55,18 +53,14 @@ class TestPublishing:
         assert double.calls == [(("runs/x",), asked)]
         assert capsys.readouterr().out == "x.pt2\n"
 
-    def test_report(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_report(self, monkeypatch: Patch, capsys: Captured) -> None:
         double = Double({"reports": ["a/report.html", "b/report.html"], "comparison": None})
         replace(monkeypatch, "finetune.report.page", report=double)
         assert main(["report", "a", "b", "--out", "c"]) == 0
         assert double.calls == [((("a", "b"),), {"out": "c"})]
         assert capsys.readouterr().out == "a/report.html\nb/report.html\n"
 
-    def test_demo(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_demo(self, monkeypatch: Patch, capsys: Captured) -> None:
         serve, export = Double({}), Double({"folder": "space", "files": ["app.py"]})
         replace(monkeypatch, "finetune.demo.server", serve=serve)
         replace(monkeypatch, "finetune.demo.space", export_space=export)
@@ -77,9 +71,7 @@ class TestPublishing:
         assert capsys.readouterr().out == "space: 1 files\n"
         assert main(["demo", "runs/x", "--export-space", ""]) == 2
 
-    def test_reproduce(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_reproduce(self, monkeypatch: Patch, capsys: Captured) -> None:
         double = Double({"table": "t.md", "comparison": None, "page": "p.md"})
         replace(
             monkeypatch, "finetune.commands.reproduce", reproduce=double, describe=Double("# A")
@@ -97,9 +89,7 @@ class TestPublishing:
 
 
 class TestLooking:
-    def test_info(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_info(self, monkeypatch: Patch, capsys: Captured) -> None:
         double = Double({"parameters": {"total": 5}})
         replace(
             monkeypatch,
@@ -111,9 +101,7 @@ class TestLooking:
         assert double.calls == [(("resnet50",), {"image_size": 96})]
         assert capsys.readouterr().out == "5 parameters\n"
 
-    def test_the_plan_of_a_recipe(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_the_plan_of_a_recipe(self, monkeypatch: Patch, capsys: Captured) -> None:
         double = Double({"memory": {"peak": 5}})
         peak = Double("peak 5")
         replace(monkeypatch, "finetune.commands.plan", forecast=double, describe=peak)
@@ -133,15 +121,13 @@ class TestLooking:
             assert said in capsys.readouterr().err
         assert len(double.calls) == 2
 
-    def test_the_plan_of_a_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_plan_of_a_run(self, monkeypatch: Patch) -> None:
         double = Double({})
         replace(monkeypatch, "finetune.commands.plan", forecast=double, describe=Double(""))
         assert main(["info", "runs/x", "--plan"]) == 0
         assert double.calls == [(("runs/x/recipe.yaml", ()), {})]
 
-    def test_show(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_show(self, monkeypatch: Patch, capsys: Captured) -> None:
         double = Double({"files": ["o/filters.png"], "skipped": {"rollout": "no images"}})
         replace(monkeypatch, "finetune.commands.show", show=double)
         assert main(["show", "runs/x", "a.png", "--out", "o"]) == 0
@@ -149,9 +135,7 @@ class TestLooking:
         assert capsys.readouterr().out == "o/filters.png\nrollout: no images\n"
         assert main(["show", "runs/x"]) == 2
 
-    def test_probe(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_probe(self, monkeypatch: Patch, capsys: Captured) -> None:
         double = Double({"shots": {}})
         doubles = {"describe": Double("a table"), "shots_of": Double([1, 5])}
         replace(monkeypatch, "finetune.commands.probe", probe_model=double, **doubles)

@@ -18,6 +18,8 @@ from finetune.cli.main import cli, main
 from finetune.errors import DataError
 from finetune.recipe.load import load_recipe
 
+Captured, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
+
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -29,14 +31,14 @@ RESULTS = {
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def recipe(tmp_path: Path, monkeypatch: Patch) -> str:
     """A recipe in the working directory, which is empty otherwise."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text(RECIPE)
     return "mine.yaml"
 
 
-def trained(monkeypatch: pytest.MonkeyPatch, answer: Any = RESULTS) -> Double:
+def trained(monkeypatch: Patch, answer: Any = RESULTS) -> Double:
     double = Double(answer)
     replace(monkeypatch, "finetune.training.train", train=double)
     return double
@@ -133,7 +135,7 @@ class TestStart:
         )
         assert done.stderr.strip() == "141"
 
-    def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_version(self, capsys: Captured) -> None:
         assert main(["--version"]) == 0
         assert capsys.readouterr().out == f"finetune {__version__}\n"
 
@@ -146,7 +148,7 @@ class TestStart:
             finetune.trian  # noqa: B018
 
     @pytest.mark.parametrize("words", [["-h"], ["train", "--help"], ["recipes", "-h"]])
-    def test_help(self, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    def test_help(self, words: list[str], capsys: Captured) -> None:
         assert main(words) == 0
         assert capsys.readouterr().out.startswith("Usage: finetune")
 
@@ -181,9 +183,7 @@ class TestUsage:
             ([], "Usage: finetune"),
         ],
     )
-    def test_mistakes_are_exit_2(
-        self, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_mistakes_are_exit_2(self, words: list[str], said: str, capsys: Captured) -> None:
         assert main(words) == 2
         captured = capsys.readouterr()
         assert captured.out == ""
@@ -191,29 +191,27 @@ class TestUsage:
 
 
 class TestTrain:
-    def test_arguments(self, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_arguments(self, recipe: str, monkeypatch: Patch) -> None:
         double = trained(monkeypatch)
         assert main(["train", recipe, "optim.lr=0.5", "--out", "here", "--resume"]) == 0
         ((args, kwargs),) = double.calls
         assert args == (load_recipe(recipe, ["optim.lr=0.5"]), Path("here"))
         assert kwargs == {"resume": True, "dry_run": False}
 
-    def test_options_may_stand_anywhere(self, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_options_may_stand_anywhere(self, recipe: str, monkeypatch: Patch) -> None:
         double = trained(monkeypatch)
         assert main(["train", "--out", "here", recipe, "--dry-run", "run.seed=1"]) == 0
         args, kwargs = double.calls[0]
         assert args[0].run.seed == 1
         assert kwargs["dry_run"] is True
 
-    def test_the_run_is_named_after_the_recipe(
-        self, recipe: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_run_is_named_after_the_recipe(self, recipe: str, monkeypatch: Patch) -> None:
         double = trained(monkeypatch)
         assert main(["train", recipe]) == 0
         assert double.calls[0][0][1] == Path("runs/mine")
 
     def test_a_run_directory_is_resumed_with_its_own_recipe(
-        self, recipe: str, monkeypatch: pytest.MonkeyPatch
+        self, recipe: str, monkeypatch: Patch
     ) -> None:
         double = trained(monkeypatch)
         run = Path("runs/old")
@@ -225,15 +223,12 @@ class TestTrain:
         assert [call[0][1] for call in double.calls] == [run, run]
         assert main(["train", "runs/old"]) == 2  # without --resume it is a folder, not a recipe
 
-    def test_an_empty_out_is_no_folder(
-        self, recipe: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert main(["train", recipe, "--out", ""]) == 2
+    @pytest.mark.parametrize("out", ["", " "])
+    def test_an_empty_out_is_no_folder(self, recipe: str, out: str, capsys: Captured) -> None:
+        assert main(["train", recipe, "--out", out]) == 2
         assert "--out: is empty" in capsys.readouterr().err
 
-    def test_text(
-        self, recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_text(self, recipe: str, monkeypatch: Patch, capsys: Captured) -> None:
         trained(monkeypatch)
         assert main(["train", recipe]) == 0
         assert capsys.readouterr().out.splitlines() == [
@@ -247,9 +242,7 @@ class TestTrain:
             "run: runs/mine",
         ]
 
-    def test_json(
-        self, recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_json(self, recipe: str, monkeypatch: Patch, capsys: Captured) -> None:
         trained(monkeypatch)
         assert main(["train", recipe, "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
@@ -257,7 +250,7 @@ class TestTrain:
         assert found["test"]["loss"] is None  # JSON has no NaN
 
     def test_a_bad_recipe_never_reaches_the_engine(
-        self, recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        self, recipe: str, monkeypatch: Patch, capsys: Captured
     ) -> None:
         double = trained(monkeypatch)
         assert main(["train", recipe, "lr=3"]) == 2
@@ -270,15 +263,13 @@ class TestTrain:
 
 class TestEvalAndPredict:
     @pytest.fixture(autouse=True)
-    def workplace(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def workplace(self, tmp_path: Path, monkeypatch: Patch) -> None:
         """What the verbs name: what is missing is refused before they are asked."""
         monkeypatch.chdir(tmp_path)
         Path("runs/x").mkdir(parents=True)
         Path("y").mkdir()
 
-    def test_eval(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_eval(self, monkeypatch: Patch, capsys: Captured) -> None:
         double, written = Double(RESULTS["val"]), Double(["e/results.json"])
         doubles = {"describe": Double("val: top1 0.5000"), "write_results": written}
         replace(monkeypatch, "finetune.commands.evaluate", evaluate_model=double, **doubles)
@@ -296,9 +287,7 @@ class TestEvalAndPredict:
         assert json.loads(capsys.readouterr().out) == RESULTS["val"]
         assert len(written.calls) == 1
 
-    def test_predict(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_predict(self, monkeypatch: Patch, capsys: Captured) -> None:
         rows = [{"path": "a.png", "predictions": []}, {"path": "b.png", "error": "no image"}]
         classify = Double(rows)
         replace(monkeypatch, "finetune.commands.predict", predict=classify)
@@ -324,7 +313,7 @@ class TestEvalAndPredict:
 
 
 class TestRecipes:
-    def test_list(self, recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_list(self, recipe: str, capsys: Captured) -> None:
         os.mkdir("recipes")
         (Path("recipes") / "a.yaml").write_text(RECIPE)
         assert main(["recipes", "list"]) == 0
@@ -333,9 +322,7 @@ class TestRecipes:
         assert len(json.loads(capsys.readouterr().out)) == 2
         assert main(["recipes", "list", "nowhere"]) == 2
 
-    def test_check_prints_the_problems_of_all(
-        self, recipe: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_check_prints_the_problems_of_all(self, recipe: str, capsys: Captured) -> None:
         Path("bad.yaml").write_text(RECIPE.replace("lr", "learning_rate").replace("name", "nam"))
         assert main(["recipes", "check", recipe]) == 0
         assert capsys.readouterr().out == "mine.yaml: ok\n"
@@ -353,7 +340,7 @@ class TestRecipes:
         assert row["valid"] is False
         assert row["problems"] == problems[:2]
 
-    def test_help(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_help(self, capsys: Captured) -> None:
         assert main(["recipes", "help"]) == 0
         assert "optim.warmup_steps  (whole number; default 0)" in capsys.readouterr().out
         assert main(["recipes", "help", "data.train"]) == 0
@@ -364,7 +351,7 @@ class TestRecipes:
         assert main(["recipes", "help", "lr"]) == 2
         assert "did you mean 'optim.lr'?" in capsys.readouterr().err
 
-    def test_schema(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_schema(self, capsys: Captured) -> None:
         assert main(["recipes", "schema"]) == 0
         plain = capsys.readouterr().out
         assert json.loads(plain)["title"] == "finetune recipe"
@@ -373,7 +360,7 @@ class TestRecipes:
 
 
 class TestData:
-    def test_info(self, image_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_info(self, image_folder: Path, capsys: Captured) -> None:
         assert main(["data", "info", f"folder:{image_folder}"]) == 0
         out = capsys.readouterr().out
         assert "splits.train.images: 24" in out
@@ -381,7 +368,7 @@ class TestData:
         assert main(["data", "info", f"folder:{image_folder}", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["splits"]["test"]["images"] == 12
 
-    def test_scan(self, image_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_scan(self, image_folder: Path, capsys: Captured) -> None:
         source = f"folder:{image_folder}"
         assert main(["data", "scan", source]) == 0
         assert "every image can be read" in capsys.readouterr().out
@@ -394,6 +381,6 @@ class TestData:
         (row,) = json.loads(capsys.readouterr().out)
         assert row["split"] == "train"
 
-    def test_no_such_source(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_no_such_source(self, capsys: Captured) -> None:
         assert main(["data", "info", "foldr:x"]) == 3
         assert "folder" in capsys.readouterr().err

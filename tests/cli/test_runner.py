@@ -160,21 +160,6 @@ class TestErrors:
             assert failing(error)("go") == 5
             assert "data.micro_batch" in capsys.readouterr().err
 
-    @pytest.mark.parametrize(
-        "words,said",
-        [
-            (["goo"], "no such verb 'goo'; did you mean 'go'?"),
-            (["qqq"], "no such verb 'qqq'\n"),
-            (["go", "--jso"], "--json"),
-            ([], "Usage: finetune"),
-        ],
-    )
-    def test_usage(self, words: list[str], said: str, capsys: Captured) -> None:
-        assert program(lambda: "found")(*words) == 2
-        captured = capsys.readouterr()
-        assert captured.out == ""
-        assert said in captured.err
-
 
 class TestText:
     def test_json_of_what_is_not_json(self) -> None:

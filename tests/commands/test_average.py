@@ -125,6 +125,20 @@ def test_a_greedy_soup_is_no_worse_than_its_best_run(runs: Path, tmp_path: Path)
         assert torch.equal(tensor, expected[key])
 
 
+def test_an_adapter_is_measured_as_it_was_merged(tmp_path: Path) -> None:
+    text = """
+model: {name: embedded:vit_nano, adapter: {kind: dora, rank: 2}}
+data: {source: "embedded:digits", eval: resize, batch_size: 16, num_train: 100, val_fraction: 0.2}
+optim: {lr: 2e-2, steps: 6}
+run: {precision: fp32, threads: 1, test: false}
+"""
+    own = train(parse_recipe(text), tmp_path / "run")
+    result = average([str(tmp_path / "run")], alphas=[1.0], out=str(tmp_path / "out"))
+    assert result["val"]["loss"] == pytest.approx(own["val"]["loss"], abs=1e-5)
+    for key, tensor in tensors(tmp_path / "run" / "model").items():
+        assert torch.equal(tensors(tmp_path / "out")[key], tensor)
+
+
 def test_the_verbs_take_it(runs: Path, tmp_path: Path, hub: HubServer) -> None:
     out = str(tmp_path / "out")
     assert main(["average", str(runs / "a"), "--alpha", "0.5", "--out", out]) == 0
@@ -187,6 +201,9 @@ def test_runs_that_do_not_belong_together_are_refused(runs: Path, tmp_path: Path
     train(tuned(base, "data.split_seed=1", "optim.steps=1"), tmp_path / "split")
     with refused("data.split_mismatch", "data.split_seed"):
         average([a, str(tmp_path / "split")], out=out)
+    train(tuned(base, "data.mean=[0.1, 0.2, 0.3]", "optim.steps=1"), tmp_path / "mean")
+    with refused("data.split_mismatch", tmp_path / "mean", "data.mean"):
+        average([a, str(tmp_path / "mean")], out=out)
     train(tuned(base, "data.classes=['1', '2']", "data.num_train=90", "optim.steps=1",
                 "data.num_test=20"), tmp_path / "two")  # fmt: skip
     with refused("weights.wrong_shape", tmp_path / "two", a):

@@ -12,7 +12,7 @@ from PIL import Image, ImageChops, ImageColor
 from refusals import refused
 
 from finetune.commands import contact_sheet as sheet_module
-from finetune.commands.contact_sheet import ContactSheet
+from finetune.commands.contact_sheet import ContactSheet, save_sheet
 from finetune.evaluation.intervals import wilson
 
 RED = (200, 30, 30)
@@ -79,8 +79,9 @@ def test_small_pictures_keep_their_pixels() -> None:
     assert len(windows) == 1
 
 
-def test_what_is_kept_is_small() -> None:
-    sheet = ContactSheet(limit=2)
+def test_what_is_kept_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sheet_module, "LIMIT", 2)
+    sheet = ContactSheet()
     pixels = plain(4000, 6000)
     for place in range(3):
         sheet.look(place, pixels)
@@ -91,12 +92,15 @@ def test_what_is_kept_is_small() -> None:
     assert not any(picture.readonly for picture in sheet._pictures.values())
 
 
-def test_the_number_of_tiles_is_bounded_and_the_rest_is_counted() -> None:
+def test_the_number_of_tiles_is_bounded_and_the_rest_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rows = [predicted(f"{number}.png", "cat") for number in range(500)]
     pictures = {number: plain(8, 8) for number in range(500)}
     image = drawn(rows, pictures)
     assert area(image, RED) == 200 * 192 * 192
-    sheet = ContactSheet(limit=4)
+    monkeypatch.setattr(sheet_module, "LIMIT", 4)
+    sheet = ContactSheet()
     for row in [*rows[:5], {"path": "x", "error": "zero bytes"}]:
         sheet.add(row)
     assert sheet._facts("calibrated") == (
@@ -262,9 +266,9 @@ def test_the_file_is_replaced_in_one_step(tmp_path: Path) -> None:
     sheet = ContactSheet()
     sheet.add(predicted("a.png", "cat"))
     sheet.look(0, plain(8, 8))
-    sheet.save(path, title="a model")
+    save_sheet(sheet.draw(title="a model"), path, option="--sheet")
     with Image.open(path) as image:
         assert image.convert("RGB").tobytes() == sheet.draw(title="a model").tobytes()
     assert [each.name for each in tmp_path.iterdir()] == ["sheet.png"]
     with refused("setup.not_writable", "--sheet"):
-        sheet.save(tmp_path / "gone" / "sheet.png", title="a model")
+        save_sheet(Image.new("RGB", (8, 8)), tmp_path / "gone" / "sheet.png", option="--sheet")

@@ -89,8 +89,10 @@ def test_without_a_test_split_validation_is_measured(
 ) -> None:
     out, _ = finished
     photos = digits_in_folders(tmp_path, range(10), name=str) / "train"
-    recipe = parse_recipe(RECIPE, overrides=[f"data.source=folder:{photos}"])
-    results = train(recipe, tmp_path / "run")
+    others = tmp_path / "others"
+    shutil.copytree(photos, others)
+    overrides = [f"data.source=folder:{photos}", "data.unreadable=quarantine"]
+    results = train(parse_recipe(RECIPE, overrides=overrides), tmp_path / "run")
     capsys.readouterr()
     measured = evaluate_model(str(tmp_path / "run"))
     assert measured["split"] == "val"
@@ -103,9 +105,13 @@ def test_without_a_test_split_validation_is_measured(
         evaluate_model(str(tmp_path / "run"), split="test")
     evaluate_model(str(out))
     assert "no test split" not in capsys.readouterr().err
-    others = evaluate_model(str(out), data=f"folder:{photos}")  # all images, not a tenth of them
-    assert (others["split"], others["examples"]) == ("train", len(list(photos.rglob("*.png"))))
+    images = len(list(photos.rglob("*.png")))  # all of them, not a tenth
+    measured = evaluate_model(str(out), data=f"folder:{photos}")
+    assert (measured["split"], measured["examples"]) == ("train", images)
     assert "all of it" in capsys.readouterr().err
+    (others / "0" / "broken.png").touch()  # left out, as in the run's training
+    measured = evaluate_model(str(tmp_path / "run"), data=f"folder:{others}", split="train")
+    assert measured["examples"] == images
 
 
 def test_figures_on_few_images_have_their_interval() -> None:

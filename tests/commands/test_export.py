@@ -11,7 +11,6 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-import timm
 import torch
 from PIL import Image
 from refusals import refused
@@ -25,6 +24,7 @@ from finetune.files import sha256_of
 from finetune.models.build import build
 from finetune.models.saved import save_model
 
+Captured, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 NANO = "embedded:vit_nano"
 SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}
 
@@ -44,7 +44,7 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture
-def instant(monkeypatch: pytest.MonkeyPatch) -> None:
+def instant(monkeypatch: Patch) -> None:
     """Exports that are the network itself, for tests of everything around them."""
     networks: list[nn.Module] = []
 
@@ -149,7 +149,7 @@ def test_what_stands_beside_gives_the_pixels(exported: dict[str, Any], tmp_path:
 
 @pytest.mark.parametrize("damage", [0.01, float("nan")])
 def test_an_export_that_differs_is_refused_and_leaves_the_old(
-    damage: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    damage: float, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     real_write = export_module.write
 
@@ -170,9 +170,7 @@ def test_an_export_that_differs_is_refused_and_leaves_the_old(
     assert (tmp_path / "vit_nano.onnx").read_text() == "old"
 
 
-def test_each_batch_size_is_compared(
-    instant: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_batch_size_is_compared(instant: None, tmp_path: Path, monkeypatch: Patch) -> None:
     network = build(NANO).model.eval()
 
     def run(images: Tensor) -> Tensor:
@@ -199,11 +197,7 @@ def test_a_run_is_compared_on_its_own_data(
 
 
 def test_data_that_is_not_there_is_replaced_and_that_is_said(
-    instant: None,
-    run_of_folder: Path,
-    image_folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    instant: None, run_of_folder: Path, image_folder: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     image_folder.rename(tmp_path / "elsewhere")
     result = export_model(str(run_of_folder / "model" / ".."), out=str(tmp_path / "out"))
@@ -254,11 +248,7 @@ def test_another_size_leaves_the_runs_sentence_aside(
     ],
 )
 def test_out_is_a_file_or_a_folder(
-    out: str | None,
-    expected: str,
-    instant: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    out: str | None, expected: str, instant: None, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert export_model(NANO, out=out)["file"] == expected
@@ -284,23 +274,6 @@ def test_another_formats_suffix_is_refused_before_any_work() -> None:
             export_model("no such model", out=out)
 
 
-def test_a_model_without_classifier_has_no_logits(tmp_path: Path) -> None:
-    network = timm.create_model("resnet10t", num_classes=0)
-    built = build("resnet10t", pretrained=False, num_classes=2)
-    folder = tmp_path / "features"
-    folder.mkdir()
-    empty = type(built)(**{**vars(built), "model": network})
-    save_model(
-        folder,
-        empty,
-        network.state_dict(),
-        class_names=[],
-        preprocessing=built.preprocessing,
-    )
-    with refused("weights.no_classifier", folder):
-        export_model(str(folder), out=str(tmp_path))
-
-
 def test_a_place_that_cannot_be_written(instant: None, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with refused("setup.not_writable", "--out"):
@@ -308,7 +281,7 @@ def test_a_place_that_cannot_be_written(instant: None, tmp_path: Path) -> None:
 
 
 def test_a_failure_while_publishing_vouches_for_nothing(
-    instant: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    instant: None, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     for name in ("vit_nano.onnx", "vit_nano.onnx.json"):
         (tmp_path / name).write_text("old")

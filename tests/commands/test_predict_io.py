@@ -129,7 +129,17 @@ def test_several_labels_stand_beside_the_predictions(tmp_path: Path) -> None:
 
 ODD = [
     *("two\nlines.png", "cr\rend.png", 'quote".png', "comma,.png", " space .png", "\t.png"),
-    *("=cmd.png", "-dash.png", "'=cmd.png", "''.png", "кот.png", "猫.png", "caf\udce9.png"),
+    *(
+        "=cmd.png",
+        "-dash.png",
+        "+1.png",
+        "@3.png",
+        "'=cmd.png",
+        "''.png",
+        "кот.png",
+        "猫.png",
+        "caf\udce9.png",
+    ),
 ]
 
 
@@ -144,8 +154,9 @@ def test_odd_names_come_back_from_both_formats(tmp_path: Path, name: str) -> Non
     with open(
         tmp_path / "rows.csv", encoding="utf-8", errors="surrogateescape", newline=""
     ) as file:
-        cells = [line[0] for line in csv.reader(file)][1:]
-    assert [cell.removeprefix("'") for cell in cells] == [name, name]
+        _, *rows = csv.reader(file)
+    assert [line[0].removeprefix("'") for line in rows] == [name, name]
+    cells = [cell for line in rows for cell in line]
     assert not any(cell.startswith(("=", "+", "-", "@", "\t", "\r", "\n")) for cell in cells)
 
 
@@ -175,7 +186,7 @@ def test_a_full_disk_is_said_and_nothing_is_left(tmp_path: Path) -> None:
         with writing(path, depth=1) as write:
             write(ROWS[0])
 
-    with refused("setup.disk_full", "--out", "rows.jsonl", "No space left"):
+    with refused("setup.disk_full", "rows.jsonl", "No space left"):
         write_a_row()
     assert not os.listdir(tmp_path)
 
@@ -192,7 +203,7 @@ def test_the_systems_refusal_names_the_option(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["taken.png"]
 
 
-def test_a_target_is_checked_beforehand(tmp_path: Path) -> None:
+def test_a_target_is_checked_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_target(tmp_path / "X.CSV", option="--out") == tmp_path / "X.CSV"
     with refused("recipe.wrong_value", "--out", "'x.txt'", ".csv or .jsonl"):
         check_target("x.txt", option="--out")
@@ -201,6 +212,9 @@ def test_a_target_is_checked_beforehand(tmp_path: Path) -> None:
     (tmp_path / "x.csv").mkdir()
     with refused("setup.not_writable", "x.csv"):
         check_target(tmp_path / "x.csv", option="--out")
+    monkeypatch.setattr(os, "access", lambda path, mode: (path, mode) != (tmp_path, os.W_OK))
+    with refused("setup.not_writable", "--out", "y.csv"):  # to a superuser nothing is read-only
+        check_target(tmp_path / "y.csv", option="--out")
 
 
 def test_unreadable_names_the_files_and_counts_the_rest() -> None:
@@ -273,6 +287,15 @@ def test_files_folders_patterns_and_what_is_not_there(tmp_path: Path) -> None:
     assert find_files([tmp_path / "bare"]) == [(f"{here}/bare", "a folder without images")]
     assert find_files([f"{here}/gone.png"]) == [(f"{here}/gone.png", None)]
     assert find_files([]) == []
+
+
+def test_files_of_a_folder_that_are_no_images_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a.png", "b.HEIC"):
+        (tmp_path / name).touch()
+    assert find_files([tmp_path]) == [(f"{tmp_path}/a.png", None)]
+    assert caplog.messages == [f"{tmp_path}: ignored 1 file of other kinds: b.HEIC"]
 
 
 def test_a_list_on_standard_input_stands_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

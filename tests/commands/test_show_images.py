@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,14 +80,20 @@ def test_many_classes_and_an_image_that_cannot_be_read(tmp_path: Path) -> None:
     assert Image.open(sheets[0]).format == "JPEG"
 
 
-def test_training_images_of_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[list[Strip], dict[str, list[str]]]] = []
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Strip], dict[str, list[str]]]]:
+    """The strips and texts of each sheet that is drawn."""
+    kept: list[tuple[list[Strip], dict[str, list[str]]]] = []
 
     def keep(strips: list[Strip], **texts: list[str]) -> Image.Image:
-        seen.append((strips, texts))
+        kept.append((strips, texts))
         return draw_strips(strips, **texts)  # type: ignore[arg-type]
 
     monkeypatch.setattr("finetune.commands.show_images.draw_strips", keep)
+    return kept
+
+
+def test_training_images_of_a_recipe(tmp_path: Path, seen: list[Any]) -> None:
     path = show_training(parse_recipe(RECIPE), tmp_path / "sheet.png")
     ((strips, texts),) = seen
     assert [len(strip.pictures) for strip in strips] == [1 + 8 + 1] * 6
@@ -102,7 +109,7 @@ def test_training_images_of_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_quarantine_counts_as_in_training(
-    image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    image_folder: Path, tmp_path: Path, seen: list[Any]
 ) -> None:
     changes = [f"data.source=folder:{image_folder}", "data.num_train=20", "data.batch_size=4"]
     changes += ["data.train=random_resized_crop(32) | cutmix(1.0)", "run.precision=fp32"]
@@ -110,21 +117,16 @@ def test_quarantine_counts_as_in_training(
         write(image_folder / f"train/blue/blue-{number}.png", b"no image")
     with refused("data.unreadable", "blue", "finetune data scan folder:"):
         show_training(parse_recipe(RECIPE, overrides=changes), tmp_path / "sheet.png")
-    seen: list[Strip] = []
-
-    def keep(strips: list[Strip], **texts: list[str]) -> Image.Image:
-        seen.extend(strips)
-        return draw_strips(strips, **texts)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("finetune.commands.show_images.draw_strips", keep)
     recipe = parse_recipe(RECIPE, overrides=[*changes, "data.unreadable=quarantine"])
     show_training(recipe, tmp_path / "sheet.png")
     cpu = torch.device("cpu")
     setup = open_setup(recipe, device=cpu, notice=lambda _: None, progress=False)
     loader = setup.loader(setup.source.splits["train"], train=True)
-    setup = setup.with_num_samples(loader.num_samples)
-    assert loader.num_samples < len(setup.source.splits["train"])
-    split, names = loader.store.split, {strip.remark: strip for strip in seen}
+    split = loader.store.split
+    setup = setup.with_num_samples(len(split))
+    assert len(split) < len(setup.source.splits["train"])
+    ((strips, _),) = seen
+    names = {strip.remark: strip for strip in strips}
     matched = 0
     for step, (_, batches) in enumerate(loader.train(setup.sampler, range(4))):
         (batch,) = batches
@@ -135,7 +137,7 @@ def test_quarantine_counts_as_in_training(
                 prepared = setup.preprocessing
                 shown = visible(image[None], mean=prepared.mean, std=prepared.std)[0]
                 matched += np.array_equal(np.rint(255 * shown).astype(np.uint8), strip.pictures[1])
-    assert matched == len(seen) == 3
+    assert matched == len(strips) == 3
 
 
 class TestCommandLine:

@@ -22,6 +22,7 @@ from torch import nn
 from finetune.cli import main as cli
 from finetune.commands import start as start_module
 from finetune.commands.start import Facts, Way, _Choices, start
+from finetune.errors import Interrupted
 from finetune.recipe.load import Recipe, load_recipe, parse_recipe
 from finetune.recipe.local import names_images
 from finetune.training.lr_range import LrRange
@@ -111,6 +112,20 @@ class TestChoices:
         )
         assert (whole.candidate.name, whole.frozen) == ("embedded:vit_nano", False)
 
+    def test_what_the_device_s_memory_does_not_hold_is_passed_over(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def measured(one: start_module.Candidate, *_: Any) -> tuple[float, float]:
+            if one.name == "embedded:vit_ti":
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return 1e-5, 1e-4
+
+        monkeypatch.setattr(start_module, "_seconds", measured)
+        for way in start_module._ways(facts(1000), CPU, {}):
+            assert way.candidate.name == "embedded:vit_nano"
+        with pytest.raises(torch.OutOfMemoryError):  # nothing smaller is left
+            start_module._ways(facts(1000), CPU, {"model.name": "embedded:vit_ti"})
+
     def test_waiting_for_a_busy_processor_is_not_computing(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -196,6 +211,23 @@ class TestRecipe:
         assert trial in made.text
         scores["none"] = 0.89
         assert start(folder, notice=print).recipe.model.freeze == "none"
+        scores |= {"backbone": 1.0}
+        del scores["none"]  # is not trained for nothing
+        made = start(folder, notice=print)
+        assert made.recipe.model.freeze == "backbone"
+        assert "1.000 with the backbone of embedded:vit_ti frozen, which leaves" in made.text
+
+    def test_a_stop_in_a_trial_sends_nobody_into_its_folder(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def stopped(recipe: Recipe, out: Path) -> None:
+            raise Interrupted(f"{out}: stopped; continue with --resume", 2)
+
+        monkeypatch.setattr("finetune.training.train.train", stopped)
+        with refused("interrupted", "run the command again") as caught:
+            start_module._score(load_recipe("recipes/quickstart.yaml"))
+        assert "--resume" not in str(caught.value)
+        assert caught.value.exit_code == 130
 
     def test_a_large_set_is_tried_only_where_the_weights_differ(
         self, monkeypatch: pytest.MonkeyPatch
@@ -348,7 +380,9 @@ class TestCommandLine:
         assert "steps: 3 # as asked" in written
         assert "broken.png" in caplog.text
         assert (tmp_path / "runs" / "photos" / "model" / "model.safetensors").is_file()
-        assert cli.main(["train", "photos", *self.QUICK]) == 5
+        with monkeypatch.context() as patch:  # refused before it is looked at
+            patch.setattr(start_module, "start", None)
+            assert cli.main(["train", "photos", *self.QUICK]) == 5
         assert cli.main(["train", "photos", *self.QUICK, "--resume"]) == 0
 
     def test_the_recipe_alone_is_written_and_nothing_overwritten(
@@ -360,8 +394,10 @@ class TestCommandLine:
         assert cli.main(words) == 0
         assert load_recipe("my.yaml").optim.steps == 3
         before = (tmp_path / "my.yaml").read_bytes()
+        monkeypatch.setattr(start_module, "start", None)
         assert cli.main(words) == 5
         assert (tmp_path / "my.yaml").read_bytes() == before
+        assert cli.main([*words[:-1], "no folder/my.yaml"]) == 5
         assert not (tmp_path / "runs").exists()
 
     def test_several_processes_want_the_recipe_written_first(

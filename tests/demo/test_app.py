@@ -17,7 +17,7 @@ from refusals import refused
 
 from finetune.commands.predict import Classifier
 from finetune.demo import html as page
-from finetune.demo.app import About, _Answers, accepted, build_app, gradio, look
+from finetune.demo.app import About, _Answers, build_app, gradio, look
 from finetune.demo.inference import Reader
 from finetune.text import confidence
 
@@ -128,12 +128,6 @@ def test_the_theme_has_fonts_of_the_system_only() -> None:
     assert "http" not in theme._get_theme_css().replace("http://www.w3.org/2000/svg", "")
 
 
-def test_only_options_that_exist_are_passed() -> None:
-    def function(here: int) -> None: ...
-
-    assert accepted(function, here=1, elsewhere=2) == {"here": 1}
-
-
 def test_without_gradio_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gradio", None)
     with refused("setup.missing_package", "pip install 'finetune[demo]'"):
@@ -211,25 +205,16 @@ class TestBrowser:
         tab.page.wait_for_selector(".ft-empty")
         assert tab.page.query_selector(".ft-result") is None
 
-    @pytest.mark.parametrize(
-        "name, words",
-        [
-            ("page.png", "an HTML page, not an image"),
-            ("many.png", "9000 x 9000 pixels, more than the limit of 64,000,000"),
-            ("cut.png", "truncated"),
-        ],
-    )
+    @pytest.mark.parametrize("is_cut, words", [(False, "9000 x 9000 pixels"), (True, "truncated")])
     def test_a_file_that_is_no_picture_is_refused(
-        self, tab: Any, tmp_path: Path, name: str, words: str
+        self, tab: Any, tmp_path: Path, is_cut: bool, words: str
     ) -> None:
-        file = tmp_path / name
-        if name == "page.png":
-            file.write_text("<html><body>moved</body></html>")
-        elif name == "many.png":
-            Image.new("1", (9000, 9000)).save(file)
+        """Others: tests/demo/test_inference.py."""
+        file = tmp_path / "a.png"
+        if is_cut:
+            file.write_bytes(paint(file).read_bytes()[:3000])
         else:
-            content = paint(file).read_bytes()
-            file.write_bytes(content[: len(content) // 2])
+            Image.new("1", (9000, 9000)).save(file)
         self.drop(tab, file)
         tab.page.wait_for_selector(".ft-refusal")
         text = tab.page.inner_text(".ft-refusal")

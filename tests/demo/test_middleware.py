@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -46,6 +46,29 @@ def uploads(tmp_path: Path) -> Path:
     return folder
 
 
+def drive(
+    app: Any,
+    receive: Any,
+    uploads: Uploads,
+    path: str = "/gradio_api/upload",
+    method: str = "POST",
+    *,
+    headers: Iterable[tuple[bytes, bytes]] = (),
+    **options: Any,
+) -> list[Any]:
+    """One request at the gate before an app. Returns: what is sent."""
+    settings = {"limit_bytes": 1000, "loopback": True, "policy": True, **options}
+    gate = Gate(app, uploads=uploads, inputs=INPUTS, **settings)
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": method, "path": path, "headers": headers}
+    asyncio.run(gate(scope, receive, send))
+    return sent
+
+
 def ask(
     uploads: Path | Uploads,
     path: str,
@@ -59,29 +82,22 @@ def ask(
 ) -> tuple[int, str, dict[str, str], list[tuple[str, str, bytes]]]:
     """One request. Returns: status, text, headers, what came through."""
     behind = Behind()
-    settings = {"limit_bytes": 1000, "loopback": True, "policy": True, **options}
     if not isinstance(uploads, Uploads):
         uploads = Uploads(uploads, total_bytes=2**30, per_minute=99)
-    gate = Gate(behind, uploads=uploads, inputs=INPUTS, **settings)
     headers = [(b"host", host.encode())]
     headers += [(name.encode(), value.encode()) for name, value in more.items()]
     if method == "POST" and length is not None:
         headers.append((b"content-length", str(len(body) if length < 0 else length).encode()))
-    scope = {"type": "http", "method": method, "path": path, "headers": headers}
     half = len(body) // 2
     waiting = [
         {"type": "http.request", "body": body[:half], "more_body": True},
         {"type": "http.request", "body": body[half:], "more_body": False},
     ]
-    sent: list[Any] = []
 
     async def receive() -> Any:
         return waiting.pop(0)
 
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    asyncio.run(gate(scope, receive, send))
+    sent = drive(behind, receive, uploads, path, method, headers=headers, **options)
     answered = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
     return sent[0]["status"], sent[1]["body"].decode(), answered, behind.seen
 
@@ -256,18 +272,12 @@ def test_an_upload_that_stalls_gives_its_room_back(
 ) -> None:
     monkeypatch.setattr(middleware, "_UPLOAD_SECONDS", 0.05)
     limits = Uploads(uploads, total_bytes=1000, per_minute=9)
-    gate = Gate(Behind(), uploads=limits, limit_bytes=900, inputs={}, loopback=False, policy=True)
-    headers = [(b"content-length", b"900")]
-    scope = {"type": "http", "method": "POST", "path": "/gradio_api/upload", "headers": headers}
-    sent: list[Any] = []
 
     async def receive() -> Any:
         await asyncio.sleep(30)
 
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    asyncio.run(gate(scope, receive, send))
+    headers = [(b"content-length", b"900")]
+    sent = drive(Behind(), receive, limits, loopback=False, headers=headers)
     assert sent[0]["status"] == 408
     assert ask(limits, "/gradio_api/upload", "POST", b"x" * 900)[0] == 200
 
@@ -282,14 +292,9 @@ def test_a_client_that_has_gone_leaves_no_line(
     async def receive() -> Any:
         return {"type": "http.disconnect"}
 
-    async def send(message: Any) -> None:
-        raise AssertionError(message)
-
     limits = Uploads(uploads, total_bytes=1000, per_minute=9)
-    gate = Gate(reads, uploads=limits, limit_bytes=900, inputs={}, loopback=False, policy=True)
     headers = [(b"content-length", b"900")]
-    scope = {"type": "http", "method": "POST", "path": "/gradio_api/upload", "headers": headers}
-    asyncio.run(gate(scope, receive, send))
+    assert drive(reads, receive, limits, loopback=False, headers=headers) == []
     assert capsys.readouterr().err == ""
 
 
@@ -312,21 +317,14 @@ def test_a_refusal_is_read_by_a_client_that_is_still_sending(
 ) -> None:
     """The body is taken in and dropped, but not without end."""
     received: list[int] = []
-    sent: list[Any] = []
 
     async def receive() -> Any:
         received.append(len(received))
         return {"type": "http.request", "body": b"x" * 2**20, "more_body": len(received) < parts}
 
-    async def send(message: Any) -> None:
-        sent.append(message)
-
     limits = Uploads(uploads, total_bytes=2**30, per_minute=9)
-    gate = Gate(Behind(), uploads=limits, limit_bytes=1000, inputs={}, loopback=False, policy=True)
     headers = [(b"content-length", str(parts * 2**20).encode())]
-    path = "/gradio_api/upload"
-    scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
-    asyncio.run(gate(scope, receive, send))
+    sent = drive(Behind(), receive, limits, loopback=False, headers=headers)
     assert len(received) == taken
     assert sent[0]["status"] == 413
 

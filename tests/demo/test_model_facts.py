@@ -18,6 +18,7 @@ from tars import shards
 from finetune.demo import model_facts as about
 from finetune.demo.model_facts import example_files, facts, model_folder, title_of
 from finetune.errors import WeightsError
+from finetune.hub.download import HubFile
 from finetune.text import TOO_FEW
 
 CLASSIFIER: Any = SimpleNamespace(
@@ -106,12 +107,12 @@ def test_results_of_something_else_are_not_the_model_s(run_folder: Path, tmp_pat
 def test_a_hub_model_s_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = []
 
-    def answer(repository: str, filename: str, revision: str | None) -> tuple[Path, str]:
+    def answer(repository: str, filename: str, revision: str | None) -> HubFile:
         asked.append((repository, filename, revision))
         (tmp_path / filename).write_text('{"test": {"top1": 0.9}}')
-        return tmp_path / filename, "sha"
+        return HubFile(tmp_path / filename, "sha", None)
 
-    monkeypatch.setattr(about, "hub_file", answer)
+    monkeypatch.setattr(about, "fetch", answer)
     found = facts("hf-hub:alice/birds@v1", CLASSIFIER)
     assert found[2] == "90.0 % of the test images right"
     assert asked == [("alice/birds", "results.json", "v1")]
@@ -120,7 +121,7 @@ def test_a_hub_model_s_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     def refuse(*_: Any) -> None:
         raise WeightsError("no such file")
 
-    monkeypatch.setattr(about, "hub_file", refuse)
+    monkeypatch.setattr(about, "fetch", refuse)
     assert len(facts("hf-hub:alice/birds", CLASSIFIER)) == 2
 
 

@@ -36,19 +36,11 @@ def test_a_busy_port_is_named_with_a_free_one(busy: int) -> None:
     socket.create_server(("127.0.0.1", free)).close()
 
 
-@pytest.mark.parametrize(
-    "host, port, code, named",
-    [
-        ("127.0.0.1", 70_000, "recipe.wrong_value", "65535"),
-        ("127.0.0.1", -1, "recipe.wrong_value", "65535"),
-        ("192.0.2.1", 0, "setup.wrong_address", "192.0.2.1"),
-        ("not a host", 0, "setup.wrong_address", "not a host"),
-    ],
-)
-def test_an_address_that_cannot_be(host: str, port: int, code: str, named: str) -> None:
+@pytest.mark.parametrize("host", ["192.0.2.1", "not a host"])
+def test_an_address_that_cannot_be(host: str) -> None:
     pytest.importorskip("gradio")
-    with refused(code, named):
-        serve("embedded:vit_nano", host=host, port=port)
+    with refused("setup.wrong_address", host):
+        serve("embedded:vit_nano", host=host, port=0)
 
 
 def test_without_gradio_nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,11 +70,14 @@ class TestLink:
         local_url = "http://127.0.0.1:1/"
         share_url: str | None = None
 
+        def launch(self, **_: Any) -> None:
+            """Begin nothing."""
+
     def test_a_link_that_could_not_be_made(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         closed: list[Any] = []
-        monkeypatch.setattr(serve_module, "launch", lambda *_, **__: None)
+        monkeypatch.setattr(serve_module, "_gate", lambda *_, **__: None)
         monkeypatch.setattr(serve_module, "_close", closed.append)
         app = self.App()
         with refused("setup.unreachable", "--share"):

@@ -23,6 +23,7 @@ from refusals import refused
 from finetune.commands.predict import Classifier
 from finetune.demo import space
 from finetune.demo.space import export_space
+from finetune.hub.download import HubFile
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -135,7 +136,8 @@ def test_a_hub_model_is_named_by_its_commit(
     load = Classifier.load
     monkeypatch.setattr(space.Classifier, "load", lambda name, **options: load(model, device="cpu"))
     monkeypatch.setattr(space, "facts", lambda *_: [])
-    monkeypatch.setattr(space, "hub_file", lambda *_: (Path(model) / "config.json", sha))
+    config = HubFile(Path(model) / "config.json", sha, None)
+    monkeypatch.setattr(space, "fetch", lambda *_: config)
     export_space("hf-hub:alice/flowers@v1", tmp_path / "space")
     written = json.loads((tmp_path / "space" / "demo.json").read_text())
     assert written["model"] == f"hf-hub:alice/flowers@{sha}"

@@ -172,6 +172,12 @@ FOLDERS = {
         "folder:d",
         {"d/test/a/1.png": png(1), "d/test/b/1.png": png(2)},
     ),
+    "no train, with validation": training(
+        "folder:d",
+        "data.no_split",
+        "folder:d",
+        {f"d/{name}.png": png(1) for name in ("val/a/1", "val/b/1", "test/a/1")},
+    ),
     "one image for each class": training(
         "folder:d",
         "data.too_few_images",

@@ -18,13 +18,13 @@ from finetune.publish.artifacts import PUBLISHED
 from finetune.publish.contents import check_card, is_run, published, refuse_secrets
 from finetune.publish.repository import Hub
 
+Captured, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
+
 __all__ = ["folder", "hub", "slept"]  # fixtures
 
 
 class TestPublished:
-    def test_the_list_and_nothing_else(
-        self, folder: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_the_list_and_nothing_else(self, folder: Path, capsys: Captured) -> None:
         for name in (*PUBLISHED[3:], ".lock", ".env", "optimizer.pt", "recipe.yaml~", "notes.md"):
             (folder / name).write_text("x")
         (folder / "checkpoints").mkdir()
@@ -34,9 +34,7 @@ class TestPublished:
         assert shown.count("\n") == 1
         assert "optimizer.pt, recipe.yaml~" in shown
 
-    def test_nothing_is_said_when_nothing_is_left_out(
-        self, folder: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_nothing_is_said_when_nothing_is_left_out(self, folder: Path, capsys: Captured) -> None:
         assert set(published(folder)) == {"config.json", "model.safetensors", "README.md"}
         assert capsys.readouterr().err == ""
 
@@ -104,7 +102,7 @@ class TestSecrets:
         assert str(place) in str(caught.value)
 
     @pytest.mark.usefixtures("hub")
-    def test_as_json_writes_them(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_as_json_writes_them(self, tmp_path: Path, monkeypatch: Patch) -> None:
         monkeypatch.setenv("HOME", "/homes/zoë")
         folder = model_folder(tmp_path / "net", results__json=json.dumps("/homes/zoë/images"))
         assert "zoë" not in (folder / "results.json").read_text()
@@ -112,9 +110,7 @@ class TestSecrets:
             self.search(folder)
 
     @pytest.mark.usefixtures("hub")
-    def test_a_home_at_the_top_forbids_nothing(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_home_at_the_top_forbids_nothing(self, folder: Path, monkeypatch: Patch) -> None:
         monkeypatch.setenv("HOME", "/")
         (folder / "results.json").write_text('"/ and /usr/share"')
         self.search(folder)
@@ -153,9 +149,7 @@ class TestCard:
         with refused("hub.refused_card", "README.md", "utf-8"):
             self.check(folder)
 
-    def test_remarks_are_passed_on(
-        self, hub: HubServer, folder: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_remarks_are_passed_on(self, hub: HubServer, folder: Path, capsys: Captured) -> None:
         (folder / "README.md").write_text("# No head\n")
         self.check(folder)
         assert "the hub remarks: empty or missing yaml" in capsys.readouterr().err

@@ -205,10 +205,7 @@ def test_class_names_are_text_and_no_markup(name: str) -> None:
 def test_a_licence_that_the_hub_does_not_know_is_named(licence: str) -> None:
     text = write_card(facts(weights={**WEIGHTS, "license": licence}))
     found = yaml.safe_load(text.split("---\n")[1])
-    assert (found["license"], found["license_name"]) == (
-        "other",
-        licence.lower().replace(" ", "-"),
-    )
+    assert (found["license"], found["license_name"]) == ("other", licence.lower().replace(" ", "-"))
     assert check_card(text, "model") == ([], [])
 
 

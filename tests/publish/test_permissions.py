@@ -13,6 +13,8 @@ from refusals import refused
 from finetune.errors import HubError
 from finetune.publish.permissions import check_rights
 
+Patch = pytest.MonkeyPatch
+
 __all__ = ["hub", "slept"]  # fixtures
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
@@ -28,7 +30,7 @@ def refusal(repository: str = "alice/net", **options: Any) -> str:
     return message
 
 
-def tell(monkeypatch: pytest.MonkeyPatch, **answer: Any) -> None:
+def tell(monkeypatch: Patch, **answer: Any) -> None:
     """Let whoami answer what the loopback hub cannot."""
     told = {"name": "alice", "orgs": [], **answer}
     monkeypatch.setattr(HfApi, "whoami", lambda self, **_: told)
@@ -61,9 +63,7 @@ class TestAllowed:
         assert list(hub.store.repository("alice/mine").branches) == ["main"]
 
     @pytest.mark.parametrize("entity", ["alice", "alice/net"])
-    def test_a_fine_grained_token(
-        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch, entity: str
-    ) -> None:
+    def test_a_fine_grained_token(self, hub: HubServer, monkeypatch: Patch, entity: str) -> None:
         tell(monkeypatch, auth=fine_grained(("zoo", "x"), (entity, "repo.write")))
         check_rights("alice/net")
 
@@ -71,7 +71,7 @@ class TestAllowed:
         "auth", [None, {"type": "oauth"}, {"accessToken": {"role": "fineGrained"}}]
     )
     def test_a_token_whose_rights_are_not_told(
-        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch, auth: Any
+        self, hub: HubServer, monkeypatch: Patch, auth: Any
     ) -> None:
         tell(monkeypatch, auth=auth)
         check_rights("alice/net")
@@ -91,9 +91,7 @@ class TestAllowed:
 
 
 class TestRefused:
-    def test_every_reason_reads_differently(
-        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_every_reason_reads_differently(self, hub: HubServer, monkeypatch: Patch) -> None:
         hub.add_repo("alice/public")
         hub.add_repo("bob/public")
         messages = {
@@ -123,9 +121,7 @@ class TestRefused:
         assert len(set(messages.values())) == len(messages)
         assert not hub.count("POST")
 
-    def test_a_read_token_before_anything_else(
-        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_read_token_before_anything_else(self, hub: HubServer, monkeypatch: Patch) -> None:
         """create_repo(exist_ok=True) would succeed here."""
         hub.add_repo("alice/mine")
         monkeypatch.setenv("HF_TOKEN", READ)
@@ -137,7 +133,7 @@ class TestRefused:
         assert "'bob' is neither you" in refusal("bob/secret")
 
     def test_ones_own_organisation_may_not_let_one_write(
-        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+        self, hub: HubServer, monkeypatch: Patch
     ) -> None:
         hub.add_repo("zoo/mine")
         hub.fail("auth-check/write", status=403)
@@ -149,7 +145,7 @@ class TestRefused:
         "scoped", [(), (("zoo", "repo.write"),), (("alice", "repo.content.read"),)]
     )
     def test_a_fine_grained_token_without_the_right(
-        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch, scoped: tuple[tuple[str, str], ...]
+        self, hub: HubServer, monkeypatch: Patch, scoped: tuple[tuple[str, str], ...]
     ) -> None:
         tell(monkeypatch, auth=fine_grained(*scoped))
         assert "the fine-grained token of HF_TOKEN lacks write access" in refusal()
@@ -183,7 +179,7 @@ class TestNames:
 
     @pytest.mark.parametrize("token", [None, "hf_wrong", OTHER])
     def test_whose_name_is_suggested(
-        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch, token: str | None
+        self, hub: HubServer, monkeypatch: Patch, token: str | None
     ) -> None:
         monkeypatch.delenv("HF_TOKEN")
         if token:

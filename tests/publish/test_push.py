@@ -38,6 +38,7 @@ from finetune.publish.push import push
 
 __all__ = ["folder", "hub", "slept"]  # fixtures
 
+Captured, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 NAMES = {"README.md", "config.json", "model.safetensors"}
 # One request of each kind that a first push makes, in the order in which it makes them.
 CALLS = {
@@ -81,9 +82,7 @@ def on_hub(hub: HubServer, name: str = "alice/net", revision: str = "main") -> d
     return {key: value for key, value in files.items() if key != ".gitattributes"}
 
 
-def failed_push(
-    capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 7, token: str = WRITE
-) -> str:
+def failed_push(capsys: Captured, *arguments: str, code: int = 7, token: str = WRITE) -> str:
     """Run the verb; it must fail with one message and nothing else, and keep the token secret."""
     assert main(["push", *arguments]) == code
     shown = capsys.readouterr()
@@ -167,7 +166,7 @@ class TestPush:
         assert on_hub(hub)["model.safetensors"] == weights(3.0)
 
     def test_a_public_repository_is_not_taken_for_a_private_one(
-        self, hub: HubServer, folder: Path, capsys: pytest.CaptureFixture[str]
+        self, hub: HubServer, folder: Path, capsys: Captured
     ) -> None:
         hub.add_repo("alice/net", {"LICENSE": b"mine"})
         before = hub.commits("alice/net")
@@ -177,7 +176,7 @@ class TestPush:
         assert not hub.count("POST")
 
     def test_one_that_turned_public_meanwhile_is_noticed_too(
-        self, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+        self, hub: HubServer, folder: Path, monkeypatch: Patch
     ) -> None:
         create = upload._create
 
@@ -210,9 +209,7 @@ class TestPush:
         push(model_folder(folder, value=2.0), "alice/net", message=" ")
         assert "finetune" in HfApi().list_repo_commits("alice/net")[0].title
 
-    def test_the_verb(
-        self, hub: HubServer, folder: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_the_verb(self, hub: HubServer, folder: Path, capsys: Captured) -> None:
         assert main(["push", str(folder), "alice/net"]) == 0
         shown = capsys.readouterr()
         assert shown.out.splitlines()[0] == f"{hub.url}/alice/net"
@@ -280,7 +277,7 @@ class TestFaults:
     # an object that is there already is not verified again, so that a second try goes on
     @pytest.mark.parametrize("call", [call for call in CALLS if call != "verify"])
     def test_one_that_lasts(
-        self, hub: HubServer, folder: Path, call: str, capsys: pytest.CaptureFixture[str]
+        self, hub: HubServer, folder: Path, call: str, capsys: Captured
     ) -> None:
         hub.fail(CALLS[call], times=None, echo=True)
         before = contents(folder)
@@ -297,7 +294,7 @@ class TestFaults:
         assert on_hub(hub) == before
 
     def test_a_command_that_needs_quotes(
-        self, hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+        self, hub: HubServer, tmp_path: Path, capsys: Captured
     ) -> None:
         odd = model_folder(tmp_path / "my model; rm")
         hub.fail("whoami", times=None)
@@ -321,7 +318,7 @@ class TestFaults:
         assert len(hub.commits("alice/net")) == 2
 
     def test_a_commit_that_arrives_after_all(
-        self, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+        self, hub: HubServer, folder: Path, monkeypatch: Patch
     ) -> None:
         """The answer is lost, and the first look still finds the old head."""
         head = upload._head
@@ -339,7 +336,7 @@ class TestFaults:
         assert found["commit"] == hub.commits("alice/net")[0]
 
     def test_the_head_moves_meanwhile(
-        self, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+        self, hub: HubServer, folder: Path, monkeypatch: Patch
     ) -> None:
         send, others = upload._Push._send, iter(["a.jpg", "b.jpg"])
 
@@ -354,39 +351,29 @@ class TestFaults:
         assert len(hub.commits("alice/net")) == 4
         assert on_hub(hub) == {**contents(folder), "a.jpg": b"a picture", "b.jpg": b"a picture"}
 
-    def test_a_head_that_never_rests(
-        self, hub: HubServer, folder: Path, capsys: pytest.CaptureFixture[str]
+    @pytest.mark.parametrize(
+        "call, status, words",
+        [
+            ("commit", 412, ("the branch has moved meanwhile", "push again with")),
+            ("commit", 403, ("the hub answered 403", "***")),
+            ("upload", 403, ("the hub answered 403",)),
+            ("gone", 0, ("the hub cannot be reached", "push again with")),
+        ],
+    )
+    def test_what_is_said_of_it(
+        self, hub: HubServer, folder: Path, call: str, status: int, words: Any, capsys: Captured
     ) -> None:
-        hub.fail(CALLS["commit"], status=412, times=None)
+        if call == "gone":
+            hub.stop()
+        else:
+            hub.fail(CALLS[call], status=status, times=None, echo=status == 403)
         message = failed_push(capsys, str(folder), "alice/net")
-        assert "the branch has moved meanwhile" in message
-        assert "push again with" in message
-
-    def test_a_refusal_is_not_tried_again(
-        self, hub: HubServer, folder: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        hub.fail(CALLS["commit"], status=403, times=None, echo=True)
-        message = failed_push(capsys, str(folder), "alice/net")
-        assert "the hub answered 403" in message
-        assert "***" in message
-        assert hub.count(CALLS["commit"]) == 1
-
-    def test_a_refused_upload_names_its_status(
-        self, hub: HubServer, folder: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        hub.fail(CALLS["upload"], status=403, times=None)
-        assert "the hub answered 403" in failed_push(capsys, str(folder), "alice/net")
-
-    def test_a_hub_that_is_gone(
-        self, hub: HubServer, folder: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        hub.stop()
-        message = failed_push(capsys, str(folder), "alice/net")
-        assert "the hub cannot be reached" in message
-        assert "push again with" in message
+        assert all(word in message for word in words)
+        if (call, status) == ("commit", 403):
+            assert hub.count(CALLS[call]) == 1, "a refusal is not tried again"
 
     def test_tracebacks_do_not_quote_the_server(
-        self, hub: HubServer, folder: Path, capsys: pytest.CaptureFixture[str]
+        self, hub: HubServer, folder: Path, capsys: Captured
     ) -> None:
         for pattern, status in (("whoami", 503), ("create", 403), ("commit", 400)):
             hub.faults.clear()
@@ -400,14 +387,14 @@ class TestFaults:
 
 class TestXet:
     @pytest.fixture
-    def with_xet(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_xet(self, hub: HubServer, monkeypatch: Patch) -> None:
         if importlib.util.find_spec("hf_xet") is None:
             pytest.skip("hf_xet is not installed")
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
 
     @pytest.mark.usefixtures("with_xet")
     def test_a_server_without_it_gets_plain_lfs(
-        self, hub: HubServer, folder: Path, capfd: pytest.CaptureFixture[str]
+        self, hub: HubServer, folder: Path, capfd: Captured
     ) -> None:
         assert push(folder, "alice/net")["changed"]
         assert hub.count("xet-write-token")
@@ -425,7 +412,7 @@ class TestXet:
 
     @pytest.mark.usefixtures("with_xet")
     def test_without_either_the_message_names_the_switch(
-        self, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+        self, hub: HubServer, folder: Path, monkeypatch: Patch
     ) -> None:
         def broken(*args: Any, **options: Any) -> None:
             raise RuntimeError("Data processing error: shard")
@@ -439,8 +426,8 @@ class TestXet:
         self,
         hub: HubServer,
         folder: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        capfd: pytest.CaptureFixture[str],
+        monkeypatch: Patch,
+        capfd: Captured,
         size: int,
         bar: bool,
     ) -> None:
@@ -483,9 +470,7 @@ class TestOrder:
         assert not hub.count("POST .*(create|commit|preupload)")
         assert ("model", "alice/net") not in hub.store.repositories
 
-    def test_rights_and_names(
-        self, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_rights_and_names(self, hub: HubServer, folder: Path, monkeypatch: Patch) -> None:
         with refused("recipe.wrong_value", "'alice/net'"):
             push(folder, "net")
         monkeypatch.setenv("HF_TOKEN", OTHER)
@@ -507,7 +492,7 @@ class TestApart:
     """The process that sends."""
 
     @pytest.fixture(autouse=True)
-    def apart(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def apart(self, hub: HubServer, monkeypatch: Patch) -> None:
         monkeypatch.setattr(push_module, "send_apart", send_apart)
 
     def test_its_answer(self, hub: HubServer, folder: Path) -> None:
@@ -523,15 +508,13 @@ class TestApart:
             push(folder, "alice/net")
         assert WRITE not in str(caught.value)
 
-    def test_its_mistakes(
-        self, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_its_mistakes(self, hub: HubServer, folder: Path, monkeypatch: Patch) -> None:
         monkeypatch.setattr(push_module, "_COMMAND", MISTAKEN)
         with pytest.raises(RuntimeError, match="ZeroDivisionError") as caught:
             push(folder, "alice/net")
         assert "Traceback" in str(caught.value)
 
-    def test_its_death(self, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_its_death(self, hub: HubServer, folder: Path, monkeypatch: Patch) -> None:
         killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
         monkeypatch.setattr(push_module, "_COMMAND", killed)
         with refused("hub.push_crashed", "SIGKILL", "alice/net"):
@@ -541,12 +524,7 @@ class TestApart:
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["INT", "TERM"])
     @pytest.mark.parametrize("times", [1, 2])
     def test_signals(
-        self,
-        hub: HubServer,
-        folder: Path,
-        capfd: pytest.CaptureFixture[str],
-        times: int,
-        number: signal.Signals,
+        self, hub: HubServer, folder: Path, capfd: Captured, times: int, number: signal.Signals
     ) -> None:
         before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
         hub.fail("/preupload/", kind="hang", times=None)
@@ -559,7 +537,7 @@ class TestApart:
         assert on_hub(hub) == {}
 
     def test_a_commit_in_flight_is_finished(
-        self, hub: HubServer, folder: Path, capfd: pytest.CaptureFixture[str]
+        self, hub: HubServer, folder: Path, capfd: Captured
     ) -> None:
         hub.fail(CALLS["commit"], kind="slow")
         with signals_at(hub, CALLS["commit"], [signal.SIGINT]):
@@ -568,7 +546,7 @@ class TestApart:
         assert on_hub(hub) == contents(folder)
 
     def test_a_commit_in_flight_at_the_second_signal(
-        self, hub: HubServer, folder: Path, capfd: pytest.CaptureFixture[str]
+        self, hub: HubServer, folder: Path, capfd: Captured
     ) -> None:
         hub.fail(CALLS["commit"], kind="hang")
         began = time.monotonic()
@@ -579,11 +557,7 @@ class TestApart:
         assert on_hub(hub) == {}
 
     def test_it_is_never_silent(
-        self,
-        hub: HubServer,
-        folder: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        capfd: pytest.CaptureFixture[str],
+        self, hub: HubServer, folder: Path, monkeypatch: Patch, capfd: Captured
     ) -> None:
         monkeypatch.setattr(push_module, "NOTICE_SECONDS", 0.3)
         hub.fail(CALLS["commit"], kind="slow")

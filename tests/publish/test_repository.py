@@ -7,6 +7,7 @@ import socket
 import traceback
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hub_samples import WRITE, Failing, folder, hub, slept
@@ -22,22 +23,26 @@ from finetune.hub.client import Fault, httpx
 from finetune.publish.push import push
 from finetune.publish.repository import Hub
 
+Captured, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
+
 __all__ = ["folder", "hub", "slept"]  # fixtures
 
 
-class TestCall:
-    @pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504, 599])
-    def test_a_status_that_may_pass(self, hub: HubServer, status: int) -> None:
-        hub.fail("whoami", status=status)
-        found = Hub("alice/net")
-        assert found.call("testing", found.api.whoami)["name"] == "alice"
-        assert hub.count("whoami") == 2
+def ask() -> Any:
+    """One question to the hub."""
+    found = Hub("alice/net")
+    return found.call("asking", found.api.whoami)
 
-    @pytest.mark.parametrize("kind", ["reset", "truncate"])
-    def test_a_cut_answer(self, hub: HubServer, kind: str) -> None:
-        hub.fail("whoami", kind=kind)
-        found = Hub("alice/net")
-        assert found.call("testing", found.api.whoami)["name"] == "alice"
+
+class TestCall:
+    @pytest.mark.parametrize(
+        "fault",
+        [{"status": status} for status in (408, 425, 429, 500, 502, 503, 504, 599)]
+        + [{"kind": kind} for kind in ("reset", "truncate")],
+    )
+    def test_an_answer_that_may_pass(self, hub: HubServer, fault: dict[str, Any]) -> None:
+        hub.fail("whoami", **fault)
+        assert ask()["name"] == "alice"
         assert hub.count("whoami") == 2
 
     def test_an_answer_that_is_no_json(self, hub: HubServer) -> None:
@@ -48,9 +53,8 @@ class TestCall:
     @pytest.mark.parametrize("status", [400, 404, 412])
     def test_a_definite_answer(self, hub: HubServer, status: int) -> None:
         hub.fail("whoami", status=status)
-        found = Hub("alice/net")
         with pytest.raises(HfHubHTTPError):
-            found.call("testing", found.api.whoami)
+            ask()
         assert hub.count("whoami") == 1
 
     def test_a_request_that_cannot_be_sent(self, hub: HubServer) -> None:
@@ -93,34 +97,26 @@ class TestCall:
         self, hub: HubServer, slept: list[float], headers: dict[str, str], seconds: float
     ) -> None:
         hub.fail("whoami", status=429, headers=headers)
-        found = Hub("alice/net")
-        found.call("testing", found.api.whoami)
+        ask()
         assert slept == [seconds]
 
-    def test_one_short_notice(self, hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_one_short_notice(self, hub: HubServer, capsys: Captured) -> None:
         hub.fail("whoami", times=4)
-        found = Hub("alice/net")
-        found.call("testing", found.api.whoami)
+        ask()
         shown = capsys.readouterr().err
         assert shown == "finetune: alice/net: the hub answered 503 (injected fault); trying again\n"
 
-    def test_a_silent_hub(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slept: list[float]
-    ) -> None:
+    def test_a_silent_hub(self, tmp_path: Path, monkeypatch: Patch, slept: list[float]) -> None:
         monkeypatch.setattr(client, "ANSWER_SECONDS", 0.1)
         with socket.create_server(("127.0.0.1", 0)) as silent:
             point_at(f"http://127.0.0.1:{silent.getsockname()[1]}", monkeypatch, tmp_path, WRITE)
-            found = Hub("alice/net")
             with refused("hub.unreachable", "asking", 5, "ReadTimeout"):
-                found.call("asking", found.api.whoami)
+                ask()
 
-    def test_an_echoed_token_is_not_told(
-        self, hub: HubServer, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_an_echoed_token_is_not_told(self, hub: HubServer, capsys: Captured) -> None:
         hub.fail("whoami", times=None, echo=True)
-        found = Hub("alice/net")
         with pytest.raises(HubError) as caught:
-            found.call("asking", found.api.whoami)
+            ask()
         assert "got Authorization Bearer ***" in str(caught.value)
         assert WRITE not in str(caught.value) + capsys.readouterr().err
 
@@ -145,7 +141,7 @@ class TestExplained:
 
     @pytest.mark.parametrize("token", ["hf_zoë", "hf_line\u2028x"])
     def test_a_token_that_no_header_can_hold(
-        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch, token: str
+        self, hub: HubServer, monkeypatch: Patch, token: str
     ) -> None:
         monkeypatch.setenv("HF_TOKEN", token)
         found = Hub("alice/net")
@@ -155,7 +151,7 @@ class TestExplained:
         assert token[:7] not in "".join(traceback.format_exception(caught.value))
 
     def test_an_address_that_is_none(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slept: list[float]
+        self, tmp_path: Path, monkeypatch: Patch, slept: list[float]
     ) -> None:
         point_at("ftp://127.0.0.1", monkeypatch, tmp_path, WRITE)
         found = Hub("alice/net")
@@ -169,19 +165,17 @@ class TestExplained:
 
 
 class TestToken:
-    def test_offline(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_offline(self, hub: HubServer, monkeypatch: Patch) -> None:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
         with refused("hub.offline", "HF_HUB_OFFLINE"):
             Hub("alice/net")
 
-    def test_none(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_none(self, hub: HubServer, monkeypatch: Patch) -> None:
         monkeypatch.delenv("HF_TOKEN")
         with refused("hub.no_token", "hf auth login", "HF_TOKEN"):
             Hub("alice/net")
 
-    def test_of_the_environment_or_the_login(
-        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_of_the_environment_or_the_login(self, hub: HubServer, monkeypatch: Patch) -> None:
         assert (Hub("alice/net").token, Hub("alice/net").token_source) == (WRITE, "HF_TOKEN")
         monkeypatch.delenv("HF_TOKEN")
         path = Path(constants.HF_TOKEN_PATH)
@@ -192,7 +186,7 @@ class TestToken:
 
 
 def test_the_clients_own_retries_are_told_in_one_line(
-    hub: HubServer, folder: Path, capfd: pytest.CaptureFixture[str]
+    hub: HubServer, folder: Path, capfd: Captured
 ) -> None:
     hub.fail("PUT /lfs-upload", times=3)
     push(folder, "alice/net")
@@ -206,7 +200,7 @@ def test_the_client_does_not_wait_for_a_day_because_it_is_told_so(
     hub: HubServer,
     slept: list[float],
     folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
     request_of: str,
     asked: dict[str, int],
 ) -> None:

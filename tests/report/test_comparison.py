@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from report_runs import figures, make_run, results
+from report_runs import figures, results, run_of
 
 from finetune.report.comparison import (
     claims_beside,
@@ -14,7 +14,7 @@ from finetune.report.comparison import (
     run_names,
     run_rows,
 )
-from finetune.report.run_data import Run, read_run
+from finetune.report.run_data import Run
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def runs(tmp_path: Path) -> list[Run]:
     ):
         outcome = results(test=figures(top1=top1))
         overrides = (f"run.seed={seed}", f"optim.lr={lr}", f"data.workers={seed}")
-        made.append(read_run(make_run(tmp_path / name, *overrides, outcome=outcome)))
+        made.append(run_of(tmp_path / name, *overrides, outcome=outcome))
     return made
 
 
@@ -39,7 +39,7 @@ class TestGroups:
 
     def test_two_recipes_of_one_name_are_told_apart(self, tmp_path: Path) -> None:
         made = [
-            read_run(make_run(tmp_path / folder / "run", f"optim.lr={lr}"))
+            run_of(tmp_path / folder / "run", f"optim.lr={lr}")
             for folder, lr in (("x", 0.1), ("y", 0.2))
         ]
         names = ["run (optim.lr=0.1)", "run (optim.lr=0.2)"]
@@ -51,8 +51,7 @@ class TestGroups:
         self, tmp_path: Path
     ) -> None:
         made = [
-            read_run(make_run(tmp_path / f"{n}" / "run", f"data.source=folder:{'x' * 60}{n}"))
-            for n in (1, 2)
+            run_of(tmp_path / f"{n}" / "run", f"data.source=folder:{'x' * 60}{n}") for n in (1, 2)
         ]
         assert [group.name for group in groups(made)] == ["run (1)", "run (2)"]
 
@@ -70,9 +69,7 @@ class TestGroups:
     def test_the_name_is_what_they_share(
         self, tmp_path: Path, names: list[str], shared: str
     ) -> None:
-        made = [
-            read_run(make_run(tmp_path / name, f"run.seed={n}")) for n, name in enumerate(names)
-        ]
+        made = [run_of(tmp_path / name, f"run.seed={n}") for n, name in enumerate(names)]
         assert [group.name for group in groups(made)] == [shared]
 
 
@@ -95,7 +92,7 @@ class TestRows:
         assert rows[1]["dots"] == pytest.approx([100])
 
     def test_nothing_measured(self, tmp_path: Path) -> None:
-        made = [read_run(make_run(tmp_path / "a", status="running"))]
+        made = [run_of(tmp_path / "a", status="running")]
         assert columns(made) == []
         rows, scale = group_rows(groups(made), [])
         assert scale is None
@@ -105,13 +102,13 @@ class TestRows:
     def test_without_a_test_split_validation_leads(self, tmp_path: Path) -> None:
         outcome = results()
         del outcome["test"]
-        made = [read_run(make_run(tmp_path / "a", outcome=outcome))]
+        made = [run_of(tmp_path / "a", outcome=outcome)]
         shown = columns(made)
         assert [head for *_, head in shown] == ["Val top-1", "Val top-5", "Val loss", "Val ECE"]
         rows, scale = group_rows(groups(made), shown)
         assert rows[0]["cells"][0]["text"] == "70.00\u202f%"
         assert scale == ("70\u202f%", "70\u202f%")
-        tested = read_run(make_run(tmp_path / "b"))
+        tested = run_of(tmp_path / "b")
         mixed = columns([*made, tested])
         assert [split for split, *_ in mixed] == ["val"] * 4 + ["test"] * 4
         assert {split for split, *_ in columns([tested])} == {"test", "val"}
@@ -123,14 +120,8 @@ class TestRows:
 
     def test_runs_of_one_seed_count_once(self, tmp_path: Path) -> None:
         made = [
-            read_run(
-                make_run(
-                    tmp_path / f"a{place}",
-                    f"run.seed={seed}",
-                    outcome=results(test=figures(top1=top1)),
-                )
-            )
-            for place, (seed, top1) in enumerate([(0, 0.7), (0, 0.7), (1, 0.8)])
+            run_of(tmp_path / str(n), f"run.seed={seed}", outcome=results(test=figures(top1=top1)))
+            for n, (seed, top1) in enumerate([(0, 0.7), (0, 0.7), (1, 0.8)])
         ]
         (row,), _ = group_rows(groups(made), columns(made))
         assert row["cells"][0]["text"] == "75.00 ± 7.07\u202f%"  # of two seeds
@@ -152,16 +143,10 @@ class TestRows:
 
 
 def test_too_few_images_are_marked(tmp_path: Path) -> None:
-    made = [
-        read_run(
-            make_run(
-                tmp_path / f"a{seed}",
-                f"run.seed={seed}",
-                outcome=results(test={**figures(), "examples": images}),
-            )
-        )
-        for seed, images in enumerate((20, 400))
-    ]
+    made = []
+    for images in (20, 400):
+        outcome = results(test={**figures(), "examples": images})
+        made.append(run_of(tmp_path / f"{images}", f"run.seed={images}", outcome=outcome))
     shown = columns(made)
     rows = run_rows(groups(made), made, shown)
     marks = [[cell["is_too_few"] for cell in row["figures"]] for row in rows]

@@ -11,16 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from report_runs import NASTY, bins, history
 
-from finetune.report.figures import (
-    compare_curves,
-    confusion,
-    curves,
-    lr_range,
-    reliability,
-    save_png,
-    to_svg,
-)
-from finetune.report.style import COLORS
+from finetune.report.figures import compare_curves, confusion, curves, lr_range, reliability
+from finetune.report.style import COLORS, save_png, to_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -10,6 +10,8 @@ from report_runs import history, make_run
 
 from finetune.report.run_data import duration, number, percent, plain, read_run, whole
 
+DAMAGED = ("run.json", "results.json", "training_images.json", "model/config.json")
+
 
 class TestReadRun:
     def test_a_finished_run(self, tmp_path: Path) -> None:
@@ -62,7 +64,7 @@ class TestReadRun:
         with refused("checkpoint.not_finished", path, "failed (6)"):
             read_run(path)
 
-    @pytest.mark.parametrize("name", ["run.json", "results.json", "model/config.json"])
+    @pytest.mark.parametrize("name", DAMAGED)
     @pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe", b'"text"', b"[" * 100_000])
     def test_damaged_json(self, tmp_path: Path, name: str, content: bytes) -> None:
         path = make_run(tmp_path / "run")
@@ -76,18 +78,12 @@ class TestReadRun:
         with refused("checkpoint.damaged", path / "results.json", "'test'"):
             read_run(path)
 
-    @pytest.mark.parametrize("line", ["{", "5", "{}", '{"step": "x"}', '{"step": NaN}'])
+    @pytest.mark.parametrize("line", ["{", "5", "{}", '{"step": "x"}', '{"step": NaN}', "\xff"])
     def test_a_damaged_line_in_the_middle(self, tmp_path: Path, line: str) -> None:
         path = make_run(tmp_path / "run")
         metrics = path / "metrics.jsonl"
-        metrics.write_text(f"{line}\n{metrics.read_text()}")
-        with refused("checkpoint.damaged", metrics, "line 1"):
-            read_run(path)
-
-    def test_metrics_that_are_no_text(self, tmp_path: Path) -> None:
-        path = make_run(tmp_path / "run")
-        (path / "metrics.jsonl").write_bytes(b"\xff\xfe\n")
-        with refused("checkpoint.damaged", path / "metrics.jsonl"):
+        metrics.write_text(f"{line}\n{metrics.read_text()}", encoding="latin-1")
+        with refused("checkpoint.damaged", metrics, "" if line == "\xff" else "line 1"):
             read_run(path)
 
     def test_lone_surrogates_are_read(self, tmp_path: Path) -> None:

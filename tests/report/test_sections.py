@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_runs import figures, history, make_run, results
+from report_runs import figures, history, results, run_of
 
-from finetune.report.run_data import Run, read_run
+from finetune.report.run_data import Run
 from finetune.report.sections import (
     claim_rows,
     class_rows,
     confused_pairs,
     data_rows,
     headline,
-    matrix,
     provenance,
     speed,
     status,
@@ -26,11 +25,11 @@ from finetune.report.sections import (
 
 @pytest.fixture
 def done(tmp_path: Path) -> Run:
-    return read_run(make_run(tmp_path / "run"))
+    return run_of(tmp_path / "run")
 
 
 def unfinished(path: Path, said: str = "running", **changes: Any) -> Run:
-    return read_run(make_run(path / "run", status=said, **changes))
+    return run_of(path / "run", status=said, **changes)
 
 
 class TestStatus:
@@ -75,25 +74,21 @@ class TestClasses:
     def test_the_worst_pairs_come_first(self, done: Run) -> None:
         pairs = confused_pairs(done, "test")
         assert len(pairs) == 12
-        row_sum = 33 + 17 + 8
-        first = {"true": "3", "predicted": "5", "count": 17, "share": 17 / row_sum}
-        assert pairs[0] == first
+        share = 17 / (33 + 17 + 8)
+        assert pairs[0] == {"true": "3", "predicted": "5", "count": 17, "share": share}
         assert [pair["count"] for pair in pairs[1:]] == [1] * 11
 
     @pytest.mark.parametrize("broken", [None, 5, [[1, 2]], [[1, None], [0, 1]], [1], [[math.nan]]])
-    def test_no_matrix_that_is_not_square(self, tmp_path: Path, broken: Any) -> None:
-        test = {**figures(), "confusion": broken, "per_class": None}
-        run = read_run(make_run(tmp_path / "run"))
-        run.results["test"] = test
-        assert matrix(run, "test") is None
-        assert confused_pairs(run, "test") == []
-        assert class_rows(run, "test") == []
+    def test_no_matrix_that_is_not_square(self, done: Run, broken: Any) -> None:
+        done.results["test"] = {**figures(), "confusion": broken, "per_class": None}
+        assert confused_pairs(done, "test") == []
+        assert class_rows(done, "test") == []
 
 
 class TestClaims:
     def test_a_damaged_answer_breaks_nothing(self, tmp_path: Path) -> None:
         outcome = results(claims=[None, {}, {"metric": 5, "between": 3, "measured": math.nan}])
-        rows = claim_rows(read_run(make_run(tmp_path / "run", outcome=outcome)))
+        rows = claim_rows(run_of(tmp_path / "run", outcome=outcome))
         assert [row["verdict"] for row in rows] == ["not measured"] * 2
         assert rows[1]["reported"] == "–"
 
@@ -109,8 +104,7 @@ class TestSpeed:
         ]
 
     def test_without_lines_there_are_dashes(self, tmp_path: Path) -> None:
-        run = read_run(make_run(tmp_path / "run", lines=[]))
-        found = speed(run)
+        found = speed(run_of(tmp_path / "run", lines=[]))
         assert dict(found["rows"])["Training"] == "–"
         assert found["share"] == []
 

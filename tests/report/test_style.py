@@ -153,9 +153,6 @@ class TestSvg:
             used = set(re.findall(r'(?:href="#|url\(#)([^")]*)', svg))
             assert used == set(names)
 
-    def test_a_title_of_ones_own(self) -> None:
-        assert ET.fromstring(to_svg(drawn(), title='"mine"')).get("aria-label") == '"mine"'
-
 
 class TestPaper:
     def test_the_axes_of_panels_stand_in_line(self) -> None:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from report_runs import figures, make_run, results
+from report_runs import figures, results, run_of
 
 from finetune.data.items import ArrayItems
 from finetune.data.source import Split, open_source
-from finetune.report.run_data import Run, read_run
+from finetune.report.run_data import Run
 from finetune.report.thumbnails import (
     class_pictures,
     mistake_rows,
@@ -36,7 +36,7 @@ def mistakes_of(run: Run) -> tuple[list[dict[str, Any]], str]:
 
 class TestMistakes:
     def test_pictures_are_the_images_of_the_data(self, tmp_path: Path) -> None:
-        rows, note = mistakes_of(read_run(make_run(tmp_path / "run")))
+        rows, note = mistakes_of(run_of(tmp_path / "run"))
         assert note == ""
         assert len(rows) == 3
         split = open_source("embedded:digits").splits["test"]
@@ -47,7 +47,7 @@ class TestMistakes:
             assert row["label"] == str(split.labels[index])
 
     def test_a_split_that_is_open_already_is_used(self, tmp_path: Path) -> None:
-        run = read_run(make_run(tmp_path / "run"))
+        run = run_of(tmp_path / "run")
         run.results["test"]["mistakes"] = [{"index": 0, "label": 1, "predicted": 0, "name": "x"}]
         pixels = np.zeros((1, 600, 300, 3), dtype=np.uint8)
         split = Split("test", np.array([1]), ArrayItems(pixels, "mine"))
@@ -56,14 +56,14 @@ class TestMistakes:
         assert not rows[0]["small"]
 
     def test_data_that_is_gone_costs_only_the_pictures(self, tmp_path: Path) -> None:
-        path = make_run(tmp_path / "run", "data.source=folder:nowhere/at/all")
-        rows, note = mistakes_of(read_run(path))
+        run = run_of(tmp_path / "run", "data.source=folder:nowhere/at/all")
+        rows, note = mistakes_of(run)
         assert len(rows) == 3
         assert not any(row["picture"] for row in rows)
         assert "the data cannot be opened from here" in note
 
     def test_data_that_changed_shows_no_wrong_picture(self, tmp_path: Path) -> None:
-        run = read_run(make_run(tmp_path / "run"))
+        run = run_of(tmp_path / "run")
         for one in run.results["test"]["mistakes"]:
             one["label"] = (one["label"] + 1) % 10
         rows, note = mistakes_of(run)
@@ -72,14 +72,14 @@ class TestMistakes:
 
     @pytest.mark.parametrize("index", [None, -1, 10**9, "0", 1.5])
     def test_a_place_that_is_none(self, tmp_path: Path, index: object) -> None:
-        run = read_run(make_run(tmp_path / "run"))
+        run = run_of(tmp_path / "run")
         run.results["test"]["mistakes"] = [{"index": index, "label": 5}, None]
         rows, _ = mistakes_of(run)
         assert [row["picture"] for row in rows] == [""]
 
     def test_older_runs_have_none(self, tmp_path: Path) -> None:
         outcome = results(test={key: figures()[key] for key in ("top1", "examples")})
-        run = read_run(make_run(tmp_path / "run", outcome=outcome))
+        run = run_of(tmp_path / "run", outcome=outcome)
         assert mistakes_of(run) == ([], "")
         assert why_none(run) == "This run did not record single mistakes."
         run.results["test"]["top1"] = 1.0
@@ -94,7 +94,7 @@ class TestMistakes:
 
 class TestClassPictures:
     def test_the_first_image_of_each_class(self, tmp_path: Path) -> None:
-        run = read_run(make_run(tmp_path / "run"))
+        run = run_of(tmp_path / "run")
         split, _ = open_split(run)
         assert split is not None
         assert class_pictures(run, split) == []  # these are not the images that were measured
@@ -114,7 +114,7 @@ class TestClassPictures:
         assert class_pictures(run, split) == []
 
     def test_a_class_without_images_has_none(self, tmp_path: Path) -> None:
-        run = read_run(make_run(tmp_path / "run"))
+        run = run_of(tmp_path / "run")
         run.results["test"]["per_class"] = [{"support": 0}, {"support": 1}]
         pixels = np.full((1, 300, 200, 3), 7, dtype=np.uint8)
         split = Split("test", np.array([1]), ArrayItems(pixels, "mine"))

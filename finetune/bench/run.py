@@ -14,10 +14,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from finetune.bench.losses_and_sizes import LOSSES_EVERY, PLAINLY, study_losses, study_sizes
 from finetune.bench.markdown import check_page, write_section
 from finetune.bench.ours import Ours
 from finetune.bench.peers import Peer
-from finetune.bench.studies import LOSSES_EVERY, PLAINLY, study_losses, study_sizes
 from finetune.bench.subprocess import Host
 from finetune.bench.timer import spread
 from finetune.bench.torchvision_transforms import translate

@@ -34,8 +34,8 @@ from finetune.errors import DataError
 from finetune.recipe.load import Recipe
 from finetune.run.environment import DTYPES, pick_precision
 from finetune.text import counted
-from finetune.training.augmented import EPOCHS, augmented, one_of_each
 from finetune.training.setup import open_setup
+from finetune.training.training_images import EPOCHS, augmented, one_of_each
 
 __all__ = ["Strip", "draw_strips", "show_source", "show_training"]
 

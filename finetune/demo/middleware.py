@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from finetune.console import say
-from finetune.demo.workplace import Uploads
+from finetune.demo.uploads import Uploads
 from finetune.text import counted
 
 __all__ = ["Gate", "is_cross_origin"]

@@ -19,7 +19,7 @@ from finetune.console import say
 from finetune.demo.app import About, build_app, gradio, input_kinds, look
 from finetune.demo.middleware import Gate
 from finetune.demo.model_facts import example_files, facts, title_of
-from finetune.demo.workplace import Uploads, workplace
+from finetune.demo.uploads import Uploads, workplace
 from finetune.errors import SetupError
 
 __all__ = ["LIMIT_MB", "serve", "show"]

@@ -24,7 +24,7 @@ from finetune.commands.predict import Classifier
 from finetune.demo.app import About, build_app, gradio
 from finetune.demo.model_facts import example_files, facts, is_hub_name, model_folder, title_of
 from finetune.demo.server import show
-from finetune.demo.workplace import workplace
+from finetune.demo.uploads import workplace
 from finetune.errors import RecipeError, SetupError
 from finetune.hub.download import fetch
 from finetune.models.build import build

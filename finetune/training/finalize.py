@@ -28,9 +28,9 @@ from finetune.recipe.load import Recipe
 from finetune.run.directory import RunDir
 from finetune.run.environment import dtype_of
 from finetune.run.record import read_record
-from finetune.training.augmented import write_augmented
 from finetune.training.launch import on_main
 from finetune.training.trainer_state import TrainerState
+from finetune.training.training_images import write_augmented
 from finetune.training.verdict import refuse_exploded, warnings_of
 
 __all__ = ["answer_anew", "can_keep", "finish", "validation"]

@@ -18,7 +18,7 @@ from doubles import Double, replace
 from faults_launch import heeding_interrupts
 from faults_runs import TINY
 
-from finetune.bench import run, studies
+from finetune.bench import losses_and_sizes, run
 from finetune.bench.run import WARMUP_STEPS, bench
 from finetune.bench.timer import spread
 from finetune.cli.main import main
@@ -115,7 +115,7 @@ class Stand:
 def stands(monkeypatch: Patch) -> list[Stand]:
     monkeypatch.setattr(Stand, "made", [])
     monkeypatch.setattr(run, "Host", Stand)
-    monkeypatch.setattr(studies, "Host", Stand)
+    monkeypatch.setattr(losses_and_sizes, "Host", Stand)
     return Stand.made
 
 

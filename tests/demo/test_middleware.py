@@ -13,7 +13,7 @@ import pytest
 
 from finetune.demo import middleware
 from finetune.demo.middleware import Gate, is_cross_origin
-from finetune.demo.workplace import Uploads
+from finetune.demo.uploads import Uploads
 
 INPUTS = {0: ["image"], 1: [], 2: ["dataset"]}
 

@@ -25,7 +25,7 @@ WITHOUT = {
     "limits": "from finetune.demo import server as s; s._TOTAL_MB = s._UPLOADS_PER_MINUTE = 10**6",
     "types": "from finetune.demo import middleware as m; m.Gate._checked = lambda *a: a[2]",
     "frames": "from finetune.demo import middleware as m; m._PAGE_POLICY = b'base-uri *'",
-    "cleaning": "from finetune.demo import workplace as w; w._remove_dead = lambda parent: None",
+    "cleaning": "from finetune.demo import uploads as w; w._remove_dead = lambda parent: None",
 }
 PROTECTED = [
     pytest.param(True, id="ours"),

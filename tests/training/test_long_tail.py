@@ -18,10 +18,10 @@ from finetune.console import say_nothing
 from finetune.recipe.load import Recipe, parse_recipe
 from finetune.report.run_data import read_run
 from finetune.report.sections import data_rows, headline
-from finetune.training.augmented import augmented, one_of_each
 from finetune.training.banner import size_notices
 from finetune.training.setup import open_setup
 from finetune.training.train import train
+from finetune.training.training_images import augmented, one_of_each
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from finetune.demo import workplace as module
-from finetune.demo.workplace import Uploads, workplace
+from finetune.demo import uploads as module
+from finetune.demo.uploads import Uploads, workplace
 
 WAITS = """
 import sys, time
-from finetune.demo.workplace import workplace
+from finetune.demo.uploads import workplace
 with workplace() as place:
     (place / "uploads" / "a.png").write_bytes(b"a")
     print(place, flush=True)

@@ -20,8 +20,8 @@ from finetune.errors import DataError, SetupError
 from finetune.recipe.load import parse_recipe
 from finetune.report.thumbnails import visible
 from finetune.run.directory import RunDir
-from finetune.training.augmented import augmented, one_of_each, write_augmented
 from finetune.training.setup import TrainingSetup, open_setup
+from finetune.training.training_images import augmented, one_of_each, write_augmented
 
 RECIPE = """
 model: {{name: "embedded:vit_nano", pretrained: false}}

@@ -12,7 +12,7 @@ from ranks import forked
 from recipe_texts import tiny_text
 from refusals import refused
 
-from finetune.bench.studies import (
+from finetune.bench.losses_and_sizes import (
     LOSSES_EVERY,
     PLAINLY,
     Curve,

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from finetune.commands.contact_sheet import ContactSheet, save_sheet
@@ -37,7 +38,6 @@ from finetune.models.fast_blocks import compute_class_token, multiply_by_onednn
 from finetune.models.saved import Built
 from finetune.run.environment import pick_precision
 from finetune.run.pipeline import pipeline_of
-from finetune.text import printable
 from finetune.transforms.evaluation import make_pipeline
 from finetune.transforms.pipeline import Pipeline
 
@@ -170,7 +170,7 @@ class Classifier:
 
     def predict(
         self,
-        paths: str | Path | Iterable[str | Path],
+        paths: str | Path | Image.Image | Iterable[str | Path | Image.Image],
         *,
         top_k: int = 3,
         batch_size: int | None = None,
@@ -179,18 +179,19 @@ class Classifier:
         """Classify images.
 
         Args:
-            paths: files, folders (with those below them) and glob patterns.
+            paths: files, folders (with those below them) and glob patterns, or PIL images.
             top_k: predictions per image, the most probable first; at most K.
             batch_size: images through the network at once; None for 8 on a CPU, else 64.
             progress: show a bar on standard error.
         Returns: in the order of the files, {"path", "predictions": [{"label", "index",
-            "confidence"}]}, or {"path", "error"} for one that cannot be read. A model that gives an
+            "confidence"}]}, or {"path", "error"} for one that cannot be read; the path of a PIL
+            image is None. A model that gives an
             image several labels adds "labels", of the same kind: the classes whose confidence is
             at or above their threshold, the most probable first.
         Raises: RecipeError if top_k or batch_size is below 1; WeightsError if an output is not
             finite.
         """
-        files = find_files([paths] if isinstance(paths, (str, Path)) else paths)
+        files = find_files([paths] if isinstance(paths, str | Path | Image.Image) else paths)
         return list(self.rows(files, top_k=top_k, batch_size=batch_size, progress=progress))
 
     def rows(
@@ -256,7 +257,7 @@ class Classifier:
         self, start: int, files: Sequence[Found], top_k: int, look: _Look | None
     ) -> list[Row]:
         """Make the rows of a batch of files, of which the first has the place `start`."""
-        rows: list[Row] = [{"path": path} for path, _ in files]
+        rows: list[Row] = [{"path": path if isinstance(path, str) else None} for path, _ in files]
         decoded: list[tuple[Row, Tensor]] = []
         prepared: list[tuple[Row, Tensor]] = []
         most, held = _PIXELS.get(self.device.type, _MOST_PIXELS), 0
@@ -459,19 +460,15 @@ def _shown(rows: list[Row], bar: Any) -> list[Row]:
 
 
 def _decoded(
-    path: str,
-    error: str | None,
-    place: int,
-    size: int | None,
-    look: _Look | None,
+    path: str | Image.Image, error: str | None, place: int, size: int | None, look: _Look | None
 ) -> Tensor | str:
     """(3, H, W) uint8, or what is wrong with the file."""
     if error is not None:
         return error
     try:
-        pixels_HWC = decode(path, size=size)
+        pixels_HWC = decode(path, size=size, name="image")
     except DataError as cause:
-        return str(cause).removeprefix(f"{printable(path)}: ")
+        return str(cause).removeprefix("image: ")
     if look is not None:
         look(place, pixels_HWC)
     return planes(pixels_HWC)

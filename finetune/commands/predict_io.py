@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
+from PIL import Image
+
 from finetune.data.items import tell_ignored, walk_images
 from finetune.errors import DataError, RecipeError, SetupError, visible
 from finetune.files import disk_errors, replacing
@@ -280,7 +282,7 @@ def one_line(text: str) -> str:
     return visible(text, keep="")
 
 
-Found = tuple[str, str | None]
+Found = tuple[Any, str | None]  # a path or a PIL image, and what is wrong with it
 
 
 def list_files(paths: Sequence[str]) -> list[Found]:
@@ -303,16 +305,20 @@ def list_files(paths: Sequence[str]) -> list[Found]:
     return files
 
 
-def find_files(paths: Iterable[str | Path], *, patterns: bool = True) -> list[Found]:
+def find_files(paths: Iterable[str | Path | Image.Image], *, patterns: bool = True) -> list[Found]:
     """List the images that files, folders and glob patterns name.
 
     Args:
-        paths: an existing path is never taken as a pattern.
+        paths: an existing path is never taken as a pattern; an image is taken as it is.
         patterns: False takes every path as it is.
     Returns: (path, None), or (path, error) for a name behind which there is nothing.
     """
     files: list[Found] = []
-    for path in [os.fspath(path) for path in paths]:
+    for given in paths:
+        if isinstance(given, Image.Image):
+            files.append((given, None))
+            continue
+        path = os.fspath(given)
         matches = [path]
         if patterns and not os.path.lexists(path) and glob.has_magic(path):
             matches = sorted(glob.glob(path, recursive=True))

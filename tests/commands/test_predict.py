@@ -186,6 +186,18 @@ def test_equal_classes_come_by_index(model: Path, photos: Path) -> None:
     assert [one["index"] for one in row["predictions"]] == [0, 1, 2]
 
 
+def test_pictures_in_memory_are_classified_as_their_files(model: Path, photos: Path) -> None:
+    classifier = Classifier.load(model, device="cpu")
+    files = [photos / f"{number}.png" for number in range(2)]
+    expected = [row["predictions"] for row in classifier.predict(files)]
+    rows = classifier.predict([Image.open(files[0]), files[1]])
+    assert [row["predictions"] for row in rows] == expected
+    assert [row["path"] for row in rows] == [None, str(files[1])]
+    (broken,) = classifier.predict(Image.new("F", (3, 3), 2.0))
+    assert broken.pop("error").startswith("grey values from 2 to 2")
+    assert broken == {"path": None}
+
+
 def test_a_missing_file_is_a_row_and_not_the_end(model: Path, photos: Path) -> None:
     rows = Classifier.load(model, device="cpu").predict(["gone.png", photos / "0.png", "no*.png"])
     assert ["error" in row for row in rows] == [True, False, True]
@@ -288,9 +300,9 @@ def test_rows_come_while_later_files_are_unread(
     """100,000 files must not be held: the first batch is out before the rest is decoded."""
     opened: list[str] = []
 
-    def counting(path: str, size: int | None = None) -> np.ndarray:
+    def counting(path: str, **how: Any) -> np.ndarray:
         opened.append(path)
-        return decode(path, size=size)
+        return decode(path, **how)
 
     monkeypatch.setattr(predict_module, "decode", counting)
     found = [(str(photos / "0.png"), None)] * 100

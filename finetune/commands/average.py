@@ -6,7 +6,6 @@ norm's statistics are averaged as weights are, and counters are those of the fir
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -27,6 +26,7 @@ from finetune.files import make_folder
 from finetune.models.head import classifier_names
 from finetune.models.saved import save_model
 from finetune.models.weights.read import read_tensors
+from finetune.models.weights.timm_config import read_config
 from finetune.processes import local_processes
 from finetune.publish.artifacts import write_averaged
 from finetune.publish.contents import is_run
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["average", "describe", "interpolated", "mean_of"]
 
 State = Mapping[str, Tensor]
+_PIXELS = ("input_size", "mean", "std", "interpolation")  # keys of a config.json
 
 
 @dataclass(frozen=True)
@@ -284,9 +285,10 @@ def _check_alike(first: _Member, other: _Member) -> None:
             code="weights.wrong_version",
         )
     prints = [record.get("split_fingerprints", {}) for record in records]
-    configs = [json.loads((m.run.model / "config.json").read_bytes()) for m in (first, other)]
+    models = [member.run.model for member in (first, other)]
+    configs = [read_config(model / "config.json", str(model)).config for model in models]
     seen = [
-        (record.get("plan", {}).get("eval_pipeline"), config.get("pretrained_cfg"))
+        [record.get("plan", {}).get("eval_pipeline"), *map(config.get, _PIXELS)]
         for record, config in zip(records, configs, strict=True)
     ]
     if seen[0] != seen[1] or any(

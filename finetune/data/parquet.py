@@ -353,13 +353,17 @@ def _from_datasets(
 
 def _known_splits(splits: Mapping[str, _Data], title: str) -> dict[str, _Data]:
     """Return the splits train, val and test; the only split of a set is train."""
-    known = in_order({SPLITS[name]: data for name, data in splits.items() if name in SPLITS})
+    chosen: dict[str, str] = {}
+    for name in sorted(splits, key=lambda name: SPLITS.get(name) != name):  # train before training
+        if name in SPLITS:
+            chosen.setdefault(SPLITS[name], name)
+    known = in_order({split: splits[name] for split, name in chosen.items()})
     if not known and len(splits) == 1:
         known = {"train": next(iter(splits.values()))}
     if not known:
         message = f"{title}: no split is called train, validation or test: {list(splits)}"
         raise DataError(message, code="data.no_split")
-    others = [name for name in splits if name not in SPLITS]
+    others = [name for name in splits if name not in chosen.values()]
     if others and len(splits) > 1:
         notice(f"{title}: splits of unknown use are left out: {', '.join(others)}")
     return known

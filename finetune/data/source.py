@@ -138,7 +138,8 @@ class Split:
     def cache_key(self) -> str:
         """A SHA-256 that is another one as soon as an image may be another one.
 
-        It is the fingerprint, and for streamed shards on this machine also their files' states.
+        It is the fingerprint, and for shards that are streamed from this machine also their files'
+        states. Where a server has no tag for the content it is another one in each process.
         """
         return self._cache_key()
 
@@ -152,7 +153,7 @@ class Split:
     def is_unchanged(self) -> bool:
         """True if the images are still those of the fingerprint; only fresh ones are read again.
 
-        Streamed shards that were written a moment ago count as changed.
+        Streamed shards that were written a moment ago, or have no tag, count as changed.
         """
         if isinstance(self.items, ShardItems):
             return self._cache_key() == self.cache_key
@@ -404,8 +405,10 @@ def _split_folders(root: Path, source: str) -> dict[str, Path]:
     folders = _subfolders(root)
     found = [SPLITS.get(folder.name.lower()) for folder in folders]
     words = [split_in(folder.name) for folder in folders]
-    if "train" in words and len({*words} - {None}) == len(words):
-        found = words  # seg_train beside seg_test
+    # seg_train beside seg_test, but not the classes "goods train" and "test tube"
+    differ = "train" in words and len({*words} - {None}) == len(words)
+    if differ and all(_subfolders(folder) or labels_file(folder) for folder in folders):
+        found = words
     others = [folder.name for folder, split in zip(folders, found, strict=True) if split is None]
     folder_of: dict[str, Path] = {}
     for folder, split in zip(folders, found, strict=True):

@@ -158,7 +158,8 @@ def _fill(
 
 
 def _not_kept(error: OSError) -> None:
-    notice(f"index of tar shards: is not kept ({error}); the next run reads the headers again")
+    message = f"index of tar shards: is not kept ({error}); the next run reads the headers again"
+    notice(message, key="index of tar shards")  # once: each error may name another file
 
 
 def _spread(

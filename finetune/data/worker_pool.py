@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -376,8 +377,8 @@ def in_threads(
     """
     pool = Threads(threads, "read")
     try:
-        coming = [pool.submit(functools.partial(work, task)) for task in tasks]
-        for future in coming:
-            yield future.result()
+        coming = deque(pool.submit(functools.partial(work, task)) for task in tasks)
+        while coming:
+            yield coming.popleft().result()
     finally:
         pool.stop()

@@ -262,7 +262,7 @@ def split_features(
             if split.is_unchanged():
                 write_cached(folder, key, values)
             else:
-                say(f"split '{split.name}': changed while it was read; its features are not kept")
+                say(f"split '{split.name}': may have changed meanwhile; its features are not kept")
     if everywhere and accelerator.num_processes > 1:
         values = _everywhere(values, key, len(split), accelerator)
     if values is None:

@@ -24,6 +24,7 @@ from finetune.models.adapter import add_adapter
 from finetune.models.head import as_names, freeze_parameters, keep_rows, zero_head
 from finetune.models.saved import Built
 from finetune.models.weights.load import load, stride
+from finetune.models.weights.resize_posemb import METHODS
 from finetune.models.weights.resolve import resolve
 from finetune.models.weights.timm_config import (
     CONTROL_ARGS,
@@ -95,7 +96,7 @@ def build(
         multilabel: a new head gives an image any number of labels.
     Raises: WeightsError, or RecipeError for an argument that the network does not take.
     """
-    _check(args := args or {})
+    _check(args := args or {}, posemb)
     weights = resolve(name, pretrained=pretrained, args=args, rename=rename)
     model_args, size = _arguments(weights, args, image_size)
     rates = {"dropout": dropout, "attention_dropout": attention_dropout, "drop_path": drop_path}
@@ -192,8 +193,13 @@ def _provenance(model: nn.Module, weights: Weights, **done: Any) -> dict[str, An
 # --- creating ------------------------------------------------------------------------------------
 
 
-def _check(args: Mapping[str, Any]) -> None:
-    """Refuse what is no argument of a network, all at once."""
+def _check(args: Mapping[str, Any], posemb: str) -> None:
+    """Refuse an unknown resizing and what is no argument of a network, these all at once."""
+    if posemb not in METHODS:
+        raise RecipeError(
+            f"model.posemb: unknown '{posemb}'; use one of: {', '.join(METHODS)}",
+            code="recipe.unknown_name",
+        )
     problems: list[tuple[str, str]] = []  # the code is that of the first
     for key, value in args.items():
         name, code = f"model.args.{key}", "recipe.wrong_value"

@@ -9,7 +9,7 @@ from typing import Any
 from timm.models import group_parameters
 from torch import Tensor, nn
 
-from finetune.errors import RecipeError
+from finetune.errors import RecipeError, nearest
 from finetune.models.batch_norm import counting_norms, norms_with_statistics
 
 __all__ = [
@@ -117,6 +117,12 @@ def freeze_parameters(model: nn.Module, freeze: str | int) -> None:
     """
     if freeze == "none":
         return
+    if isinstance(freeze, str) and freeze != "backbone":
+        raise RecipeError(
+            f"model.freeze: unknown '{freeze}'{nearest(freeze, ['none', 'backbone'])}; use none, "
+            f"backbone, or a number of blocks",
+            code="recipe.unknown_name",
+        )
     frozen = {name for name, _ in model.named_parameters()}
     if isinstance(freeze, int):
         groups = _blocks(model)

@@ -136,7 +136,7 @@ def _idle_keys(recipe: Recipe) -> list[str]:
         ("warmup_lr", not (optim.warmup_steps or optim.warmup_epochs), "there is no warm-up"),
         ("min_lr", optim.schedule == "constant", "the rate is constant"),
         ("step_factor", optim.schedule != "step", f"the schedule is {optim.schedule}"),
-        ("layer_decay", recipe.model.freeze == "backbone", "the head alone is trained"),
+        ("layer_decay", recipe.model.freeze == "backbone", "the head alone is trained here"),
         ("momentum", not has_momentum, f"{optim.name} has none"),
     ]
     return [

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from finetune.data.splits import shared_images
+from finetune.data.streaming.row_groups import ShardItems
 from finetune.errors import CheckpointError, DataError, RecipeError, SetupError
 from finetune.files import write_atomically
 from finetune.recipe.identity import learned
@@ -135,7 +136,8 @@ def _check_same(
     # What was learned came from these; a test split may be mended before it is read.
     recorded = record.get("split_fingerprints", {})
     others = [name for name in _LEARNED if recorded.get(name) != fingerprints.get(name)]
-    if not others and not setup.recipe.data.streaming:  # of shards it is not the images' content
+    is_streamed = isinstance(setup.source.splits["train"].items, ShardItems)
+    if not others and not is_streamed:  # of shards it is not the images' content
         differences.pop("data.source", None)  # the same images elsewhere
     if differences and not (set(differences) <= _LENGTH and _same_past(run, setup, record)):
         shown = "; ".join(f"{key}: {values}" for key, values in differences.items())

@@ -31,7 +31,6 @@ def stage_recipes(recipe: Recipe) -> list[Recipe]:
     recipes = []
     for stage in recipe.optim.stages:
         own = {"steps": stage.steps, "epochs": stage.epochs, "lr": stage.lr or recipe.optim.lr}
-        own |= {"layer_decay": None} if stage.freeze == "backbone" else {}  # the head alone
         whole = {"test": False, "push_to": None, "push_private": False}
         sections = {
             "model": recipe.model.model_copy(update=_trained(stage)),

@@ -125,6 +125,14 @@ def test_a_greedy_soup_is_no_worse_than_its_best_run(runs: Path, tmp_path: Path)
         assert torch.equal(tensor, expected[key])
 
 
+def test_the_same_weights_may_have_had_another_name(runs: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(runs / "b", tmp_path / "other")
+    config = json.loads((other / "model" / "config.json").read_text())
+    config["pretrained_cfg"]["license"] = "of-another-copy"
+    (other / "model" / "config.json").write_text(json.dumps(config))
+    average([str(runs / "a"), str(other)], out=str(tmp_path / "out"))
+
+
 def test_an_adapter_is_measured_as_it_was_merged(tmp_path: Path) -> None:
     text = """
 model: {name: embedded:vit_nano, adapter: {kind: dora, rank: 2}}
@@ -188,6 +196,10 @@ def test_what_cannot_be_averaged_is_refused(runs: Path, tmp_path: Path) -> None:
     cut.write_bytes(cut.read_bytes()[:-100])
     with refused("weights.damaged", "model.safetensors"):
         average([str(tmp_path / "cut"), b], out=out)
+    config = shutil.copytree(b, tmp_path / "hurt") / "model" / "config.json"
+    config.write_text("{")
+    with refused("weights.damaged", "config.json"):
+        average([a, str(tmp_path / "hurt")], out=out)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     with refused("setup.exists", "--out"):

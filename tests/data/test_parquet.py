@@ -219,10 +219,11 @@ def local_hub(tmp_path: Path) -> Callable[[], Any]:
         tmp_path / "train-0.parquet", [0, 1, 1, 0], names=["x", "a"], images=[*rows, turned]
     )
     make_parquet(tmp_path / "validation-0.parquet", [1], names=["x", "a"])
-    make_parquet(tmp_path / "extra-0.parquet", [1], names=["x", "a"])
-    files = {
-        split: str(tmp_path / f"{split}-0.parquet") for split in ("train", "validation", "extra")
-    }
+    others = ("extra", "training")
+    for other in others:
+        make_parquet(tmp_path / f"{other}-0.parquet", [1], names=["x", "a"])
+    splits = ("train", "validation", *others)
+    files = {split: str(tmp_path / f"{split}-0.parquet") for split in splits}
     loaded = load_dataset("parquet", data_files=files, cache_dir=str(tmp_path / "cache"))
     return lambda: loaded
 
@@ -235,7 +236,9 @@ def test_hub(
     assert asked == [("someone/things", "large", "v1.0")]
     assert source.class_names == ["x", "a"]
     assert counts(source) == {"train": [2, 2], "val": [0, 1]}
-    assert any("splits of unknown use are left out: extra" in text for text in caplog.messages)
+    assert any(
+        "splits of unknown use are left out: extra, training" in text for text in caplog.messages
+    )
     train = source.splits["train"]
     # our decoder, our EXIF rule: `datasets` would have turned it itself
     assert train.read(3).shape == (4, 5, 3)

@@ -67,8 +67,9 @@ def test_folders_of_other_names_for_splits(tmp_path: Path, train: str, test: str
 def test_classes_may_have_a_splits_name_in_theirs(tmp_path: Path) -> None:
     source = open_source(make_folder(tmp_path, {"steam train": 2, "test tube": 1, "tram": 1}))
     assert source.class_names == ["steam train", "test tube", "tram"]
-    more = open_source(make_folder(tmp_path / "two", {"steam train": 2, "goods train": 1}))
-    assert more.class_names == ["goods train", "steam train"]
+    for other in ("goods train", "test tube"):
+        more = open_source(make_folder(tmp_path / other, {"steam train": 2, other: 1}))
+        assert more.class_names == sorted([other, "steam train"])
 
 
 def test_a_class_of_other_files_names_them(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -157,6 +158,23 @@ def test_a_full_disk_costs_only_the_cache(
     assert list(cache.iterdir()) == []
     [said] = caplog.messages
     assert said.endswith("File too large); the next run reads the headers again")
+
+
+def test_files_that_cannot_be_made_are_told_of_once(
+    tmp_path: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each error names another file."""
+
+    def full(_: object, key: str) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device", key)
+
+    monkeypatch.setattr(notices, "_logged", set())
+    monkeypatch.setattr(tar_index.CacheFolder, "write", full)
+    assert len(index(shards(tmp_path / "d"))) == 4
+    assert len(caplog.messages) == 1
 
 
 def forge(path: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -1,4 +1,4 @@
-"""A worker that crashes or hangs is found, with the image that it decoded."""
+"""A worker that crashes or hangs is found, with the image that it decoded; threads that wait."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterator
 
 import pytest
@@ -14,7 +15,7 @@ from refusals import refused
 from torch.utils.data import DataLoader, Dataset
 
 from finetune.data import worker_pool
-from finetune.data.worker_pool import WorkerStatus
+from finetune.data.worker_pool import WorkerStatus, in_threads
 
 POLL_SECONDS = 0.25
 
@@ -145,3 +146,18 @@ def test_closing_ends_the_workers_even_if_one_hangs() -> None:
     while multiprocessing.active_children() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not multiprocessing.active_children()
+
+
+def test_threads_results_are_not_kept_once_they_were_taken() -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def work(number: int) -> torch.Tensor:
+        made.append(weakref.ref(result := torch.tensor(number)))
+        return result
+
+    assert [int(result) for result in in_threads(work, range(100), 2)] == list(range(100))
+    results = in_threads(work, range(100), 2)
+    for _ in range(99):
+        next(results)
+    assert sum(each() is not None for each in made) < 10
+    assert [int(result) for result in results] == [99]

@@ -76,6 +76,10 @@ class TestClean:
 
 
 class TestRetried:
+    def test_each_wait_is_twice_the_one_before(self, waits: list[float]) -> None:
+        assert retried("a thing", Failing(*[Fault("busy") for _ in range(3)])) == "done"
+        assert waits == [0.5, 1.0, 2.0]
+
     @pytest.mark.parametrize("has_copy, calls", [(False, 2), (True, 1)])
     def test_nobody_there(self, waits: list[float], has_copy: bool, calls: int) -> None:
         call = Failing(*[Fault("refused", unreachable=True) for _ in range(9)])

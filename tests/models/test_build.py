@@ -96,6 +96,7 @@ class TestRefusals:
         [
             ("resnet", {"args": {"img_size": 64}}, "unknown_key", ["model.image_size"]),
             ("resnet", {"attention_dropout": 0.1}, "unsupported", ["model.attention_dropout"]),
+            ("vit", {"posemb": "bicubic"}, "unknown_name", ["model.posemb", "'bicubic'", "timm"]),
             ("vit", {"args": {"img_size": "large"}}, "wrong_value", ["model.args.img_size"]),
             (
                 "vit",

@@ -237,6 +237,8 @@ class TestFreezing:
     def test_wrong_values(self) -> None:
         with refused("recipe.wrong_value", "model.freeze: 3 of 2 blocks"):
             built("vit", freeze=3)
+        with refused("recipe.unknown_name", "model.freeze", "'backbone'"):
+            built("vit", freeze="backbon")
 
     def test_frozen_statistics_stay(self) -> None:
         made = built("resnet", freeze="backbone")

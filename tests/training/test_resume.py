@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from recipe_texts import tiny_text
 from refusals import refused
 from samples import make_folder
+from tars import RangeServer, shards
 
 from finetune.recipe.load import parse_recipe
 from finetune.run.directory import RunDir
@@ -78,6 +80,26 @@ def test_images_may_have_moved_but_not_changed(run: RunDir, tmp_path: Path) -> N
     next((tmp_path / "there").rglob("*.png")).rename(tmp_path / "gone.png")
     with refused("data.changed", "there"):
         start(run, of("there"), resume=True)
+
+
+def test_shards_of_another_server_may_be_others(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their sizes may be the same, and a server may have no tag for the content."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+    def of(server: RangeServer) -> TrainingSetup:
+        server.tag = ""
+        place = f"data.source=tar:{server.url}/set-train-0000.tar"
+        return setup_of(place, "data.val_fraction=0", "data.batch_size=2")
+
+    shards(tmp_path, train=1)
+    with RangeServer(tmp_path) as here, RangeServer(tmp_path) as there:
+        start(run, of(here))
+        save(run, 2)
+        assert start(run, of(here), resume=True) == 2
+        with refused("recipe.not_this_run", "data.source"):
+            start(run, of(there), resume=True)
 
 
 def test_a_run_says_at_its_start_that_it_is_measured_on_training_images(

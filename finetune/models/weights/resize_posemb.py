@@ -12,7 +12,9 @@ from torch import Tensor
 
 from finetune.errors import WeightsError
 
-__all__ = ["resize_grid", "square_grid"]
+__all__ = ["METHODS", "resize_grid", "square_grid"]
+
+METHODS = ("paper", "timm")
 
 
 def square_grid(num_tokens: int) -> tuple[int, int] | None:
@@ -34,7 +36,7 @@ def resize_grid(
     Args:
         posemb_1ND: (1, num_prefix + h*w, D), patches in row-major order.
         grid: target (height, width) in patches.
-        method: "paper" is bilinear with aligned corners, computed in float64;
+        method: one of METHODS: "paper" is bilinear with aligned corners, computed in float64;
             "timm" is timm's antialiased bicubic.
         num_prefix: leading tokens without a place in the grid (class, distillation, registers);
             0 for networks that embed patches only.

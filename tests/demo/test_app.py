@@ -239,8 +239,15 @@ class TestBrowser:
         assert words in tab.page.inner_text(".toast-wrap")
         assert tab.page.query_selector(".ft-result") is None
 
-    @pytest.mark.parametrize("scheme", ["light", "dark"])
-    @pytest.mark.parametrize("width", [1280, 390])
+    @pytest.mark.parametrize(
+        "width, scheme",
+        [
+            (1280, "light"),
+            (390, "dark"),
+            pytest.param(1280, "dark", marks=pytest.mark.faults),
+            pytest.param(390, "light", marks=pytest.mark.faults),
+        ],
+    )
     def test_it_fits_the_screen_and_can_be_read(
         self, chromium: Any, server: Running, tmp_path: Path, width: int, scheme: str
     ) -> None:

@@ -78,7 +78,8 @@ CASES = {
     "paper_review/experiment_3": Case("augreg_in21k", 224, TWO_STEPS, 3e-4, (True, False)),
 }
 LAUNCHED = "cifar10/vit_b16_224"
-IN_THE_LONG_RUN = ("paper_review/experiment_2", "paper_review/experiment_3")  # as experiment 1
+# as experiment 1, and as at 384 px
+IN_THE_LONG_RUN = ("paper_review/experiment_2", "paper_review/experiment_3", "cifar10/vit_b16_224")
 
 
 def backbone(depth: int) -> int:

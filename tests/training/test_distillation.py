@@ -324,7 +324,7 @@ class TestRuns:
             one, two = (figures(tmp_path / name, key) for name in ("one", "two"))
             assert two == pytest.approx(one, abs=1e-5)
 
-    @pytest.mark.slow
+    @pytest.mark.faults  # compiling takes seconds; tests/training/test_train.py compiles, too
     def test_the_compiled_network_learns_the_same(self, teacher: Path, tmp_path: Path) -> None:
         for name in ("true", "false"):
             train(recipe(teacher, FEATURES, f"model.compile={name}"), tmp_path / name)

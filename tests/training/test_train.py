@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -83,8 +84,15 @@ def test_ways_of_computing_that_change_no_loss(tmp_path: Path) -> None:
         assert losses(tmp_path / name) == pytest.approx(expected, abs=1e-5), name
 
 
-@pytest.mark.slow
-def test_a_compiled_network_trains_alike_and_is_saved_under_plain_names(tmp_path: Path) -> None:
+# its kernels are compiled anew in each new environment, for 30 s of processor time
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.faults)]
+)
+def test_a_compiled_network_trains_alike_and_is_saved_under_plain_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    compiled = functools.partialmethod(torch.nn.Module.compile, backend=backend)
+    monkeypatch.setattr(torch.nn.Module, "compile", compiled)
     train(tiny("optim.steps=4"), tmp_path / "plain")
     train(tiny("optim.steps=4", "model.compile=true"), tmp_path / "compiled")
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "plain"), abs=1e-4)

@@ -296,8 +296,8 @@ def _write_images(job: _Job) -> None:
         split, folders = splits[name], [job.folder / "images" / name / each for each in classes]
         for folder in folders:
             folder.mkdir(parents=True)
-        rows = range(len(split)) if split.rows is None else split.rows.tolist()
-        for index, (row, label) in enumerate(zip(rows, split.labels.tolist(), strict=True)):
+        pairs = zip(split.item_rows.tolist(), split.labels.tolist(), strict=True)
+        for index, (row, label) in enumerate(pairs):
             place = folders[label] / f"{index:08d}"
             body = split.items.content(row)
             suffix = next((_SUFFIXES[start] for start in _SUFFIXES if body.startswith(start)), "")

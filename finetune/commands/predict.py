@@ -185,9 +185,9 @@ class Classifier:
             progress: show a bar on standard error.
         Returns: in the order of the files, {"path", "predictions": [{"label", "index",
             "confidence"}]}, or {"path", "error"} for one that cannot be read; the path of a PIL
-            image is None. A model that gives an
-            image several labels adds "labels", of the same kind: the classes whose confidence is
-            at or above their threshold, the most probable first.
+            image is None. A model that gives an image several labels adds "labels", of the same
+            kind: the classes whose confidence is at or above their threshold, the most probable
+            first.
         Raises: RecipeError if top_k or batch_size is below 1; WeightsError if an output is not
             finite.
         """

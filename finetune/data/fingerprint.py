@@ -37,7 +37,7 @@ from finetune.processes import is_first_here
 if TYPE_CHECKING:
     from finetune.data.items import Items
 
-__all__ = ["are_known", "fingerprint_by_names", "fingerprint_of", "states_of"]
+__all__ = ["are_known", "content_of", "fingerprint_by_names", "fingerprint_of", "states_of"]
 
 MAX_BYTES = 2**30
 _CONTENT_BYTES = 2**30  # up to here one hash of all images, as in versions before the index
@@ -128,7 +128,7 @@ def _hash_as_one(
 ) -> tuple[bytes, bool]:
     """Hash all images as one. Returns: the hash, and True if every image could be opened."""
     digest, is_whole = hashlib.sha256(b"content"), True
-    contents = _in_threads(lambda row: _content(items, row), rows_N.tolist(), bar.total)
+    contents = _in_threads(lambda row: content_of(items, row), rows_N.tolist(), bar.total)
     for (body, size), label in zip(contents, labels_N.tolist(), strict=True):
         digest.update(struct.pack("<qqq", size, len(body), label))
         digest.update(body)
@@ -155,7 +155,7 @@ def _hash_each(
         key = state.astype("<i8").tobytes() if state[0] != _UNKNOWN and state[1] else None
         if index and key and (known := index.get(key)):
             return known, None, int(states_N5[place, 2])
-        body, size = _content(items, int(rows_N[place]))
+        body, size = content_of(items, int(rows_N[place]))
         return hashlib.sha256(struct.pack("<q", size) + body).digest(), key, size
 
     digest, is_whole = hashlib.sha256(b"hashes"), True
@@ -186,8 +186,8 @@ def fingerprint_by_names(items: Items, rows_N: Integers, labels_N: Integers) -> 
     return digest.hexdigest()
 
 
-def _content(items: Items, row: int) -> tuple[bytes, int]:
-    """An encoded image and its size in bytes, which is -1 for one that cannot be opened."""
+def content_of(items: Items, row: int) -> tuple[bytes, int]:
+    """Return an encoded image and its size in bytes, -1 for one that cannot be opened."""
     try:
         body = items.content(row)
     except DataError:

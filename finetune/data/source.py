@@ -110,12 +110,13 @@ class Split:
         return dataclasses.replace(self, labels=self.labels[chosen], rows=rows)
 
     @property
-    def _rows(self) -> np.ndarray:
+    def item_rows(self) -> np.ndarray:
+        """The rows of the items that belong to the split, (N,) int64, in order."""
         return np.arange(len(self)) if self.rows is None else self.rows
 
     @functools.cached_property
     def _hashed(self) -> tuple[str, np.ndarray]:
-        return fingerprint_of(self.items, self._rows, self._label_words)
+        return fingerprint_of(self.items, self.item_rows, self._label_words)
 
     @property
     def fingerprint(self) -> str:
@@ -124,7 +125,7 @@ class Split:
         Of streamed images it is over the names of their shards' contents.
         """
         if isinstance(self.items, ShardItems):
-            return self.items.fingerprint(self._rows, self._label_words)
+            return self.items.fingerprint(self.item_rows, self._label_words)
         return self._hashed[0]
 
     @property
@@ -132,7 +133,7 @@ class Split:
         """The fingerprint that earlier versions took of more than 1 GiB; None if it is the same."""
         if isinstance(self.items, ShardItems):
             return None
-        return fingerprint_by_names(self.items, self._rows, self._label_words)
+        return fingerprint_by_names(self.items, self.item_rows, self._label_words)
 
     @functools.cached_property
     def cache_key(self) -> str:
@@ -146,7 +147,7 @@ class Split:
     def _cache_key(self) -> str:
         if not isinstance(self.items, ShardItems):
             return self.fingerprint
-        states = self.items.states(self._rows)
+        states = self.items.states(self.item_rows)
         nonce = b"" if are_known(states) or not len(states) else os.urandom(16)
         return hashlib.sha256(self.fingerprint.encode() + states.tobytes() + nonce).hexdigest()
 
@@ -158,9 +159,9 @@ class Split:
         if isinstance(self.items, ShardItems):
             return self._cache_key() == self.cache_key
         fingerprint, before = self._hashed
-        if are_known(before) and np.array_equal(self.items.states(self._rows), before):
+        if are_known(before) and np.array_equal(self.items.states(self.item_rows), before):
             return True
-        return fingerprint_of(self.items, self._rows, self._label_words)[0] == fingerprint
+        return fingerprint_of(self.items, self.item_rows, self._label_words)[0] == fingerprint
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from finetune.data.columns import in_order
+from finetune.data.fingerprint import content_of
 from finetune.data.items import Items
 from finetune.data.notices import notice
 from finetune.data.sampling import shares_of
@@ -54,26 +55,21 @@ def _equal_files(train: Split, other: Split) -> list[tuple[int, int]]:
     """The places of equal files; none where too much would have to be read."""
     if not (train.items.has_file_each and other.items.has_file_each):
         return []
-    sizes = [
-        one.items.states(np.arange(len(one)) if one.rows is None else one.rows)[:, 2]
-        for one in (train, other)
-    ]
+    rows = [train.item_rows, other.item_rows]
+    sizes = [train.items.states(rows[0])[:, 2], other.items.states(rows[1])[:, 2]]
     alike = np.setdiff1d(np.intersect1d(sizes[0], sizes[1]), [0])
     places = [np.flatnonzero(np.isin(each, alike)) for each in sizes]
     if sum(each[some].sum() for each, some in zip(sizes, places, strict=True)) > _COMPARED_BYTES:
         return []
-    known = {_digest(train, place): place for place in places[0].tolist()}
-    found = ((known.get(_digest(other, place)), place) for place in places[1].tolist())
+    known = {_digest(train.items, rows[0][place]): place for place in places[0].tolist()}
+    found = ((known.get(_digest(other.items, rows[1][at])), at) for at in places[1].tolist())
     return [(first, place) for first, place in found if first is not None]
 
 
-def _digest(split: Split, place: int) -> bytes:
+def _digest(items: Items, row: int) -> bytes:
     """The sha256 of an encoded image; of one that cannot be opened, another one each time."""
-    try:
-        row = place if split.rows is None else int(split.rows[place])
-        return hashlib.sha256(split.items.content(row)).digest()
-    except DataError:
-        return os.urandom(32)
+    body, size = content_of(items, int(row))
+    return hashlib.sha256(body).digest() if size >= 0 else os.urandom(32)
 
 
 def merge_val(source: Source) -> Source:
@@ -90,12 +86,11 @@ def merge_val(source: Source) -> Source:
             code="data.no_split",
         )
     train, val = splits["train"], splits.pop("val")
-    rows = [np.arange(len(one)) if one.rows is None else one.rows for one in (train, val)]
     splits["train"] = dataclasses.replace(
         train,
         labels=np.concatenate([train.labels, val.labels]),
         items=_joined(train.items, val.items),
-        rows=np.concatenate([rows[0], rows[1] + len(train.items)]),
+        rows=np.concatenate([train.item_rows, val.item_rows + len(train.items)]),
     )
     return dataclasses.replace(source, splits=splits)
 
@@ -289,8 +284,7 @@ def _turns(labels: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def _notice_row_groups(name: str, val: Split, items: ShardItems) -> None:
-    rows = np.arange(len(val)) if val.rows is None else val.rows
-    groups = len(np.unique(items.group_of(rows)))
+    groups = len(np.unique(items.group_of(val.item_rows)))
     total = len(items.starts) - 1
     if 2 * groups > total:
         notice(

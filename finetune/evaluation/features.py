@@ -415,5 +415,4 @@ def _everywhere(
 
 def places_of(part: Split, whole: Split) -> NDArray[np.int64]:
     """Return the places of a subset's images in the split that it was taken from, in order."""
-    mine, all_rows = (np.arange(len(s)) if s.rows is None else s.rows for s in (part, whole))
-    return np.flatnonzero(np.isin(all_rows, mine))
+    return np.flatnonzero(np.isin(whole.item_rows, part.item_rows))

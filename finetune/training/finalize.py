@@ -173,7 +173,7 @@ def _number_by(whole: Split, kept: Split, mistakes: list[dict[str, Any]]) -> Non
     """Number the mistakes by the whole split, also where images were left out of it."""
     if len(kept) == len(whole) or kept.rows is None:
         return
-    rows = np.arange(len(whole)) if whole.rows is None else whole.rows
+    rows = whole.item_rows
     for one in mistakes:
         one["index"] = int(np.flatnonzero(rows == kept.rows[one["index"]])[0])
 

@@ -11,7 +11,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -184,17 +184,21 @@ class TrainerState:
 
     def undo_micro_batches(self) -> None:
         """Take back what those of a step that cannot be taken have changed."""
-        for statistic, old in zip(self._statistics, self._before, strict=True):
+        self._take_back(self._before)
+
+    def _take_back(self, before: Sequence[Tensor]) -> None:
+        for statistic, old in zip(self._statistics, before, strict=True):
             statistic.copy_(old)
 
     @contextlib.contextmanager
     def _counted_once(self) -> Iterator[None]:
         """Keep batch norm's statistics, where the way back computes activations anew."""
-        anew = self.recipe.model.grad_checkpointing
-        kept = [statistic.clone() for statistic in self._statistics if anew]
+        if not self.recipe.model.grad_checkpointing:
+            yield
+            return
+        kept = [statistic.clone() for statistic in self._statistics]
         yield
-        for statistic, value in zip(self._statistics if anew else (), kept, strict=True):
-            statistic.copy_(value)
+        self._take_back(kept)
 
     def forward(self, batch: Batch) -> tuple[Tensor, ...]:
         """Return the loss summed over a batch, the logits and, if there is one, the teacher's part.

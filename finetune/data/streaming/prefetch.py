@@ -62,7 +62,7 @@ class Prefetch:
     ) -> None:
         self._items, self._workers, self._timeout_seconds = items, workers, timeout_seconds
         self._size = split.decode_size
-        rows_N = np.arange(len(items)) if split.rows is None else np.asarray(split.rows)
+        rows_N = split.item_rows
         self._groups_N = items.group_of(rows_N)
         # of a million images, too, each of these takes some megabytes only
         self._own_rows_N = (rows_N - items.starts[self._groups_N]).astype(np.int32)

@@ -98,8 +98,7 @@ def lanes_of(split: Split) -> Lanes | None:
     items = split.items
     if not isinstance(items, ShardItems):
         return None
-    rows = np.arange(len(items)) if split.rows is None else split.rows
-    groups_N = items.group_of(rows)
+    groups_N = items.group_of(split.item_rows)
     held = np.bincount(groups_N, minlength=len(items.starts) - 1)
     lengths = np.maximum(np.diff(items.starts), 1)
     num_bytes = (items.num_bytes() * held // lengths)[held > 0]

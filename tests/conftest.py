@@ -92,6 +92,10 @@ def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
     return result
 
 
+def pytest_unconfigure(config: pytest.Config) -> None:
+    gc.unfreeze()  # or libraries that count what is never freed complain about it
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start what ranks are forked from before a test changes the environment: it keeps a copy."""
     if "ranks" in sys.modules:

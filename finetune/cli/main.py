@@ -5,7 +5,6 @@ Nothing heavy is imported before a verb needs it: `finetune --help` does not loa
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import sys
@@ -358,13 +357,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what stands behind `finetune`; by default the process's own.
     Returns: the exit code.
     """
+    end = processes.skip_teardown() if arguments is None else None
     try:
         with processes.defer_garbage_collection():
             code = run(cli, sys.argv[1:] if arguments is None else arguments)
-            if arguments is None:
-                gc.freeze()  # or Python looks through all of it as it ends: 1.5 seconds
     except KeyboardInterrupt:  # it came when the verb had ended
         code = EXIT_INTERRUPTED
-    if arguments is None:
+    if end is not None:
         end_by_interrupts()
+        end(code)
     return code

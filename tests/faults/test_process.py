@@ -147,8 +147,9 @@ def interrupted(*arguments):
     return code
 cli.run = interrupted
 {more}
+code = cli.main()
 atexit.register({at_exit})
-sys.exit(cli.main())
+sys.exit(code)
 """
 MOMENTS = {
     "as the verb returns": ("interrupt()", "int"),

@@ -6,7 +6,6 @@ import atexit
 import functools
 import gc
 import ipaddress
-import multiprocessing.forkserver
 import os
 import random
 import shutil
@@ -99,7 +98,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start what ranks are forked from before a test changes the environment: it keeps a copy."""
     if "ranks" in sys.modules:
-        multiprocessing.forkserver.ensure_running()
+        sys.modules["ranks"].fork_server()
 
 
 class NetworkBlocked(ConnectionError):

@@ -7,6 +7,8 @@ themselves work is for the tests of faults.
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import socket
 import tempfile
@@ -18,15 +20,33 @@ from typing import Any
 
 import pytest
 
+from finetune.processes import end_with_parent
+
 PATIENCE = 240.0  # seconds
 forked = multiprocessing.get_context("forkserver")
-# the commands, and what a run of them imports on its way
-forked.set_forkserver_preload(
-    [
-        *("finetune.cli.main", "finetune.training.train", "finetune.report.page"),
-        *("sklearn.datasets", "sklearn.linear_model", "timm.optim", "pytest"),
-    ]
-)
+
+
+def fork_server() -> None:
+    """Fork, from this process, which has imported everything by now, what ranks are forked from.
+
+    Python's own would import all of it again.
+    """
+    patch = pytest.MonkeyPatch()
+
+    def fork(path: Any, words: list[Any], descriptors: Any) -> int:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                patch.undo()
+                end_with_parent()
+                exec(words[-1])
+            finally:
+                os._exit(1)
+        return pid
+
+    patch.setattr(multiprocessing.util, "spawnv_passfds", fork)
+    multiprocessing.forkserver.ensure_running()
+    patch.undo()
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from timm.data.config import resolve_data_config
 from timm.models import VisionTransformer
 from torch import nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.errors import FinetuneError, RecipeError, WeightsError, nearest
 from finetune.models.adapter import add_adapter
@@ -301,11 +302,22 @@ def _create(
             return model, extra
 
 
+class _Uninitialized(TorchDispatchMode):
+    """Leaves out what is done in place to tensors without memory: drawing first values, slowly."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func._schema.name.endswith("_") and args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
 def _check_memory(weights: Weights, kwargs: Mapping[str, Any]) -> None:
     """Refuse sizes that this machine cannot hold, before memory is asked for."""
     needed, available = 0, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # not every network can be made without memory
-    with torch.device("meta"), contextlib.suppress(RuntimeError):
+    with torch.device("meta"), _Uninitialized(), contextlib.suppress(RuntimeError):
         model = timm.create_model(
             weights.architecture, pretrained_cfg=weights.pretrained_cfg, **kwargs
         )
@@ -358,7 +370,7 @@ def _failure(weights: Weights, size: tuple[int, int] | None) -> Exception | None
     failure: Exception | None = None
     for device in ("meta", "cpu"):  # not every network can be made without memory
         try:
-            with torch.device(device):
+            with torch.device(device), _Uninitialized():
                 timm.create_model(weights.architecture, **own)
             return None
         except Exception as error:  # see _create

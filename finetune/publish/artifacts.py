@@ -61,10 +61,10 @@ def write_evidence(
             of the adapter, shall use.
         pictures: False leaves them out, and the neighbours' results, which saves a second.
     """
-    facts = _facts(folder, run, results)
-    facts = replace(facts, repository=repository)
+    recipe = load_recipe(run.path / "recipe.yaml")
+    facts = replace(_facts(folder, run, recipe, results), repository=repository)
     if pictures:
-        seeds = _seeds(run, load_recipe(run.path / "recipe.yaml"), results)
+        seeds = _seeds(run, recipe, results)
         facts = replace(facts, seeds=seeds, pictures=_draw(folder, run, results, facts.config))
     (folder / "README.md").write_text(write_card(facts), encoding="utf-8")
     if (folder / "adapter").is_dir():
@@ -79,13 +79,14 @@ def write_averaged(folder: Path, run: RunDir, results: Mapping[str, Any]) -> Non
     Args:
         results: with "average", as `commands.average` has it.
     """
-    card = write_card(_facts(folder, run, results))
+    recipe = load_recipe(run.path / "recipe.yaml")
+    card = write_card(_facts(folder, run, recipe, results))
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def _facts(folder: Path, run: RunDir, results: Mapping[str, Any]) -> Facts:
+def _facts(folder: Path, run: RunDir, recipe: Recipe, results: Mapping[str, Any]) -> Facts:
     """Write recipe and results into a folder, and gather what the card says of its weights."""
-    recipe, record = publishable(load_recipe(run.path / "recipe.yaml")), read_record(run)
+    recipe, record = publishable(recipe), read_record(run)
     (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
     text = json_text(_publishable_results(results))
     (folder / "results.json").write_text(text, encoding="utf-8")

@@ -427,7 +427,8 @@ def _data(facts: Facts) -> list[str]:
     config = facts.config["pretrained_cfg"]
     splits = [f"- train: {images['train']:,} images"] if "train" in images else []
     if "val" in images:
-        splits.append(f"- val: {images['val']:,} images; they alone chose the weights")
+        chose = "" if facts.recipe.run.best == "last" else "; they alone chose the weights"
+        splits.append(f"- val: {images['val']:,} images{chose}")
     if "test" in images:
         splits.append(f"- test: {images['test']:,} images, read once, after training was over")
     eval_pipeline = facts.record.get("plan", {}).get("eval_pipeline")

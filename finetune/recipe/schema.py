@@ -506,10 +506,11 @@ class RunSection(Section):
     save_every: Whole | None = Field(None, ge=1, description="steps; null: at each evaluation")
     log_every: Whole = Field(10, ge=1, description="steps")
     keep_checkpoints: Whole = Field(2, ge=1, description="how many of the last ones stay")
-    best: Score = Field(
+    best: Literal[Score, "last"] = Field(
         "val.top1",
-        description="what makes a checkpoint the best one; of task multilabel val.map is the "
-        "default, the mean average precision over the classes",
+        description="what makes a checkpoint the best one, of equal ones the last; of task "
+        "multilabel val.map is the default, the mean average precision over the classes; last: "
+        "the weights at the end are kept, which a few validation images judge by chance",
     )
     patience: Whole | None = Field(
         None, ge=1, description="evaluations without a better one before stopping; null: never"
@@ -533,6 +534,12 @@ class RunSection(Section):
     push_private: StrictBool = Field(
         False, description="make the repository of push_to a private one"
     )
+
+    @classmethod
+    def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:
+        if values.get("best") == "last" and values.get("patience") is not None:
+            problem = "waits for a better evaluation, and best is last; remove it, or name a figure"
+            yield "patience", {"patience", "best"}, problem
 
 
 class Claim(Section):

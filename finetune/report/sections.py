@@ -276,8 +276,9 @@ def data_rows(run: Run) -> list[tuple[str, str]]:
     if read is not None and read != number(images.get("train")):
         rows.append(("Read of train", f"{whole(read)}; the others could not be decoded"))
     if run.figures("val") or _lines(run, "val"):
-        chose = f"validation, by {run.recipe.run.best}"
-        if "test" in images:
+        best = run.recipe.run.best
+        chose = f"validation, by {best}" if best != "last" else "nobody: the last step is kept"
+        if "test" in images and best != "last":
             chose += "; the test split had no part in it"
     else:
         chose = "nobody: there is no validation split, the last step is kept"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -48,8 +49,8 @@ class Counters:
 
     Attributes:
         step: optimiser steps done, with skipped ones.
-        best: the best value of `run.best` so far, and the step it was found at.
-        stale: evaluations since then.
+        best: the best value of `run.best` so far, and the last step it was found at.
+        stale: evaluations since the first such step.
         skipped, skipped_in_row: steps left out because a gradient was not finite.
         seconds: time spent.
         pending: what the meter has summed since the last log line.
@@ -67,13 +68,24 @@ class Counters:
     scaler: dict[str, float] | None = None
 
     def note(self, metric: str, value: float) -> bool:
-        """Take an evaluation into account. Returns: True if it is the best so far."""
-        lower_is_better = metric.endswith("loss")
-        if self.best is None or (value < self.best if lower_is_better else value > self.best):
-            self.best, self.best_step, self.stale = value, self.step, 0
-            return True
-        self.stale += 1
-        return False
+        """Take an evaluation into account.
+
+        Args:
+            metric: `run.best`.
+            value: of it; of "last" any.
+
+        Of equal values the last is the best one: few images give many of them, and training that
+        went on, at a smaller rate, has the better weights. Patience waits for a greater one.
+
+        Returns: True if it is the best so far.
+        """
+        gain = math.inf
+        if self.best is not None and metric != "last":
+            gain = self.best - value if metric.endswith("loss") else value - self.best
+        self.stale = 0 if gain > 0 else self.stale + 1
+        if gain >= 0:
+            self.best, self.best_step = value, self.step
+        return gain >= 0
 
 
 _WHOLE = StateDictOptions(full_state_dict=True)

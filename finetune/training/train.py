@@ -227,8 +227,8 @@ def _loop(
         run = trainer.recipe.run
         setup.notice(
             f"stopped early, at step {counters.step:,} of {setup.steps:,}: "
-            f"{counted(counters.stale, 'evaluation')} in a row had no better {run.best} than that "
-            f"of step {counters.best_step} (run.patience={run.patience})"
+            f"{counted(counters.stale, 'evaluation')} in a row had no better {run.best} than "
+            f"the {counters.best:.4g} of step {counters.best_step} (run.patience={run.patience})"
         )
     return kept
 
@@ -289,7 +289,8 @@ def _validate(trainer: TrainerState, examination: Examination, meter: Meter) -> 
     batch_size = trainer.recipe.data.eval_batch_size
     result = examination.measure(trainer.evaluated(), batch_size=batch_size)
     best = trainer.log_validation(result, meter)
-    trainer.setup.notice(_validation(result, trainer.counters.step, best=best))
+    shown = best and trainer.recipe.run.best != "last"
+    trainer.setup.notice(_validation(result, trainer.counters.step, best=shown))
     set_train_mode(trainer.model)
     return best
 

@@ -326,7 +326,8 @@ class TrainerState:
             "seconds": round(meter.seconds, 3),
         }
         self._write(line)
-        return self.counters.note(self.recipe.run.best, line[self.recipe.run.best.split(".")[1]])
+        best = self.recipe.run.best
+        return self.counters.note(best, line.get(best.removeprefix("val."), 0.0))
 
     @property
     def stops_early(self) -> bool:

@@ -105,6 +105,12 @@ claims:
 
 
 class TestAgreement:
+    def test_nothing_is_waited_for_where_the_last_is_the_best(self) -> None:
+        text = "model: {name: x}\ndata: {source: x}\noptim: {lr: 1, steps: 1}\n"
+        line = problem("conflict", text + "run: {best: last, patience: 2}\n")
+        assert line.startswith("r.yaml:4:")
+        assert " run.patience: " in line
+
     @pytest.mark.parametrize(
         "lines,key,figures",
         [

@@ -122,7 +122,7 @@ class TestValues:
             ("run.seed: 4294967296", "below 4294967296", "4294967296"),
             ("run.trackers: 3", "list", "3"),
             ("run.trackers: [on]", "text", "on"),
-            ("run.best: test.top1", "'val.map' or 'val.micro_f1'", "'test.top1'"),
+            ("run.best: test.top1", "'val.micro_f1' or 'last'", "'test.top1'"),
         ],
     )
     def test_wrong_values_name_key_expectation_and_value(

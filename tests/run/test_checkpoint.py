@@ -154,11 +154,13 @@ def test_no_file_of_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("metric, better", [("val.top1", [0.2, 0.3]), ("val.loss", [0.3, 0.2])])
-def test_the_best_is_strictly_better_in_the_metrics_own_direction(metric, better) -> None:
-    counters = Counters(step=1)
-    assert counters.note(metric, better[0])
-    counters.step = 2
-    assert counters.note(metric, better[1])
-    assert not counters.note(metric, better[1])
-    assert not counters.note(metric, better[0])
-    assert (counters.best, counters.best_step, counters.stale) == (better[1], 2, 2)
+def test_the_best_in_the_metrics_own_direction_and_of_equal_ones_the_last(metric, better) -> None:
+    counters = Counters()
+    noted = [(1, better[0], True), (2, better[1], True), (3, better[0], False)]
+    for counters.step, value, is_best in [*noted, (4, better[1], True), (5, better[0], False)]:
+        assert counters.note(metric, value) == is_best
+    assert (counters.best, counters.best_step) == (better[1], 4)
+    assert counters.stale == 3  # an equal one does not prolong a training
+    counters.step = 6
+    assert counters.note("last", better[0])
+    assert counters.best_step == 6

@@ -259,16 +259,21 @@ def test_resuming_a_finished_run_only_answers(plain) -> None:
 
 
 def test_early_stopping_and_the_best_weights_are_kept(tmp_path: Path) -> None:
-    # A learning rate of nothing: the first evaluation stays the best.
+    # A learning rate of nothing: no evaluation is better than the first, and the last is as good.
     out = tmp_path / "run"
     still = ["optim.lr=1e-30", "run.best=val.loss", "run.eval_every=2", "run.patience=2"]
     results = train(tiny(*still), out)
-    assert results["steps"] == 6
-    assert results["best_step"] == 2
-    kept = load_file(RunDir(out).folder(2) / "model.safetensors")
-    assert torch.equal(
-        kept["head.weight"], load_file(out / "model/model.safetensors")["head.weight"]
-    )
+    assert results["steps"] == results["best_step"] == 6
+    # A rate that destroys what was learned: the first stays the best, or the last is kept.
+    worse = ["optim.lr=30", "optim.schedule=constant", "run.eval_every=1", "run.keep_checkpoints=1"]
+    for best, step in (("val.loss", 1), ("last", 4)):
+        out = tmp_path / best
+        with refused("diverged.loss", f"The weights of step {step}"):
+            train(tiny(*worse, "optim.steps=4", f"run.best={best}"), out)
+        kept = load_file(RunDir(out).folder(step) / "model.safetensors")["head.weight"]
+        assert torch.equal(kept, load_file(out / "model/model.safetensors")["head.weight"])
+        card = (out / "model/README.md").read_text()
+        assert ("they alone chose the weights" in card) == (best != "last")
 
 
 def test_gradients_that_are_not_finite_are_skipped_and_then_end_the_run(

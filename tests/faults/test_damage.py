@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from pathlib import Path
@@ -24,6 +25,7 @@ from faults_runs import (
     weights,
 )
 
+from finetune.errors import DivergedError
 from finetune.run import checkpoint
 from finetune.run.directory import RunDir
 from finetune.training.train import train
@@ -149,19 +151,19 @@ def test_checkpoints_that_are_gone(part: str, whole: Path, stopped: Path, tmp_pa
 
 def test_a_damaged_best_checkpoint_is_said_and_another_is_found(tmp_path: Path, fault) -> None:
     out = tmp_path / "run"
-    # The first evaluation stays the best, so its checkpoint is an old one.
-    still = tiny("optim.lr=1e-30", "run.best=val.loss", "run.eval_every=2", "run.save_every=1")
-    killed_before(9, still, out)
+    # The rate destroys what was learned: the first evaluation stays the best, an old checkpoint's.
+    worse = tiny("optim.lr=30", "run.best=val.loss", "run.eval_every=1", "run.save_every=1")
+    killed_before(9, worse, out)
     run = RunDir(out)
-    assert run.steps()[0] == 2 < run.steps()[-1] - 2
-    (run.folder(2) / "model.safetensors").write_bytes(b"")
-    best = tmp_path / "best"
+    assert run.steps()[0] == 1 < run.steps()[-1] - 2
+    (run.folder(1) / "model.safetensors").write_bytes(b"")
 
     def work() -> None:
-        best.write_text(str(train(still, out, resume=True)["best_step"]))
+        with pytest.raises(DivergedError):
+            train(worse, out, resume=True)
 
-    check_done(in_child(work), "best", str(run.folder(2)))
-    assert int(best.read_text()) > 2
+    check_done(in_child(work), "best", str(run.folder(1)))
+    assert json.loads((out / "results.json").read_text())["best_step"] > 1
     fault("the best checkpoint is damaged", "said, and another best is looked for")
 
 

@@ -301,12 +301,13 @@ def _results(facts: Facts) -> list[str]:
         rows.append([label, f"{measured[0][1]['examples']:,}", *spread])
     heads = ["split", "images", *facts.columns.values()]
     lines = ["## Results", "", *markdown_table(heads, rows), ""]
-    return [*lines, *_uncertainty(facts.results), *_temperature(facts.results)]
+    return [*lines, *_uncertainty(facts), *_temperature(facts.results)]
 
 
-def _uncertainty(results: Mapping[str, Any]) -> list[str]:
+def _uncertainty(facts: Facts) -> list[str]:
     """Intervals of the accuracies, and marks of too few images and of a missing test split."""
     lines: list[str] = []
+    results = facts.results
     ranges, few = [], []
     for split, name in (("test", "test"), ("val", "validation")):
         result = results.get(split) or {"examples": 0}
@@ -318,7 +319,7 @@ def _uncertainty(results: Mapping[str, Any]) -> list[str]:
         lines += [f"> **{TOO_FEW.capitalize()}** to judge the model by: {', '.join(few)}.", ""]
     if ranges:
         lines += [f"95 % interval of top-1, after Wilson: {', '.join(ranges)}.", ""]
-    if results.get("val") and not results.get("test"):
+    if results.get("val") and not results.get("test") and facts.recipe.run.best != "last":
         lines += [
             "No test split was measured. The validation images also chose the weights, so expect "
             "the model to do worse on new images.",

@@ -70,13 +70,12 @@ class Counters:
     def note(self, metric: str, value: float) -> bool:
         """Take an evaluation into account.
 
+        Of equal values the last is the best one: few images give many of them, and training that
+        went on, at a smaller rate, has the better weights. Patience waits for a better one.
+
         Args:
             metric: `run.best`.
             value: of it; of "last" any.
-
-        Of equal values the last is the best one: few images give many of them, and training that
-        went on, at a smaller rate, has the better weights. Patience waits for a greater one.
-
         Returns: True if it is the best so far.
         """
         gain = math.inf

@@ -128,6 +128,10 @@ def test_figures_on_few_images_carry_their_uncertainty() -> None:
     assert "Too few images" not in alone
     assert "No test split was measured." in alone
     assert "images like those of the validation split" in alone
+    last = parse_recipe(RECIPE.to_yaml(), overrides=["run.best=last"])
+    unchosen = write_card(facts(recipe=last, results={"steps": 5, "best_step": 5, "val": many}))
+    assert "chose the weights" in alone
+    assert "chose the weights" not in unchosen
 
 
 @pytest.mark.parametrize("num_classes", [2, 5, 6])

@@ -75,11 +75,11 @@ class Counters:
 
         Args:
             metric: `run.best`.
-            value: of it; of "last" any.
+            value: of it; of "last" the step, which is always a greater one.
         Returns: True if it is the best so far.
         """
         gain = math.inf
-        if self.best is not None and metric != "last":
+        if self.best is not None:
             gain = self.best - value if metric.endswith("loss") else value - self.best
         self.stale = 0 if gain > 0 else self.stale + 1
         if gain >= 0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import platform
 import subprocess
@@ -64,15 +63,12 @@ def describe_machine(device: torch.device, num_processes: int) -> RunRecord:
     }
 
 
-_version = functools.cache(version)  # what it reads each time is a file of several KiB
-
-
 def versions_of(packages: Sequence[str]) -> dict[str, str]:
     """The versions of those packages that are installed, by name."""
     versions = {}
     for package in packages:
         with contextlib.suppress(PackageNotFoundError):  # a checkout that is not installed
-            versions[package] = _version(package)
+            versions[package] = version(package)
     return versions
 
 

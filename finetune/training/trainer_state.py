@@ -327,7 +327,7 @@ class TrainerState:
         }
         self._write(line)
         best = self.recipe.run.best
-        return self.counters.note(best, line.get(best.removeprefix("val."), 0.0))
+        return self.counters.note(best, line["step" if best == "last" else best.split(".")[1]])
 
     @property
     def stops_early(self) -> bool:

@@ -162,5 +162,5 @@ def test_the_best_in_the_metrics_own_direction_and_of_equal_ones_the_last(metric
     assert (counters.best, counters.best_step) == (better[1], 4)
     assert counters.stale == 3  # an equal one does not prolong a training
     counters.step = 6
-    assert counters.note("last", better[0])
+    assert counters.note("last", counters.step)
     assert counters.best_step == 6

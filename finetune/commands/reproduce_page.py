@@ -33,7 +33,15 @@ from finetune.recipe.load import Claim, Recipe, load_recipe
 from finetune.report.run_data import Run, read_run
 from finetune.text import MISSING, counted, markdown_table, mean_and_std
 
-__all__ = ["RUN_FILES", "Outcome", "in_words", "page_of", "place_of", "run_hash"]
+__all__ = [
+    "RUN_FILES",
+    "Outcome",
+    "directions_table",
+    "in_words",
+    "page_of",
+    "place_of",
+    "run_hash",
+]
 
 RUN_FILES = ("recipe.yaml", "run.json", "metrics.jsonl", "results.json")
 _EXPECTED = "expected before the run"  # how the source of such a claim begins
@@ -89,7 +97,7 @@ def page_of(
         "What was run": _runs_table(outcomes, path, judged=notice is None),
         "Few training images": _probe_table(outcomes, path),
         "Beside other programs": [] if notice else _beside_table(plan, outcomes),
-        "The review's three experiments, on a smaller network": _directions_table(
+        "The review's three experiments, on a smaller network": directions_table(
             plan.directions, outcomes
         ),
         "What the sources report": _claims_table(root, recipes, path, outcomes, before),
@@ -199,8 +207,14 @@ def _beside_table(plan: Plan, outcomes: Sequence[Outcome]) -> list[str]:
 # --- claims --------------------------------------------------------------------------------------
 
 
-def _directions_table(directions: Sequence[Direction], outcomes: Sequence[Outcome]) -> list[str]:
-    """Answer which way figures go, for each seed."""
+def directions_table(directions: Sequence[Direction], outcomes: Sequence[Outcome]) -> list[str]:
+    """Answer which way figures go, for each seed.
+
+    Args:
+        directions: of a plan.
+        outcomes: of the entries that they name; what is not there stays open.
+    Returns: the lines of a table, in Markdown.
+    """
     known = {one.entry.name: one.runs for one in outcomes}
     rows = []
     for asked in directions:

@@ -28,8 +28,9 @@ from torch.nn.functional import cross_entropy
 
 from finetune.console import say
 from finetune.data.decode_all import sample_sizes
+from finetune.data.from_recipe import data_of
 from finetune.data.sampling import class_counts
-from finetune.data.source import Source, open_source
+from finetune.data.source import Source
 from finetune.data.streaming.row_groups import ShardItems
 from finetune.errors import DataError, Interrupted, RecipeError, is_of_memory
 from finetune.evaluation.claims import main_figure
@@ -140,15 +141,7 @@ def start(
     overrides = [*overrides]
     _refuse_wrong(overrides)
     asked, others = _asked(overrides)
-    image, label = asked.get("data.image_column"), asked.get("data.label_column")
-    columns = tuple(map(str, label)) if isinstance(label, list) else None
-    opened = open_source(
-        source_of(source),
-        image_column=image if isinstance(image, str) else None,  # what is no text is refused below
-        label_column=label if isinstance(label, str) else columns,
-        streaming=asked.get("data.streaming") is True,
-        multilabel=asked.get("data.task") == "multilabel",
-    )
+    opened = _opened(source, overrides, asked.get("run.seed", 0))
     if "train" not in opened.splits:
         raise DataError(
             f"{opened.name}: has no training images; put them into 'train'", code="data.no_split"
@@ -295,6 +288,14 @@ def _refuse_wrong(overrides: Iterable[str]) -> None:
     except RecipeError as error:
         if error.code != "recipe.conflict":
             raise
+
+
+def _opened(source: str, overrides: Iterable[str], seed: int) -> Source:
+    """Open the images that the overrides leave, with nothing held out for validation yet."""
+    about_data = [override for override in overrides if override.lstrip().startswith("data.")]
+    about_data.append(f"data.source={json.dumps(source_of(source))}")
+    section = parse_recipe(_LEAST, overrides=about_data).data
+    return data_of(section.model_copy(update={"val_fraction": 0.0, "num_val": None}), seed)
 
 
 def _asked(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]]:

@@ -185,6 +185,18 @@ class TestRecipe:
         assert "val mAP 0.000" in made.text
 
     @pytest.mark.usefixtures("scores", "least")
+    def test_the_choices_are_for_the_images_that_are_asked_for(
+        self, tmp_path: Path, clock: Callable[[float, float], None]
+    ) -> None:
+        clock(1e-4, 3e-4)
+        folder = photos(tmp_path / "photos", {"a": 8, "b": 40, "c": 40})
+        asked = ["data.classes=[b, c]", "data.num_train=60", "data.num_val=5", "run.seed=3"]
+        made = start(str(folder), overrides=asked, notice=print)
+        assert "; 2 classes, images from " in made.text
+        assert "# of 60 images, every class its share" in made.text
+        assert "# 48 training images" in made.text
+
+    @pytest.mark.usefixtures("scores", "least")
     def test_every_choice_is_in_the_text_and_overrides_win(
         self, tmp_path: Path, clock: Callable[[float, float], None]
     ) -> None:
@@ -258,7 +270,7 @@ class TestRecipe:
     def test_wrong_keys_are_refused_before_the_images_are_looked_at(
         self, word: str, code: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.delattr(start_module, "open_source")
+        monkeypatch.delattr(start_module, "data_of")
         with refused(code, f"override '{word}'"):
             start("embedded:digits", overrides=["optim.steps=3", word])
 

@@ -41,7 +41,7 @@ SHORT = {
     "2_three_experiments": ["data.num_train=80", "data.num_test=20", "optim.epochs=1"],
     "3_inside_a_vit": [],
 }
-PICTURES = {"1_quickstart": 5, "2_three_experiments": 3, "3_inside_a_vit": 5}
+PICTURES = {"1_quickstart": 5, "2_three_experiments": 5, "3_inside_a_vit": 5}
 
 
 class Forked:

@@ -216,7 +216,7 @@ class _Choices:
                 _pipeline(candidate.size, facts.side, frozen=frozen),
             ],
             "optim": _optim(lr, facts.train, batch_size, asked, frozen=frozen),
-            "run": [Choice("best", "val.loss", "steadier than accuracy on few images")],
+            "run": [_best(asked)],
         }
         text = _yaml(name, sections, asked)
         recipe = parse_recipe(text, name=f"recipe for {name}", overrides=self.others)
@@ -340,7 +340,7 @@ def _validation(source: Source) -> tuple[float, str]:
         return 0.0, "the data brings its own"
     images = len(source.splits["train"])
     share = 0.2 if images < 1000 else 0.15 if images < 10_000 else 0.05
-    return share, f"of {counted(images, 'image')}, every class its share; chooses the best weights"
+    return share, f"of {counted(images, 'image')}, every class its share; measures the weights"
 
 
 def _counts(source: Source, facts: Facts) -> str:
@@ -489,6 +489,13 @@ def _pipeline(size: int, side: int, *, frozen: bool) -> Choice:
     if side <= 64:
         return Choice("train", f"resize | random_crop(padding={size // 8})", flip)
     return Choice("train", f"random_resized_crop({size}, scale=(0.4, 1.0))", flip)
+
+
+def _best(asked: Mapping[str, Any]) -> Choice:
+    """Which weights are kept: those of the end, unless patience is to find them."""
+    if asked.get("run.patience") is None:
+        return Choice("best", "last", "few validation images would choose by chance")
+    return Choice("best", "val.loss", "what patience waits for; steadier than accuracy")
 
 
 def _optim(

@@ -197,6 +197,16 @@ class TestRecipe:
         assert "# 48 training images" in made.text
 
     @pytest.mark.usefixtures("scores", "least")
+    def test_patience_has_a_figure_to_wait_for(
+        self, tmp_path: Path, clock: Callable[[float, float], None]
+    ) -> None:
+        clock(1e-4, 3e-4)
+        folder = str(photos(tmp_path / "photos", {"a": 12, "b": 12}))
+        assert start(folder).recipe.run.best == "last"
+        assert start(folder, overrides=["run.patience=3"]).recipe.run.best == "val.loss"
+        assert start(folder, overrides=["run.best=val.top1"]).recipe.run.best == "val.top1"
+
+    @pytest.mark.usefixtures("scores", "least")
     def test_every_choice_is_in_the_text_and_overrides_win(
         self, tmp_path: Path, clock: Callable[[float, float], None]
     ) -> None:

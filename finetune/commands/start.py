@@ -492,7 +492,7 @@ def _pipeline(size: int, side: int, *, frozen: bool) -> Choice:
 
 
 def _best(asked: Mapping[str, Any]) -> Choice:
-    """Which weights are kept: those of the end, unless patience is to find them."""
+    """Choose which weights are kept: those of the end, unless patience is to find them."""
     if asked.get("run.patience") is None:
         return Choice("best", "last", "few validation images would choose by chance")
     return Choice("best", "val.loss", "what patience waits for; steadier than accuracy")

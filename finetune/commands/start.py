@@ -141,7 +141,7 @@ def start(
     overrides = [*overrides]
     _refuse_wrong(overrides)
     asked, others = _asked(overrides)
-    opened = _opened(source, overrides, asked.get("run.seed", 0))
+    opened = _opened(source, asked)
     if "train" not in opened.splits:
         raise DataError(
             f"{opened.name}: has no training images; put them into 'train'", code="data.no_split"
@@ -290,12 +290,13 @@ def _refuse_wrong(overrides: Iterable[str]) -> None:
             raise
 
 
-def _opened(source: str, overrides: Iterable[str], seed: int) -> Source:
+def _opened(source: str, asked: Mapping[str, Any]) -> Source:
     """Open the images that the overrides leave, with nothing held out for validation yet."""
-    about_data = [override for override in overrides if override.lstrip().startswith("data.")]
-    about_data.append(f"data.source={json.dumps(source_of(source))}")
-    section = parse_recipe(_LEAST, overrides=about_data).data
-    return data_of(section.model_copy(update={"val_fraction": 0.0, "num_val": None}), seed)
+    data = {key.removeprefix("data."): asked[key] for key in asked if key.startswith("data.")}
+    recipe = {**yaml.safe_load(_LEAST), "data": {**data, "source": source_of(source)}}
+    section = parse_recipe(json.dumps(recipe), name=f"recipe for {source}").data
+    section = section.model_copy(update={"val_fraction": 0.0, "num_val": None})
+    return data_of(section, asked.get("run.seed", 0))
 
 
 def _asked(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]]:

@@ -1,6 +1,6 @@
-"""Build the package with the commit that it is built from, so that run.json can name it.
+"""Build the package with the commit that it is built from, so that run.json can record it.
 
-Everything else about the package stands in setup.cfg.
+All other package settings are in setup.cfg.
 """
 
 import subprocess
@@ -11,7 +11,7 @@ from setuptools.command.build_py import build_py
 
 
 class BuildWithCommit(build_py):
-    """Adds finetune/run/COMMIT, unless the sources are no checkout, or are installed in place."""
+    """Add finetune/run/COMMIT, except outside a checkout and in an editable install."""
 
     def run(self) -> None:
         super().run()
@@ -27,10 +27,10 @@ class BuildWithCommit(build_py):
 
 
 def _git(root: Path, *arguments: str) -> str:
-    answer = subprocess.run(
+    result = subprocess.run(
         ["git", *arguments], cwd=root, capture_output=True, text=True, timeout=10, check=True
     )
-    return answer.stdout.strip()
+    return result.stdout.strip()
 
 
 setup(cmdclass={"build_py": BuildWithCommit})

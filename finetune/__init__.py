@@ -1,4 +1,4 @@
-"""Fine-tune pretrained vision models: from a recipe to a model that anyone can check."""
+"""Fine-tune pretrained vision models from a recipe, and publish results that others can verify."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ __all__ = ["Classifier", "__version__", "load_recipe", "start", "train"]
 
 __version__ = "0.1.0"
 
-# imported on first use, so that `import finetune` and `finetune --help` do not load torch
-_HOMES = {
-    "Classifier": "finetune.commands.predict",
+# Import these on first use, so that `import finetune` and `finetune --help` do not load torch.
+_LAZY_IMPORTS = {
+    "Classifier": "finetune.inference",
     "load_recipe": "finetune.recipe.load",
     "start": "finetune.commands.start",
     "train": "finetune.training.train",
@@ -19,9 +19,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _LAZY_IMPORTS:
         raise AttributeError(f"module 'finetune' has no attribute '{name}'")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_LAZY_IMPORTS[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""`python -m finetune` and `accelerate launch -m finetune`: the same as the `finetune` command."""
+"""Entry point for `python -m finetune` and `accelerate launch -m finetune`."""
 
 from __future__ import annotations
 

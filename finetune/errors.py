@@ -1,4 +1,4 @@
-"""The errors a user can meet: each one short message and one exit code, never a traceback."""
+"""Errors for the user: each has one short message and one exit code, and prints no traceback."""
 
 from __future__ import annotations
 
@@ -19,32 +19,43 @@ __all__ = [
     "RecipeError",
     "SetupError",
     "WeightsError",
-    "is_of_memory",
-    "masked",
-    "nearest",
-    "visible",
+    "did_you_mean",
+    "escape_control_chars",
+    "install_hint",
+    "is_out_of_memory",
+    "redact_secrets",
 ]
 
-_SECRET_NAME = re.compile(r"(?i)(TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY)(?!.*(PATH|FILE|DIR)$)")
-_SECRET = re.compile(r"\bhf_[A-Za-z0-9]{20,}|(?<=://)[^/\s@'\"]+(?=@)")
-_NO_ROOM = ("failed to map segment", "Cannot allocate memory")  # the loader of shared libraries
-# torch's own on a GPU, those of NVIDIA's libraries, and torch's on a CPU
-_NO_MEMORY = ("out of memory", "ALLOC_FAILED", "ALLOCATION_FAILED", "can't allocate memory")
-_LEAST_CHARACTERS = 8  # what is shorter is a switch, such as TOKENIZERS_PARALLELISM=false
+_SECRET_VARIABLE = re.compile(
+    r"(?i)(TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY)(?!.*(PATH|FILE|DIR)$)"
+)
+_SECRET_PATTERN = re.compile(r"\bhf_[A-Za-z0-9]{20,}|(?<=://)[^/\s@'\"]+(?=@)")
+_LOADER_OUT_OF_MEMORY = (
+    "failed to map segment",
+    "Cannot allocate memory",
+)  # messages of the dynamic loader
+# messages of torch on a GPU, of NVIDIA's libraries, and of torch on a CPU
+_OUT_OF_MEMORY_MESSAGES = (
+    "out of memory",
+    "ALLOC_FAILED",
+    "ALLOCATION_FAILED",
+    "can't allocate memory",
+)
+_MIN_SECRET_LENGTH = 8  # shorter values are switches, such as TOKENIZERS_PARALLELISM=false
 
 
 class FinetuneError(Exception):
-    """Something the user can mend; the message names the thing, the cause and the next step.
+    """An error that the user can fix; the message names the thing, the cause and the next step.
 
     Args:
-        message: for people, and free to be reworded.
-        code: for programs and tests: "family.cause", such as "weights.truncated". It stays the
-            same from release to release. Without one, the family alone.
+        message: for the user; its wording may change.
+        code: for programs and tests: "family.cause", such as "weights.truncated". It does not
+            change between releases. Default: the family alone.
     """
 
     exit_code = 1
     code = "internal"
-    printed_elsewhere = False  # another process of the launch prints it
+    printed_by_other_rank = False  # True if another rank of the launch prints this error
 
     def __init__(self, message: str, *, code: str | None = None) -> None:
         super().__init__(message)
@@ -60,14 +71,14 @@ class RecipeError(FinetuneError):
 
 
 class DataError(FinetuneError):
-    """A data set or an image cannot be used as it is."""
+    """A dataset or an image cannot be used."""
 
     exit_code = 3
     code = "data"
 
 
 class WeightsError(FinetuneError):
-    """Pretrained weights cannot be found, read or fitted."""
+    """Pretrained weights cannot be found or read, or do not fit the model."""
 
     exit_code = 4
     code = "weights"
@@ -81,14 +92,14 @@ class CheckpointError(FinetuneError):
 
 
 class SetupError(FinetuneError):
-    """The machine, the launcher or the output directory does not allow what was asked."""
+    """The machine, the launcher or the output directory does not allow the request."""
 
     exit_code = 5
     code = "setup"
 
 
 class DivergedError(FinetuneError):
-    """Training has diverged: numbers that are not finite, or a loss that has exploded."""
+    """Training has diverged: values are not finite, or the loss has exploded."""
 
     exit_code = 6
     code = "diverged"
@@ -102,7 +113,7 @@ class HubError(FinetuneError):
 
 
 class Interrupted(FinetuneError):
-    """A signal asked the run to stop; it has saved its state and can be resumed."""
+    """A signal stopped the run, which saved its state first and can be resumed."""
 
     code = "interrupted"
 
@@ -112,51 +123,60 @@ class Interrupted(FinetuneError):
         self.exit_code = 128 + signal_number
 
 
-def nearest(word: str, choices: Iterable[str]) -> str:
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Suggest the closest valid name.
 
     Args:
-        word: what the user wrote.
+        word: the user's text.
         choices: the valid names.
-    Returns: "; did you mean 'x'?", or an empty string when nothing is close.
+    Returns: "; did you mean 'x'?", or an empty string if no name is close.
     """
     close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
-def is_of_memory(error: BaseException) -> bool:
-    """True if memory ran out, on the host or a device."""
-    if isinstance(error, ImportError):  # memory was refused while a library was loaded
-        return any(words in str(error) for words in _NO_ROOM)
+def install_hint(extra: str) -> str:
+    """Return the command that installs an optional dependency, for an error message.
+
+    Args:
+        extra: of the distribution, for example "weights".
+    """
+    return f'run: pip install "finetune-vision[{extra}]" (in a checkout: pip install ".[{extra}]")'
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if the error means that the host or a device ran out of memory."""
+    if isinstance(error, ImportError):  # a library could not be loaded
+        return any(words in str(error) for words in _LOADER_OUT_OF_MEMORY)
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     if not isinstance(error, RuntimeError):
         return isinstance(error, MemoryError)
-    # torch's own by its name: it is not imported here
+    # compare torch's class by name, because this module does not import torch
     named = type(error).__name__ == "OutOfMemoryError"
-    return named or any(words in str(error) for words in _NO_MEMORY)
+    return named or any(words in str(error) for words in _OUT_OF_MEMORY_MESSAGES)
 
 
-def masked(text: str) -> str:
-    """Text as it may be shown and kept: tokens and passwords become ***.
+def redact_secrets(text: str) -> str:
+    """Replace tokens and passwords in a text with ***, before it is printed or saved.
 
-    Known are the values of environment variables that are called a token, key or password, the
-    token of the login to the hub, what looks like one, and whatever stands before the @ of an
-    address.
+    Secrets are: the values of environment variables whose name says token, secret, password or
+    key; the saved hub login token; anything that looks like a hub token; and the user info before
+    the @ of a URL.
 
     Args:
-        text: such as a message, a traceback or a word of the command line.
+        text: a message, a traceback or a command-line argument.
     """
-    for secret in sorted(_secrets(), key=len, reverse=True):
+    for secret in sorted(_known_secrets(), key=len, reverse=True):
         text = text.replace(secret, "***")
-    return _SECRET.sub("***", text)
+    return _SECRET_PATTERN.sub("***", text)
 
 
-def visible(text: str, *, keep: str = "\n\t") -> str:
-    """Text without what a terminal would obey: names may hold escapes, or turn the line around.
+def escape_control_chars(text: str, *, keep: str = "\n\t") -> str:
+    """Escape control characters: file names may hold terminal escapes or bidi overrides.
 
     Args:
-        keep: characters that stay though they are none to be seen.
+        keep: unprintable characters to leave as they are.
     """
     return "".join(
         char if char.isprintable() or char in keep else char.encode("unicode_escape").decode()
@@ -164,13 +184,13 @@ def visible(text: str, *, keep: str = "\n\t") -> str:
     )
 
 
-def _secrets() -> set[str]:
-    found = {value.strip() for name, value in os.environ.items() if _SECRET_NAME.search(name)}
+def _known_secrets() -> set[str]:
+    found = {value.strip() for name, value in os.environ.items() if _SECRET_VARIABLE.search(name)}
     home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
     login = Path(os.environ.get("HF_TOKEN_PATH") or Path(home) / "token").expanduser()
     try:
         with login.open(encoding="utf-8") as file:
             found.add(file.read(1000).strip())
-    except (OSError, ValueError):  # nobody is logged in
+    except (OSError, ValueError):  # no saved login
         pass
-    return {secret for secret in found if len(secret) >= _LEAST_CHARACTERS}
+    return {secret for secret in found if len(secret) >= _MIN_SECRET_LENGTH}

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-pytest_plugins = ("faults_page",)
+pytest_plugins = ("results_pages",)
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -82,7 +82,7 @@ def pytest_xdist_auto_num_workers() -> int:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
     """Collecting imports nearly everything, as a command's start does."""
-    from finetune import processes as collector
+    from finetune import process_lifecycle as collector
 
     with collector.defer_garbage_collection():
         result = yield
@@ -98,7 +98,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start what ranks are forked from before a test changes the environment: it keeps a copy."""
     if "ranks" in sys.modules:
-        sys.modules["ranks"].fork_server()
+        sys.modules["ranks"].start_fork_server()
 
 
 class NetworkBlocked(ConnectionError):
@@ -151,6 +151,14 @@ def no_network() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def messages_are_printed() -> None:
+    """Print messages as the command line does: pytest's own handlers would silence them."""
+    from finetune.log import print_messages
+
+    print_messages()
+
+
+@pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
     """Sum in one order: equal inputs then give equal bits; and let forked children train.
 
@@ -175,13 +183,15 @@ def digits_are_read_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def repeatable() -> Iterator[None]:
-    """Start each test from the same seeds, and leave no launcher's variables to the next."""
+    """Start each test from the same seeds; leave no warnings or launcher variables to the next."""
     import numpy as np
     import torch
+    from logs import forget_warnings
 
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+    forget_warnings()
     before = {name: value for name, value in os.environ.items() if _from_launcher(name)}
     yield
     for name in [name for name in os.environ if _from_launcher(name)]:
@@ -230,10 +240,10 @@ def image_folder(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def no_pictures() -> Iterator[None]:
     """Leave the drawing out: where many small runs end, it takes most of the time."""
-    from faults_runs import without_pictures
+    from forked_runs import disable_report_and_plots
 
     with pytest.MonkeyPatch.context() as patch:
-        without_pictures(patch)
+        disable_report_and_plots(patch)
         yield
 
 

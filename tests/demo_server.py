@@ -1,4 +1,4 @@
-"""A demo in a process of its own, and a browser to look at it."""
+"""Run the demo in a process of its own, send requests to it, and open it in a browser."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from networks import built, save, shuffle
+from networks import build_network, randomize_head, save_network
 
 CHROMIUM = "/usr/bin/chromium"
-# The suite's own guard ends at the process; this one names whoever asks another host.
+# The suite blocks the network only in its own process; this does it in the demo's process.
 GUARD = """
 import ipaddress, socket, sys
 connect, resolve = socket.socket.connect, socket.getaddrinfo
@@ -51,23 +51,23 @@ socket.socket.connect, socket.getaddrinfo = guarded, names
 ODD_NAMES = ["<img src=x onerror=document.title='broken'>", "${1+1}", "{{7*7}}", "a & b", "élan"]
 
 
-def small_model(folder: Path, key: str = "vit", names: list[str] | None = None) -> str:
-    """A folder with a small network of five classes whose names are traps for a page."""
-    made = built(key)
-    shuffle(made.model)
-    return save(folder, made, ODD_NAMES if names is None else names)
+def save_small_model(folder: Path, key: str = "vit", names: list[str] | None = None) -> str:
+    """Save a small network of five classes whose names would break a careless page."""
+    built_model = build_network(key)
+    randomize_head(built_model.model)
+    return save_network(folder, built_model, ODD_NAMES if names is None else names)
 
 
 @dataclass
-class Running:
-    """A server's address, its process, and what it has written so far."""
+class DemoServer:
+    """The address of a server, its process, and its output so far."""
 
     url: str
     process: BaseProcess
     lines: list[str] = field(default_factory=list)
 
     def interrupt(self, number: int = signal.SIGINT) -> int | None:
-        """Send a signal. Returns: the exit code, or minus the signal; None if it goes on."""
+        """Send a signal. Returns: the exit code or minus the signal; None if still running."""
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
         self.process.join(timeout=30)
@@ -75,37 +75,37 @@ class Running:
 
 
 @contextmanager
-def running(serve: Callable[[], object], **environment: str) -> Iterator[Running]:
-    """Fork a server that says its address on standard error, and end it.
+def run_server(serve: Callable[[], object], **environment: str) -> Iterator[DemoServer]:
+    """Fork a server that prints its address to standard error; end it on exit.
 
     Args:
-        serve: what the process does, which has imported what this one has.
-        environment: its variables beside this process's own.
+        serve: runs in the child, which has the imports of this process.
+        environment: added to the environment of this process.
     """
-    pytest.importorskip("gradio", reason="Gradio is not installed: pip install 'finetune[demo]'")
-    reading, writing = os.pipe()
+    pytest.importorskip("gradio", reason="Gradio is not installed: pip install '.[demo]'")
+    read_fd, write_fd = os.pipe()
 
-    def work() -> None:
-        os.dup2(writing, 1)
-        os.dup2(writing, 2)
+    def run_child() -> None:
+        os.dup2(write_fd, 1)
+        os.dup2(write_fd, 2)
         sys.stdout = sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
         os.environ.update(environment)
-        tempfile.tempdir = None  # it may be another there
+        tempfile.tempdir = None  # read TMPDIR again
         serve()
 
-    process = multiprocessing.get_context("fork").Process(target=work, daemon=True)
+    process = multiprocessing.get_context("fork").Process(target=run_child, daemon=True)
     process.start()
-    os.close(writing)
-    server = Running("", process)
+    os.close(write_fd)
+    server = DemoServer("", process)
 
-    def read() -> None:
-        with os.fdopen(reading) as stream:
+    def read_output() -> None:
+        with os.fdopen(read_fd) as stream:
             for line in stream:
                 server.lines.append(line)
                 if found := re.search(r"http://[^\s;]+", line):
                     server.url = server.url or found[0]
 
-    reader = threading.Thread(target=read, daemon=True)
+    reader = threading.Thread(target=read_output, daemon=True)
     reader.start()
     deadline = time.monotonic() + 120
     try:
@@ -122,56 +122,58 @@ def running(serve: Callable[[], object], **environment: str) -> Iterator[Running
 
 
 @contextmanager
-def demo(model: str, *, before: str = "", **environment: str) -> Iterator[Running]:
+def run_demo(model: str, *, setup_code: str = "", **environment: str) -> Iterator[DemoServer]:
     """`serve(model)` on a free port, with the network guarded.
 
     Args:
-        before: code that runs first, such as one that takes a protection away.
+        model: the folder of the model.
+        setup_code: run first, for example to remove a protection.
+        environment: added to the environment of this process.
     """
 
     def serve() -> None:
-        exec(f"{GUARD}\n{before}", {})
+        exec(f"{GUARD}\n{setup_code}", {})
         from finetune.demo.server import serve
 
         serve(model, port=0)
 
-    with running(serve, **environment) as server:
+    with run_server(serve, **environment) as server:
         yield server
 
 
-def ask(url: str, data: Any = None, **headers: str) -> tuple[int, str]:
-    """One request; `data` is sent as it is if it is bytes, else as JSON. Returns: status, text."""
+def http_request(url: str, data: Any = None, **headers: str) -> tuple[int, str]:
+    """Send one request; bytes are sent unchanged, other data as JSON. Returns: status, text."""
     body = None if data is None else data if isinstance(data, bytes) else json.dumps(data).encode()
-    kinds = {} if isinstance(data, bytes) else {"Content-Type": "application/json"}
-    names = {name.replace("_", "-"): value for name, value in headers.items()}
-    request = urllib.request.Request(url, data=body, headers={**kinds, **names})
+    content_type = {} if isinstance(data, bytes) else {"Content-Type": "application/json"}
+    request_headers = {name.replace("_", "-"): value for name, value in headers.items()}
+    request = urllib.request.Request(url, data=body, headers={**content_type, **request_headers})
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return answer.status, answer.read().decode("utf-8", "replace")
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return response.status, response.read().decode("utf-8", "replace")
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode("utf-8", "replace")
 
 
-def upload(server: Running, name: str, content: bytes, **headers: str) -> tuple[int, str]:
-    """Send one file as a browser does."""
+def upload(server: DemoServer, name: str, content: bytes, **headers: str) -> tuple[int, str]:
+    """Upload one file as a browser does."""
     head = f'Content-Disposition: form-data; name="files"; filename="{name}"'
     body = b"--x\r\n" + head.encode() + b"\r\n\r\n" + content + b"\r\n--x--\r\n"
-    kind = {"Content-Type": "multipart/form-data; boundary=x"}
-    return ask(f"{server.url}/gradio_api/upload", body, **kind, **headers)
+    content_type = {"Content-Type": "multipart/form-data; boundary=x"}
+    return http_request(f"{server.url}/gradio_api/upload", body, **content_type, **headers)
 
 
-def classify(server: Running, picture: Any, **headers: str) -> tuple[int, str]:
-    """The open function, as its clients call it. Returns: the status, and what it answers."""
+def call_predict(server: DemoServer, image: Any, **headers: str) -> tuple[int, str]:
+    """Call the public API function as its clients do. Returns: status, text."""
     call = f"{server.url}/gradio_api/call/predict"
-    status, text = ask(call, {"data": [picture]}, **headers)
+    status, text = http_request(call, {"data": [image]}, **headers)
     if status != 200:
         return status, text
-    return ask(f"{call}/{json.loads(text)['event_id']}")
+    return http_request(f"{call}/{json.loads(text)['event_id']}")
 
 
 @contextmanager
 def browser() -> Iterator[Any]:
-    """Headless Chromium, driven by Playwright."""
+    """Start headless Chromium, controlled by Playwright."""
     playwright = pytest.importorskip(
         "playwright.sync_api", reason="Playwright for Python is not installed"
     )

@@ -1,4 +1,4 @@
-"""Stand-ins for the package's functions, for tests of the command line."""
+"""Test doubles for functions of the package, for tests of the command line."""
 
 from __future__ import annotations
 
@@ -10,36 +10,32 @@ import pytest
 
 
 class Double:
-    """Stands for a function of the package: remembers its calls, answers or raises."""
+    """Replaces a function: records the calls, and returns `result` or raises it."""
 
-    def __init__(self, answer: Any) -> None:
-        self.answer = answer
+    def __init__(self, result: Any) -> None:
+        self.result = result
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.calls.append((args, kwargs))
-        if isinstance(self.answer, BaseException):
-            raise self.answer
-        return self.answer
+        if isinstance(self.result, BaseException):
+            raise self.result
+        return self.result
 
 
-def replace(monkeypatch: pytest.MonkeyPatch, module: str, **doubles: Any) -> None:
-    """Put a module of doubles in the place of one that would import torch."""
-    stand_in = ModuleType(module)
+def replace_module(monkeypatch: pytest.MonkeyPatch, module: str, **doubles: Any) -> None:
+    """Replace a module that would import torch by one that holds these doubles."""
+    module_double = ModuleType(module)
     for name, value in doubles.items():
-        setattr(stand_in, name, value)
-    monkeypatch.setitem(sys.modules, module, stand_in)
+        setattr(module_double, name, value)
+    monkeypatch.setitem(sys.modules, module, module_double)
 
 
-class Recorder:
-    """Stands for the line from a measured process to the one that asks."""
+class StepCounter:
+    """Counts the steps that a benchmark process reports."""
 
     def __init__(self) -> None:
         self.steps = 0
-        self.notices: list[str] = []
 
     def tick(self) -> None:
         self.steps += 1
-
-    def notice(self, message: str) -> None:
-        self.notices.append(message)

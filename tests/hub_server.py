@@ -1,8 +1,8 @@
-"""A hub on loopback for the real clients: its HTTP interface, and faults when a test asks for them.
+"""A hub server on loopback for the real clients, with faults that a test injects.
 
-`HubServer` answers the web side (the parts in `hub_routes.py`), keeps everything in memory
-(`hub_store.py`), and logs each request. Large files are served from a second port, as the real
-hub serves them from another host.
+`HubServer` serves the HTTP interface (routes in `hub_routes.py`), keeps everything in memory
+(`hub_store.py`), and records each request. A second port serves large files, as the real hub serves
+them from another host.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ import hub_routes
 from hub_routes import Reply, Request
 from hub_store import MAIN, File, Store, User, is_lfs
 
-__all__ = ["HubServer", "point_at"]
+__all__ = ["HubServer", "point_clients_at"]
 
 FAULTS = ("status", "reset", "truncate", "corrupt", "lost", "hang", "slow")
 SLOW_SECONDS = 1.5
 
 
 @dataclass
-class Fault:
-    """A fault of the requests whose "METHOD /path" a pattern is found in."""
+class InjectedFault:
+    """A fault for the requests whose "METHOD /path" matches a pattern."""
 
     pattern: str
     kind: str
     status: int
-    times: int | None  # None: for ever
+    times: int | None  # None: every time
     retry_after: int | None
-    echo: bool  # the error repeats the request's Authorization header, as a careless server would
+    echo: bool  # the error repeats the Authorization header, as a careless server would
     headers: dict[str, str]
     body: bytes | None
 
-    def takes(self, line: str) -> bool:
+    def matches(self, line: str) -> bool:
         if self.times == 0 or not re.search(self.pattern, line):
             return False
         if self.times is not None:
@@ -51,47 +51,47 @@ class Fault:
         return True
 
     def reply(self, request: Request) -> Reply:
-        words = "injected fault"
+        message = "injected fault"
         if self.echo:
-            words += f": got Authorization {request.headers.get('authorization')}"
-        headers = {"X-Error-Message": words}
+            message += f": got Authorization {request.headers.get('authorization')}"
+        headers = {"X-Error-Message": message}
         if self.retry_after is not None:
             headers["Retry-After"] = str(self.retry_after)
-        body = json.dumps({"error": words}).encode() if self.body is None else self.body
+        body = json.dumps({"error": message}).encode() if self.body is None else self.body
         return Reply(self.status, body, {**headers, **self.headers})
 
 
-class _Server(ThreadingHTTPServer):
+class _HubHTTPServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     request_queue_size = 64
 
     def __init__(self, hub: HubServer) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(("127.0.0.1", 0), _HubRequestHandler)
         self.hub = hub
         self.open_sockets: set[socket.socket] = set()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no news; anything else is a mistake of this server."""
+        """Ignore clients that disconnected; record any other error of this server."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
-            self.hub.mistakes.append(repr(error))
+            self.hub.server_errors.append(repr(error))
             super().handle_error(request, client_address)
 
     def stop(self) -> None:
         self.shutdown()
         self.server_close()
-        for connection in list(self.open_sockets):  # kept alive by a client's pool
+        for connection in list(self.open_sockets):  # kept alive by the connection pool of a client
             try:
                 connection.shutdown(socket.SHUT_RDWR)
             except OSError:
-                continue  # it was closed already
+                continue  # already closed
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _HubRequestHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    server: _Server
+    server: _HubHTTPServer
 
     def setup(self) -> None:
         super().setup()
@@ -113,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
             hub.requests.append((self.command, self.path))
             hub.headers.append(headers)
             line = f"{self.command} {self.path}"
-            fault = next((fault for fault in hub.faults if fault.takes(line)), None)
+            fault = next((fault for fault in hub.faults if fault.matches(line)), None)
         if fault and fault.kind == "reset":
             self.close_connection = True
             return
@@ -126,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send(fault.reply(request))
             return
         with hub.store.lock:
-            reply = hub_routes.answer(hub, request)
+            reply = hub_routes.handle_request(hub, request)
         if fault and fault.kind == "lost":
             self.close_connection = True
             return
@@ -146,7 +146,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def send(self, reply: Reply, fault: str | None = None) -> None:
         content = reply.body
-        if fault == "corrupt":  # the last bytes, where weights stay plausible numbers
+        if fault == "corrupt":  # only the last bytes, so that weights stay plausible numbers
             tail = content[-64:]
             content = content[: len(content) - len(tail)] + bytes(byte ^ 1 for byte in tail)
         elif fault == "truncate":
@@ -170,8 +170,8 @@ class HubServer:
         xet: announce Xet storage in the headers of large files, without serving it.
         xet_token: hand out tokens for Xet storage, on the port of large files.
         requests: (method, path with query) of each request, as received.
-        headers: those of each request, by lower-case name.
-        mistakes: exceptions in this server itself; a test may assert that there are none.
+        headers: the headers of each request, by lower-case name.
+        server_errors: exceptions in this server itself; tests can assert that the list is empty.
     """
 
     xet: bool = False
@@ -179,14 +179,14 @@ class HubServer:
     store: Store = field(default_factory=Store)
     requests: list[tuple[str, str]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
-    faults: list[Fault] = field(default_factory=list)
-    mistakes: list[str] = field(default_factory=list)
+    faults: list[InjectedFault] = field(default_factory=list)
+    server_errors: list[str] = field(default_factory=list)
     stopped: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        self._servers = [_Server(self), _Server(self)]
+        self._servers = [_HubHTTPServer(self), _HubHTTPServer(self)]
         main, other = (server.server_port for server in self._servers)
-        # The clients follow what stays on one host, and older ones do not count the port.
+        # The clients follow redirects on one host, and older ones ignore the port.
         self.url, self.cdn = f"http://127.0.0.1:{main}", f"http://localhost:{other}"
 
     def __enter__(self) -> HubServer:
@@ -199,13 +199,13 @@ class HubServer:
         self.stop()
 
     def stop(self) -> None:
-        """Go away: connections are closed, later ones refused."""
+        """Stop the server: close connections, refuse later ones."""
         self.stopped.set()
         for server in self._servers:
             server.stop()
         self._servers = []
 
-    # --- what a test sets up and looks at -------------------------------------------------------
+    # --- what a test sets up and checks ---------------------------------------------------------
 
     def add_user(self, name: str, *, token: str, role: str = "write", orgs: Any = ()) -> None:
         assert role in ("write", "read")
@@ -220,7 +220,7 @@ class HubServer:
         private: bool = False,
         gated: bool = False,
     ) -> str:
-        """Create a repository as its owner would have, and return its first commit's sha."""
+        """Create a repository as its owner would. Returns: the sha of its first commit."""
         with self.store.lock:
             repository = self.store.create(name, kind, private=private, gated=gated)
         return self.commit(name, files) if files else repository.branches[MAIN]
@@ -228,7 +228,7 @@ class HubServer:
     def commit(
         self, name: str, changes: Mapping[str, bytes | None], *, revision: str = MAIN
     ) -> str:
-        """Commit behind the clients' backs; None deletes. Returns the new sha."""
+        """Commit without a client; None deletes a file. Returns: the new sha."""
         new = {
             path: None if content is None else File(content, is_lfs(path, len(content)))
             for path, content in changes.items()
@@ -262,17 +262,19 @@ class HubServer:
         headers: Mapping[str, str] | None = None,
         body: bytes | None = None,
     ) -> None:
-        """Let the next requests fail whose "METHOD /path?query" the pattern is found in."""
+        """Make the next requests fail whose "METHOD /path?query" matches the pattern."""
         assert kind in FAULTS
         more = dict(headers or {})
-        self.faults.append(Fault(pattern, kind, status, times, retry_after, echo, more, body))
+        self.faults.append(
+            InjectedFault(pattern, kind, status, times, retry_after, echo, more, body)
+        )
 
     def count(self, pattern: str) -> int:
-        """Count the requests so far with the pattern in their "METHOD /path?query"."""
+        """Count the requests so far whose "METHOD /path?query" matches the pattern."""
         return sum(bool(re.search(pattern, f"{m} {p}")) for m, p in list(self.requests))
 
     def environment(self, home: Path, token: str | None = None) -> dict[str, str]:
-        """The environment of a subprocess whose only hub is this one, with its cache in `home`."""
+        """Return the environment of a subprocess that knows only this hub and caches in `home`."""
         variables = {k: v for k, v in os.environ.items() if k not in _UNSET}
         variables |= {"HF_ENDPOINT": self.url, "HF_HOME": str(home)}
         return variables | ({"HF_TOKEN": token} if token else {})
@@ -290,8 +292,10 @@ _UNSET = (
 )
 
 
-def point_at(hub: Any, monkeypatch: Any, home: Path, token: str | None = None) -> None:
-    """Send this process's clients to a hub, with a cold cache; what libraries read at import too.
+def point_clients_at(hub: Any, monkeypatch: Any, home: Path, token: str | None = None) -> None:
+    """Point the hub clients of this process at a hub, with an empty cache.
+
+    This also patches what libraries read from the environment at import.
 
     Args:
         hub: a HubServer, or an address.
@@ -303,8 +307,8 @@ def point_at(hub: Any, monkeypatch: Any, home: Path, token: str | None = None) -
     url = hub if isinstance(hub, str) else hub.url
     for name in _UNSET:
         monkeypatch.delenv(name, raising=False)
-    values = {"HF_ENDPOINT": url, "HF_HOME": str(home), **({"HF_TOKEN": token} if token else {})}
-    for name, value in values.items():
+    variables = {"HF_ENDPOINT": url, "HF_HOME": str(home), **({"HF_TOKEN": token} if token else {})}
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     cache, data = home / "hub", home / "datasets"
     template = url + "/{repo_id}/resolve/{revision}/{filename}"
@@ -333,8 +337,8 @@ def point_at(hub: Any, monkeypatch: Any, home: Path, token: str | None = None) -
 
 
 def wait_until(condition: Any, *, seconds: float = 5.0) -> None:
-    """Wait for what another thread or process does to the hub."""
-    end = time.monotonic() + seconds
+    """Wait for a request of another thread or process to the hub."""
+    deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "the hub was not asked in time"
+        assert time.monotonic() < deadline, "no request reached the hub in time"
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The state of the loopback hub: users, repositories with their commits, and its check of cards."""
+"""State of the loopback hub: users, repositories with commits, and validation of model cards."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 import yaml
 
 KINDS = ("model", "dataset", "space")
-_LFS = ".safetensors .bin .pt .pth .onnx .npz .npy .parquet .arrow .h5 .ckpt .zip .gz .tar"
-LFS_SUFFIXES = tuple(_LFS.split())
-LFS_BYTES = 10_000_000  # larger files are kept apart whatever they are called
+_LFS_SUFFIXES = ".safetensors .bin .pt .pth .onnx .npz .npy .parquet .arrow .h5 .ckpt .zip .gz .tar"
+LFS_SUFFIXES = tuple(_LFS_SUFFIXES.split())
+LFS_BYTES = 10_000_000  # larger files are LFS files whatever their suffix
 MAIN = "main"
 
 
 @dataclass(frozen=True)
 class File:
-    """One version of one file, with the two names that its content has on a hub."""
+    """One version of one file, with the two identifiers of its content on a hub."""
 
     content: bytes
     is_lfs: bool
@@ -31,7 +31,7 @@ class File:
 
     @property
     def blob_id(self) -> str:
-        """git's name for what git itself holds: the file, or the pointer to it."""
+        """git's hash of what git itself stores: the file, or the pointer to it."""
         return git_sha1(self.pointer if self.is_lfs else self.content)
 
     @property
@@ -45,7 +45,7 @@ class File:
 
 
 def git_sha1(content: bytes) -> str:
-    """The name that git gives to a file with this content."""
+    """Return git's hash of a file with this content."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
@@ -63,7 +63,7 @@ class Commit:
 
 @dataclass
 class Repository:
-    """A model, data set or Space with its history."""
+    """A model, dataset or Space with its history."""
 
     name: str
     kind: str
@@ -74,7 +74,7 @@ class Repository:
     tags: dict[str, str] = field(default_factory=dict)
 
     def find(self, revision: str) -> Commit | None:
-        """The commit that a branch, a tag, or (the beginning of) a sha stands for."""
+        """Return the commit of a branch, a tag, or a full or shortened sha."""
         plain = revision.removeprefix("refs/heads/").removeprefix("refs/tags/")
         sha = self.branches.get(plain) or self.tags.get(plain)
         if sha is None and re.fullmatch(r"[0-9a-f]{7,40}", revision):
@@ -82,7 +82,7 @@ class Repository:
         return self.commits.get(sha) if sha else None
 
     def history(self, revision: str) -> list[Commit]:
-        """The commits up to a revision, newest first."""
+        """Return the commits up to a revision, newest first."""
         found = []
         commit = self.find(revision)
         while commit is not None:
@@ -94,11 +94,11 @@ class Repository:
         """Commit changes; None deletes a file."""
         parent = self.find(branch)
         files = {**(parent.files if parent else {}), **changes}
-        kept = {path: file for path, file in sorted(files.items()) if file is not None}
+        remaining = {path: file for path, file in sorted(files.items()) if file is not None}
         seed = repr((self.kind, self.name, len(self.commits), parent and parent.sha, title))
-        names = "".join(f"{path}:{file.blob_id};" for path, file in kept.items())
+        names = "".join(f"{path}:{file.blob_id};" for path, file in remaining.items())
         sha = hashlib.sha1((seed + names).encode()).hexdigest()
-        self.commits[sha] = Commit(sha, parent.sha if parent else None, title, kept)
+        self.commits[sha] = Commit(sha, parent.sha if parent else None, title, remaining)
         self.branches[branch] = sha
         return self.commits[sha]
 
@@ -114,13 +114,13 @@ class User:
 
 
 class Store:
-    """Everything that the hub knows; the lock is for what takes more than one step."""
+    """All data of the hub; the lock guards changes of more than one step."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.users: dict[str, User] = {}  # by token
         self.repositories: dict[tuple[str, str], Repository] = {}  # by kind and name
-        self.objects: dict[str, bytes] = {}  # what was uploaded for LFS, by sha256
+        self.objects: dict[str, bytes] = {}  # uploaded LFS objects, by sha256
 
     def repository(self, name: str, kind: str = "model") -> Repository:
         return self.repositories[kind, name]
@@ -136,10 +136,10 @@ class Store:
         return repository
 
     def any_of(self, name: str) -> Repository:
-        """The repository of this name, of whatever kind."""
-        found = [repo for (_, known), repo in self.repositories.items() if known == name]
-        assert found, f"{name}: the test's hub has no such repository"
-        return found[0]
+        """Return the repository with this name, of any kind."""
+        matches = [repo for (_, known), repo in self.repositories.items() if known == name]
+        assert matches, f"{name}: the test's hub has no such repository"
+        return matches[0]
 
 
 # --- cards ---------------------------------------------------------------------------------------
@@ -152,13 +152,13 @@ _LICENSES = (
 )
 LICENSES = frozenset(_LICENSES.split())
 RELATIONS = ("finetune", "adapter", "quantized", "merge")
-COLOURS = ("red", "yellow", "green", "blue", "indigo", "purple", "pink", "gray")
-_STRINGS = ("tags", "datasets", "metrics", "language", "base_model")
-_STRING = ("library_name", "pipeline_tag", "thumbnail", "license_name", "license_link")
+COLORS = ("red", "yellow", "green", "blue", "indigo", "purple", "pink", "gray")
+_STRING_LIST_KEYS = ("tags", "datasets", "metrics", "language", "base_model")
+_STRING_KEYS = ("library_name", "pipeline_tag", "thumbnail", "license_name", "license_link")
 
 
 def front_matter(text: str) -> tuple[Any, str | None]:
-    """The YAML at the head of a card, and what is wrong with it."""
+    """Return the YAML front matter of a card, and the error if it cannot be read."""
     match = re.match(r"\s*---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|$)", text, re.DOTALL)
     if not match:
         return None, None
@@ -169,27 +169,29 @@ def front_matter(text: str) -> tuple[Any, str | None]:
 
 
 def check_card(text: str, kind: str) -> tuple[list[str], list[str]]:
-    """Errors and warnings about a card's metadata, as the hub's validation tells them apart."""
-    data, broken = front_matter(text)
-    if broken:
-        return [broken], []
+    """Return errors and warnings about the metadata of a card, as the hub's validation does."""
+    data, yaml_error = front_matter(text)
+    if yaml_error:
+        return [yaml_error], []
     if not data:
         return [], ["empty or missing yaml metadata in repo card"]
     if not isinstance(data, dict):
         return ["YAML metadata must be a mapping"], []
     errors = [
-        f'"{key}" must be a string' for key in _STRING if not isinstance(data.get(key, ""), str)
+        f'"{key}" must be a string'
+        for key in _STRING_KEYS
+        if not isinstance(data.get(key, ""), str)
     ]
-    for key in _STRINGS:
+    for key in _STRING_LIST_KEYS:
         values = data.get(key, [])
-        several = values if isinstance(values, list) else [values]
-        if not all(isinstance(value, str) and value for value in several):
+        values_list = values if isinstance(values, list) else [values]
+        if not all(isinstance(value, str) and value for value in values_list):
             errors.append(f'"{key}" must be a string or a list of strings')
         elif key in ("datasets", "base_model"):
-            odd = [v for v in several if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", v)]
-            errors += [f'"{key}": {value} is no repository name' for value in odd]
-    named = data.get("license", [])
-    for value in named if isinstance(named, list) else [named]:
+            invalid = [v for v in values_list if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", v)]
+            errors += [f'"{key}": {value} is no repository name' for value in invalid]
+    license_value = data.get("license", [])
+    for value in license_value if isinstance(license_value, list) else [license_value]:
         if value not in LICENSES:
             errors.append(f'"license" must be one of the known licenses, not {value!r}')
     if data.get("base_model_relation", RELATIONS[0]) not in RELATIONS:
@@ -210,8 +212,8 @@ def _check_space(data: dict[str, Any]) -> list[str]:
     if data.get("sdk") not in ("gradio", "docker", "static", "streamlit"):
         errors.append('"sdk" must be one of gradio, docker, static, streamlit')
     for key in ("colorFrom", "colorTo"):
-        if data.get(key, COLOURS[0]) not in COLOURS:
-            errors.append(f'"{key}" must be one of {", ".join(COLOURS)}')
+        if data.get(key, COLORS[0]) not in COLORS:
+            errors.append(f'"{key}" must be one of {", ".join(COLORS)}')
     if len(str(data.get("short_description", ""))) > 60:
         errors.append('"short_description" must be at most 60 characters long')
     if not isinstance(data.get("sdk_version", ""), str):
@@ -224,36 +226,38 @@ def _check_index(index: Any) -> list[str]:
         return ['"model-index" must be a list of models']
     errors = []
     for number, model in enumerate(index):
-        at = f"model-index[{number}]"
+        location = f"model-index[{number}]"
         if not isinstance(model, dict) or not isinstance(model.get("name"), str):
-            errors.append(f'"{at}.name" is required')
+            errors.append(f'"{location}.name" is required')
             continue
         results = model.get("results")
         if not isinstance(results, list) or not results:
-            errors.append(f'"{at}.results" must be a list of results')
+            errors.append(f'"{location}.results" must be a list of results')
             continue
-        for place, result in enumerate(results):
-            errors += _check_result(result, f"{at}.results[{place}]")
+        for position, result in enumerate(results):
+            errors += _check_result(result, f"{location}.results[{position}]")
     return errors
 
 
-def _check_result(result: Any, at: str) -> list[str]:
+def _check_result(result: Any, location: str) -> list[str]:
     if not isinstance(result, dict):
-        return [f'"{at}" must be a mapping']
+        return [f'"{location}" must be a mapping']
     errors = []
     for section, keys in {"task": ("type",), "dataset": ("type", "name")}.items():
         value = result.get(section)
         missing = [k for k in keys if not isinstance(value, dict) or not _is_text(value.get(k))]
-        errors += [f'"{at}.{section}.{key}" is required' for key in missing]
+        errors += [f'"{location}.{section}.{key}" is required' for key in missing]
     metrics = result.get("metrics")
     if not isinstance(metrics, list) or not metrics:
-        return [*errors, f'"{at}.metrics" must be a list of metrics']
-    for place, metric in enumerate(metrics):
-        where = f"{at}.metrics[{place}]"
+        return [*errors, f'"{location}.metrics" must be a list of metrics']
+    for position, metric in enumerate(metrics):
+        metric_location = f"{location}.metrics[{position}]"
         if not isinstance(metric, dict) or not _is_text(metric.get("type")):
-            errors.append(f'"{where}.type" is required')
+            errors.append(f'"{metric_location}.type" is required')
         elif not _is_value(metric.get("value")):
-            errors.append(f'"{where}.value" is required and must be a finite number or a string')
+            errors.append(
+                f'"{metric_location}.value" is required and must be a finite number or a string'
+            )
     return errors
 
 

@@ -1,4 +1,4 @@
-"""Small networks of every kind for the tests of finetune/models, and folders that hold them."""
+"""Small networks of every architecture for the tests of finetune/models, and folders with them."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from finetune.errors import WeightsError
-from finetune.models.build import build
+from finetune.models.build import build_model
 from finetune.models.head import classifier_names
-from finetune.models.saved import Built, save_model
-from finetune.models.weights.resolve import resolve
+from finetune.models.save import BuiltModel, save_model
+from finetune.models.weights.resolve import resolve_weights
 
-TINY = {"embed_dim": 32, "depth": 2, "num_heads": 2, "patch_size": 8}
-NAMES = ["ant", "bee", "cat", "dog", "elk"]
-# name, arguments, image size in pixels, another size that it must be able to move to
+TINY_ARGS = {"embed_dim": 32, "depth": 2, "num_heads": 2, "patch_size": 8}
+CLASS_NAMES = ["ant", "bee", "cat", "dog", "elk"]
+# timm name, arguments, image size in pixels, another size that it can be resized to
 NETWORKS: dict[str, tuple[str, dict[str, Any], int, int]] = {
-    "vit": ("vit_tiny_patch16_224", TINY, 32, 48),
-    "vit_average": ("vit_base_patch16_224", {**TINY, "global_pool": "avg"}, 32, 48),
-    "distilled": ("deit_tiny_distilled_patch16_224", TINY, 32, 48),
-    "registers": ("vit_small_patch14_reg4_dinov2", TINY, 32, 48),
-    "beit": ("beit_base_patch16_224", TINY, 32, 48),
-    "cait": ("cait_xxs24_224", {**TINY, "depth_token_only": 1}, 32, 48),
+    "vit": ("vit_tiny_patch16_224", TINY_ARGS, 32, 48),
+    "vit_average": ("vit_base_patch16_224", {**TINY_ARGS, "global_pool": "avg"}, 32, 48),
+    "distilled": ("deit_tiny_distilled_patch16_224", TINY_ARGS, 32, 48),
+    "registers": ("vit_small_patch14_reg4_dinov2", TINY_ARGS, 32, 48),
+    "beit": ("beit_base_patch16_224", TINY_ARGS, 32, 48),
+    "cait": ("cait_xxs24_224", {**TINY_ARGS, "depth_token_only": 1}, 32, 48),
     "swin": (
         "swin_tiny_patch4_window7_224",
         {"embed_dim": 16, "depths": (1, 1), "num_heads": (1, 2), "window_size": 4},
@@ -42,7 +42,7 @@ NETWORKS: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "byobnet": ("test_byobnet", {}, 64, 96),
     "representation": (
         "vit_representation",
-        {**TINY, "representation_size": 12, "img_size": 32},
+        {**TINY_ARGS, "representation_size": 12, "img_size": 32},
         32,
         48,
     ),
@@ -51,7 +51,7 @@ NETWORKS: dict[str, tuple[str, dict[str, Any], int, int]] = {
 }
 
 
-# --- layers by hand, in numpy -------------------------------------------------------------------
+# --- reference layers in numpy ------------------------------------------------------------------
 
 Arrays = Mapping[str, "np.ndarray[Any, Any]"]
 
@@ -62,8 +62,8 @@ def linear(x: np.ndarray, weights: Arrays, name: str) -> np.ndarray:
 
 
 def layer_norm(x: np.ndarray, weights: Arrays, name: str) -> np.ndarray:
-    centred = x - x.mean(-1, keepdims=True)
-    scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+    centered = x - x.mean(-1, keepdims=True)
+    scaled = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + 1e-5)
     return scaled * weights[f"{name}.weight"] + weights[f"{name}.bias"]
 
 
@@ -74,61 +74,63 @@ def gelu(x: np.ndarray) -> np.ndarray:
 # --- small networks ------------------------------------------------------------------------------
 
 
-def built(key: str, **kwargs: Any) -> Built:
+def build_network(key: str, **kwargs: Any) -> BuiltModel:
     name, args, size, _ = NETWORKS[key]
     kwargs = {"num_classes": 5, "pretrained": False, "image_size": size, "args": args, **kwargs}
-    return build(name, **kwargs)
+    return build_model(name, **kwargs)
 
 
-def images(size: int | tuple[int, int], count: int = 2) -> Tensor:
+def random_images(size: int | tuple[int, int], count: int = 2) -> Tensor:
     height, width = (size, size) if isinstance(size, int) else size
     return torch.randn(count, 3, height, width)
 
 
 @torch.no_grad()
-def logits(model: nn.Module, images_BCHW: Tensor) -> Tensor:
+def compute_logits(model: nn.Module, images_BCHW: Tensor) -> Tensor:
     return model.eval()(images_BCHW)
 
 
-def shuffle(model: nn.Module) -> None:
-    """Random weights everywhere, the head included; the rest of timm's initialisation is kept."""
+def randomize_head(model: nn.Module) -> None:
+    """Give the head random weights instead of timm's zeros."""
     for name in classifier_names(model):
         for parameter in model.get_submodule(name).parameters():
             nn.init.normal_(parameter, std=0.5)
 
 
-def save(folder: Path, made: Built, names: list[str] | None = None) -> str:
+def save_network(
+    folder: Path, built_model: BuiltModel, class_names: list[str] | None = None
+) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     save_model(
         folder,
-        made,
-        made.model.state_dict(),
-        class_names=NAMES if names is None else names,
-        preprocessing=made.preprocessing,
+        built_model,
+        built_model.model.state_dict(),
+        class_names=CLASS_NAMES if class_names is None else class_names,
+        preprocessing=built_model.preprocessing,
     )
     return str(folder)
 
 
-def saved(tmp_path: Path, key: str) -> str:
-    """A folder with one of NETWORKS whose head is not zero."""
-    made = built(key)
-    shuffle(made.model)
-    return save(tmp_path / key, made)
+def save_random_network(tmp_path: Path, key: str) -> str:
+    """Save one of NETWORKS with a random head. Returns: the folder."""
+    built_model = build_network(key)
+    randomize_head(built_model.model)
+    return save_network(tmp_path / key, built_model)
 
 
-SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
+SMALL_VIT_ARGS = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
 
 
-def timm_folder(top: Path) -> Path:
-    """A network with three classes as timm's hub format keeps it, written by hand."""
-    top.mkdir()
-    network = timm.create_model("vit_tiny_patch16_224", num_classes=3, **SMALL)
-    save_file(network.state_dict(), top / "model.safetensors")
+def write_timm_folder(folder: Path) -> Path:
+    """Write a network with three classes in timm's hub format, without timm's own writer."""
+    folder.mkdir()
+    network = timm.create_model("vit_tiny_patch16_224", num_classes=3, **SMALL_VIT_ARGS)
+    save_file(network.state_dict(), folder / "model.safetensors")
     config: dict[str, Any] = {
         "architecture": "vit_tiny_patch16_224",
         "num_classes": 3,
         "label_names": ["ant", "bee", "cat"],
-        "model_args": SMALL,
+        "model_args": SMALL_VIT_ARGS,
         "pretrained_cfg": {
             "num_classes": 3,
             "input_size": [3, 32, 32],
@@ -140,14 +142,14 @@ def timm_folder(top: Path) -> Path:
             "license": "mit",
         },
     }
-    (top / "config.json").write_text(json.dumps(config))
-    return top
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
-def message(name: object, **kwargs: Any) -> str:
-    """The message of the refusal of these weights."""
+def weights_error_message(name: object, **kwargs: Any) -> str:
+    """Load weights that must be refused. Returns: the error message, one line."""
     with pytest.raises(WeightsError) as caught:
-        resolve(str(name), **kwargs)
+        resolve_weights(str(name), **kwargs)
     text = str(caught.value)
     assert "\n" not in text
     return text

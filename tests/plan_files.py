@@ -1,19 +1,19 @@
-"""A small plan and its recipe, for the tests of plans and of what carries them out."""
+"""A small plan and its recipe, for tests that read or run plans."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from recipe_texts import tiny_text
+from recipe_texts import tiny_recipe_text
 
 RECIPE = (
-    tiny_text(optim="lr: 1e-3, steps: 2", width=16)
+    tiny_recipe_text(optim="lr: 1e-3, steps: 2", width=16)
     + """claims:
   - {metric: test.top1, value: 0.5, tolerance: 0.2, source: a table}
 """
 )
 PLAN = """
-title: A grid and its choice
+title: A grid and the chosen values
 runs:
   - name: chosen
     recipe: small.yaml
@@ -29,7 +29,7 @@ smoke: [optim.steps=1]
 
 
 def write_plan(top: Path) -> str:
-    """Write both below `top`/recipes. Returns: the plan's path."""
+    """Write both below `top`/recipes. Returns: the path of the plan."""
     folder = top / "recipes" / "tables" / "grids"
     folder.mkdir(parents=True)
     (folder / "small.yaml").write_text(RECIPE)

@@ -1,7 +1,7 @@
-"""Two ranks as a launcher would start them, but from a process that has imported everything.
+"""Run two ranks as a launcher would, but forked from a process that has imported everything.
 
-A launch costs three imports of torch, most of the time of a small test. That the launchers
-themselves work is for the tests of faults.
+A real launch imports torch three times, which takes most of the time of a small test. tests/faults
+tests the real launchers.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from typing import Any
 
 import pytest
 
-from finetune.processes import end_with_parent
+from finetune.process_lifecycle import die_with_parent
 
-PATIENCE = 240.0  # seconds
-forked = multiprocessing.get_context("forkserver")
+TIMEOUT_SECONDS = 240.0  # seconds
+fork_context = multiprocessing.get_context("forkserver")
 
 
-def fork_server() -> None:
-    """Fork, from this process, which has imported everything by now, what ranks are forked from.
+def start_fork_server() -> None:
+    """Fork the server that ranks are forked from, now that this process has imported everything.
 
-    Python's own would import all of it again.
+    Python's own fork server would import all of it again.
     """
     patch = pytest.MonkeyPatch()
 
-    def fork(path: Any, words: list[Any], descriptors: Any) -> int:
+    def fork(path: Any, arguments: list[Any], descriptors: Any) -> int:
         pid = os.fork()
         if pid == 0:
             try:
                 patch.undo()
-                end_with_parent()
-                exec(words[-1])
+                die_with_parent()
+                exec(arguments[-1])
             finally:
                 os._exit(1)
         return pid
@@ -50,62 +50,67 @@ def fork_server() -> None:
 
 
 @dataclass(frozen=True)
-class Ended:
+class RankOutput:
     """The output of both ranks together."""
 
     stdout: str
     stderr: str
 
 
-def two_ranks(
+def run_two_ranks(
     work: Callable[..., object], *arguments: Any, environment: Mapping[str, str] | None = None
-) -> Ended:
-    """Do the same work on two CPU processes that know of one another.
+) -> RankOutput:
+    """Run the same function on two connected CPU ranks.
 
-    They cannot have processes of their own.
+    The ranks cannot have child processes.
 
     Args:
-        work: a function of a module; what it returns is the exit code, None for 0.
-        arguments: of the function, to be pickled.
-        environment: variables beside this process's own.
-    Raises: AssertionError unless both end well in time.
+        work: a module-level function; its return value is the exit code, None for 0.
+        arguments: its arguments; they are pickled.
+        environment: added to the environment of this process.
+    Raises: AssertionError unless both ranks exit with 0 in time.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    shared |= {"MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    launch_variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    launch_variables |= {"MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / name for name in ("stdout", "stderr")]
         for file in files:
             file.touch()
-        own = {**os.environ, **(environment or {}), **shared}
+        base_environment = {**os.environ, **(environment or {}), **launch_variables}
         ranks = [
-            forked.Process(
-                target=_rank,
-                args=({**own, "RANK": rank, "LOCAL_RANK": rank}, files, work, arguments),
+            fork_context.Process(
+                target=run_rank,
+                args=(
+                    {**base_environment, "RANK": rank, "LOCAL_RANK": rank},
+                    files,
+                    work,
+                    arguments,
+                ),
                 daemon=True,
             )
             for rank in "01"
         ]
         for process in ranks:
             process.start()
-        until = time.monotonic() + PATIENCE
-        while any(process.is_alive() for process in ranks) and time.monotonic() < until:
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
             if any(process.exitcode for process in ranks):
-                break  # the other would wait for it
+                break  # the other rank would wait for it
             ranks[0].join(0.05)
             ranks[1].join(0.05)
         for process in ranks:
-            process.kill()  # nothing, if it has ended
+            process.kill()  # no effect on an ended process
             process.join()
         stdout, stderr = (file.read_text(errors="replace") for file in files)
     codes = [process.exitcode for process in ranks]
     assert codes == [0, 0], f"{codes}\n{stderr[-3000:]}"
-    return Ended(stdout, stderr)
+    return RankOutput(stdout, stderr)
 
 
-def _rank(
+def run_rank(
     environment: dict[str, str],
     files: list[Path],
     work: Callable[..., object],
@@ -113,28 +118,28 @@ def _rank(
 ) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    for number, file in enumerate(files, start=1):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    for descriptor, file in enumerate(files, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     raise SystemExit(work(*arguments))
 
 
-def command(*words: str) -> int:
-    """The command line, in a rank; its runs have no pictures."""
-    from faults_runs import without_pictures
+def run_rank_command(*arguments: str) -> int:
+    """Run a command in a rank, without plots and report."""
+    from forked_runs import disable_report_and_plots
 
     from finetune.cli.main import main
 
     with pytest.MonkeyPatch.context() as patch:
-        without_pictures(patch)
-        return main(list(words))
+        disable_report_and_plots(patch)
+        return main(list(arguments))
 
 
-def command_at(hub: str, home: Path, token: str | None, *words: str) -> int:
-    """The command line, in a rank whose only hub is the one at this address."""
-    from hub_server import point_at
+def run_rank_command_on_hub(hub: str, home: Path, token: str | None, *arguments: str) -> int:
+    """Run a command in a rank whose only hub is the one at this address."""
+    from hub_server import point_clients_at
     from huggingface_hub import constants
 
     with pytest.MonkeyPatch.context() as patch:
-        point_at(hub, patch, home, token)
+        point_clients_at(hub, patch, home, token)
         patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        return command(*words)
+        return run_rank_command(*arguments)

@@ -1,4 +1,4 @@
-"""Run directories for the tests of the report: small, complete, and with names that bite."""
+"""Small, complete run directories for the report tests, also with hostile names."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from finetune.data.from_recipe import data_of
-from finetune.data.source import Split, open_source
+from finetune.data.from_recipe import open_data
+from finetune.data.open_source import open_source
+from finetune.data.source import Split
 from finetune.recipe.load import parse_recipe
 from finetune.report.run_data import Run, read_run
-from finetune.report.thumbnails import to_uri
+from finetune.report.thumbnails import to_data_uri
 
 RECIPE = """
 model: {name: "embedded:vit_nano"}
@@ -18,8 +19,8 @@ data: {source: "embedded:digits", batch_size: 64}
 optim: {lr: 0.001, steps: 40}
 """
 
-# What a class may be called, and must come out as it is: in text, in attributes, in figures.
-NASTY = [
+# Class names that must appear unchanged in text, in HTML attributes and in plots.
+HOSTILE_NAMES = [
     "<b>bold</b>",
     "</title><script>alert(1)</script>",
     "\"quotes\" & 'apostrophes'",
@@ -33,35 +34,35 @@ NASTY = [
 ]
 
 
-def history(*, steps: int = 40, validate: bool = True) -> list[dict[str, Any]]:
-    """Log lines every 10 steps and, if asked for, a validation every 20."""
+def metric_lines(*, steps: int = 40, validate: bool = True) -> list[dict[str, Any]]:
+    """Return a log line every 10 steps and, with `validate`, a validation every 20."""
     lines: list[dict[str, Any]] = []
     for step in range(10, steps + 1, 10):
-        figures = {"loss": 2.3 - step / 25, "top1": step / 50, "top5": 0.9}
+        metrics = {"loss": 2.3 - step / 25, "top1": step / 50, "top5": 0.9}
         common = {"step": step, "samples_seen": 64 * step, "lr": 1e-3 * (1 - step / 41)}
         times = {"images_per_second": 500.0 + step, "seconds": step / 4}
-        lines.append({**common, "split": "train", **figures, **times})
+        lines.append({**common, "split": "train", **metrics, **times})
         if validate and step % 20 == 0:
-            lines.append({**common, "split": "val", **figures, **times})
+            lines.append({**common, "split": "val", **metrics, **times})
     return lines
 
 
-def bins(shift: float = 0.05) -> list[dict[str, Any]]:
-    """15 calibration bins, the first three empty."""
+def calibration_bins(shift: float = 0.05) -> list[dict[str, Any]]:
+    """Return 15 calibration bins; the first three are empty."""
     return [
         {
-            "low": place / 15,
-            "high": (place + 1) / 15,
-            "count": 10 * place if place > 2 else 0,
-            "accuracy": (place + 0.5) / 15 - shift if place > 2 else None,
-            "confidence": (place + 0.5) / 15 if place > 2 else None,
+            "low": index / 15,
+            "high": (index + 1) / 15,
+            "count": 10 * index if index > 2 else 0,
+            "accuracy": (index + 0.5) / 15 - shift if index > 2 else None,
+            "confidence": (index + 0.5) / 15 if index > 2 else None,
         }
-        for place in range(15)
+        for index in range(15)
     ]
 
 
-def figures(num_classes: int = 10, top1: float = 0.8) -> dict[str, Any]:
-    """The final figures of a split."""
+def split_results(num_classes: int = 10, top1: float = 0.8) -> dict[str, Any]:
+    """Return the final results of a split."""
     confusion = [[1] * num_classes for _ in range(num_classes)]
     for index in range(num_classes):
         confusion[index][index] = 30 + index
@@ -71,7 +72,7 @@ def figures(num_classes: int = 10, top1: float = 0.8) -> dict[str, Any]:
     per_class[-1] = {"support": 0, "recall": None, "precision": None, "f1": None}
     return {
         **{"loss": 0.6, "top1": top1, "top5": 0.99, "ece": 0.031, "examples": 400},
-        **{"per_class": per_class, "confusion": confusion, "calibration": bins()},
+        **{"per_class": per_class, "confusion": confusion, "calibration": calibration_bins()},
         "images_per_second": 1234.5,
     }
 
@@ -91,16 +92,21 @@ def _mistakes(split: Split) -> list[dict[str, Any]]:
 
 
 def val_mistakes() -> list[dict[str, Any]]:
-    """Mistakes at real places of the validation split that `RECIPE` takes from the digits."""
+    """Return top losses with real indices of the validation split of `RECIPE`."""
     recipe = parse_recipe(RECIPE)
-    return _mistakes(data_of(recipe.data, recipe.run.seed).splits["val"])
+    return _mistakes(open_data(recipe.data, recipe.run.seed).splits["val"])
 
 
-def results(**changes: Any) -> dict[str, Any]:
-    """The content of results.json, with real places of the digits' test split as mistakes."""
+def run_results(**changes: Any) -> dict[str, Any]:
+    """Return the content of results.json; top losses have real indices of the digits test split."""
     mistakes = _mistakes(open_source("embedded:digits").splits["test"])
-    calibrated = {"temperature": 1.25, "loss": 0.55, "ece": 0.011, "calibration": bins(0.01)}
-    test = {**figures(), "mistakes": mistakes, "calibrated": calibrated}
+    calibrated = {
+        "temperature": 1.25,
+        "loss": 0.55,
+        "ece": 0.011,
+        "calibration": calibration_bins(0.01),
+    }
+    test = {**split_results(), "mistakes": mistakes, "calibrated": calibrated}
     claims = [
         {"metric": "test.top1", "value": 0.8, "tolerance": 0.01, "source": "table 1"},
         {"metric": "val.loss", "between": [0.1, 0.2], "source": "table 2"},
@@ -108,7 +114,7 @@ def results(**changes: Any) -> dict[str, Any]:
         {"metric": "train.loss", "below": "val.loss", "source": "figure 3", "note": "a note"},
         {"metric": "val.ece", "when": "epoch 9", "value": 0.1, "source": "text"},
     ]
-    answers: list[dict[str, Any]] = [
+    outcomes: list[dict[str, Any]] = [
         {"measured": 0.8, "how": "test split", "verdict": "met"},
         {"measured": 0.6, "how": "evaluation at step 40", "verdict": "not met"},
         {"measured": 0.2, "how": "slope per epoch", "verdict": "met"},
@@ -116,46 +122,49 @@ def results(**changes: Any) -> dict[str, Any]:
         {"measured": None, "how": "no evaluation there", "verdict": "not measured"},
     ]
     content = {
-        "val": figures(top1=0.7),
+        "val": split_results(top1=0.7),
         "test": test,
         "train": {},
         **{"best_step": 20, "steps": 40, "skipped_steps": 0},
-        "claims": [{**claim, **answer} for claim, answer in zip(claims, answers, strict=True)],
+        "claims": [
+            {**claim, **claim_outcome}
+            for claim, claim_outcome in zip(claims, outcomes, strict=True)
+        ],
     }
     return {**content, **changes}
 
 
 def write_training_images(run: Path, *, epochs: int = 8) -> None:
-    """Write what the end of a run notes of its training images: the digits' first three."""
+    """Write training_images.json as the end of a run does, for the first three digits."""
     split = open_source("embedded:digits").splits["train"]
     rows = [
         {
             "name": split.name_of(index),
             "label": int(split.labels[index]),
-            "pictures": [to_uri(split.read(index), side=128)] * (epochs + 2),
+            "pictures": [to_data_uri(split.decode(index), max_side=128)] * (epochs + 2),
         }
         for index in range(3)
     ]
     (run / "training_images.json").write_text(json.dumps({"note": "", "rows": rows}))
 
 
-def make_run(
+def write_run_dir(
     path: Path,
     *overrides: str,
-    names: list[str] | None = None,
+    class_names: list[str] | None = None,
     status: str = "done",
-    lines: list[dict[str, Any]] | None = None,
-    outcome: dict[str, Any] | None = None,
+    metrics: list[dict[str, Any]] | None = None,
+    results: dict[str, Any] | None = None,
 ) -> Path:
     """Write a run directory.
 
     Args:
-        path: where.
-        overrides: of the recipe.
-        names: of the classes; the digits' own by default.
-        status: in run.json; only a done run has results.
-        lines: of metrics.jsonl.
-        outcome: results.json in place of the usual one.
+        path: the run directory.
+        overrides: the recipe overrides.
+        class_names: the class names; 0 to 9 by default.
+        status: the status in run.json; only a done run has results.
+        metrics: the lines of metrics.jsonl.
+        results: the content of results.json, instead of `run_results()`.
     """
     (path / "model").mkdir(parents=True)
     record = {
@@ -175,15 +184,17 @@ def make_run(
     }
     (path / "run.json").write_text(json.dumps(record))
     (path / "recipe.yaml").write_text(parse_recipe(RECIPE, overrides=overrides).to_yaml())
-    text = "".join(json.dumps(line) + "\n" for line in (history() if lines is None else lines))
+    text = "".join(
+        json.dumps(line) + "\n" for line in (metric_lines() if metrics is None else metrics)
+    )
     (path / "metrics.jsonl").write_text(text)
     if status == "done":
-        (path / "results.json").write_text(json.dumps(outcome or results()))
-    labels = names or [str(digit) for digit in range(10)]
+        (path / "results.json").write_text(json.dumps(results or run_results()))
+    labels = class_names or [str(digit) for digit in range(10)]
     (path / "model" / "config.json").write_text(json.dumps({"label_names": labels}))
     return path
 
 
-def run_of(path: Path, *overrides: str, **options: Any) -> Run:
-    """Write a run directory as `make_run` does, and read it."""
-    return read_run(make_run(path, *overrides, **options))
+def write_and_read_run(path: Path, *overrides: str, **options: Any) -> Run:
+    """Write a run directory as `write_run_dir` does, and read it."""
+    return read_run(write_run_dir(path, *overrides, **options))

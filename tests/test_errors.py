@@ -1,4 +1,4 @@
-"""Each kind of error has its exit code; names get their nearest."""
+"""Exit codes of the errors, suggestions for misspelled names, redaction of secrets."""
 
 from __future__ import annotations
 
@@ -22,42 +22,45 @@ from finetune import errors
         ("HubError", "hub", 7),
     ],
 )
-def test_exit_codes_and_families_are_the_contracts(name: str, family: str, exit_code: int) -> None:
-    kind = getattr(errors, name)
-    assert issubclass(kind, errors.FinetuneError)
-    plain, precise = kind("what: why; what next"), kind("what", code=f"{family}.cause")
-    assert (plain.exit_code, plain.code) == (exit_code, family)
-    assert (precise.exit_code, precise.code) == (exit_code, f"{family}.cause")
+def test_exit_codes_and_error_families_are_stable(name: str, family: str, exit_code: int) -> None:
+    error_class = getattr(errors, name)
+    assert issubclass(error_class, errors.FinetuneError)
+    default_code, own_code = (
+        error_class("what: cause; fix"),
+        error_class("what", code=f"{family}.cause"),
+    )
+    assert (default_code.exit_code, default_code.code) == (exit_code, family)
+    assert (own_code.exit_code, own_code.code) == (exit_code, f"{family}.cause")
 
 
-def test_a_signal_gives_the_shells_code() -> None:
+def test_a_signal_exits_with_128_plus_its_number() -> None:
     assert errors.Interrupted("stopped", 15).exit_code == 143
     assert errors.Interrupted("stopped", 2).exit_code == 130
 
 
-def test_only_what_is_near_is_suggested() -> None:
-    assert errors.nearest("modl", ["model", "data"]) == "; did you mean 'model'?"
-    assert errors.nearest("zzz", ["model", "data"]) == ""
+def test_did_you_mean_suggests_only_similar_names() -> None:
+    assert errors.did_you_mean("modl", ["model", "data"]) == "; did you mean 'model'?"
+    assert errors.did_you_mean("zzz", ["model", "data"]) == ""
 
 
-def test_what_a_terminal_would_obey_becomes_visible() -> None:
-    assert errors.visible("two\nlines\tand 日本語") == "two\nlines\tand 日本語"
-    assert errors.visible("red \x1b[31m, back \u202e, gone \u200b") == (
+def test_control_characters_are_escaped() -> None:
+    assert errors.escape_control_chars("two\nlines\tand 日本語") == "two\nlines\tand 日本語"
+    assert errors.escape_control_chars("red \x1b[31m, back \u202e, gone \u200b") == (
         r"red \x1b[31m, back \u202e, gone \u200b"
     )
-    assert errors.visible("two\nlines", keep="") == r"two\nlines"
+    assert errors.escape_control_chars("two\nlines", keep="") == r"two\nlines"
 
 
-def test_tokens_and_passwords_are_masked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tokens_and_passwords_are_redacted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SOME_API_KEY", "a-secret-of-the-environment")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "token"))
     (tmp_path / "token").write_text("the-token-of-the-login\n")
-    shown = errors.masked(
+    redacted = errors.redact_secrets(
         "a-secret-of-the-environment https://me:word@host/x the-token-of-the-login false "
         "hf_abcdefghijklmnopqrstuvwxyz"
     )
-    assert shown == "*** https://***@host/x *** false ***"
+    assert redacted == "*** https://***@host/x *** false ***"
 
 
 @pytest.mark.parametrize(
@@ -71,11 +74,11 @@ def test_tokens_and_passwords_are_masked(monkeypatch: pytest.MonkeyPatch, tmp_pa
         (errors.DataError("cat.jpg: out of memory"), False),
     ],
 )
-def test_memory_that_ran_out_is_known_by_name_or_words(error: Exception, expected: bool) -> None:
-    assert errors.is_of_memory(error) == expected
+def test_is_out_of_memory_by_class_or_message(error: Exception, expected: bool) -> None:
+    assert errors.is_out_of_memory(error) == expected
 
 
-def test_torch_says_it_so() -> None:
+def test_the_out_of_memory_error_of_torch_is_recognized() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
-    assert errors.is_of_memory(caught.value)
+    assert errors.is_out_of_memory(caught.value)

@@ -1,4 +1,4 @@
-"""Memory of a host: the machine's, unless a container has less."""
+"""Memory and cores of the host: those of the machine, unless a container has less."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from finetune import processes as host_memory
-from finetune.processes import free_bytes, num_cores, total_bytes
+from finetune import host_resources
+from finetune import process_lifecycle as host_memory
+from finetune.host_resources import available_memory_bytes, num_cores, total_memory_bytes
 
 
-def test_a_machine_has_more_than_is_free() -> None:
-    assert 2**20 < free_bytes() < total_bytes()
+def test_available_memory_is_less_than_total_memory() -> None:
+    assert 2**20 < available_memory_bytes() < total_memory_bytes()
 
 
 @pytest.mark.parametrize(
@@ -24,20 +25,20 @@ def test_a_machine_has_more_than_is_free() -> None:
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ],
 )
-def test_a_containers_limit_counts(
+def test_the_memory_limit_of_a_container_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, used: str
 ) -> None:
-    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
-    whole = total_bytes()
+    monkeypatch.setattr(host_resources, "_CGROUP_ROOT", tmp_path)
+    machine_total = total_memory_bytes()
     (tmp_path / "memory").mkdir()
     (tmp_path / limit).write_text("max\n")
-    assert total_bytes() == whole
-    assert free_bytes() > 2**20
+    assert total_memory_bytes() == machine_total
+    assert available_memory_bytes() > 2**20
     (tmp_path / limit).write_text("5000000\n")
     (tmp_path / used).write_text("4000000\n")
-    assert (total_bytes(), free_bytes()) == (5_000_000, 1_000_000)
+    assert (total_memory_bytes(), available_memory_bytes()) == (5_000_000, 1_000_000)
     (tmp_path / used).write_text("6000000\n")
-    assert free_bytes() == 0
+    assert available_memory_bytes() == 0
 
 
 @pytest.mark.parametrize(
@@ -51,10 +52,10 @@ def test_a_containers_limit_counts(
         ({"cpu/cpu.cfs_quota_us": "600000", "cpu/cpu.cfs_period_us": "200000"}, 3),
     ],
 )
-def test_a_containers_cores_count(
+def test_the_cpu_quota_of_a_container_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cores: int
 ) -> None:
-    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(host_resources, "_CGROUP_ROOT", tmp_path)
     monkeypatch.setattr(host_memory.os, "sched_getaffinity", lambda process: set(range(8)))
     (tmp_path / "cpu").mkdir()
     for name, text in files.items():
@@ -65,7 +66,7 @@ def test_a_containers_cores_count(
 STEPS = """
 import resource, sys
 import numpy as np
-from finetune.processes import keep_freed_memory
+from finetune.host_resources import keep_freed_memory
 if sys.argv[1] == "keep":
     keep_freed_memory()
 def step():
@@ -78,16 +79,18 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="no mallopt: not glibc")
-def test_a_step_finds_its_memory_where_the_last_one_left_it(
+def test_freed_memory_is_kept_for_the_next_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def faults(what: str) -> int:
-        command = [sys.executable, "-c", STEPS, what]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-        return int(done.stdout)
+    def page_faults(mode: str) -> int:
+        command = [sys.executable, "-c", STEPS, mode]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        return int(result.stdout)
 
-    pages = 2 * 12 * 2**23 // 4096
-    assert faults("leave") > pages / 10  # the fault itself
-    assert faults("keep") < pages / 100
-    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")  # a user's own choice
-    assert faults("keep") > pages / 10
+    num_pages = 2 * 12 * 2**23 // 4096
+    assert (
+        page_faults("leave") > num_pages / 10
+    )  # the normal behavior: each step faults its pages in again
+    assert page_faults("keep") < num_pages / 100
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")  # a setting of the user wins
+    assert page_faults("keep") > num_pages / 10

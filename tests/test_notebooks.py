@@ -21,7 +21,7 @@ from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell
-from ranks import forked
+from ranks import fork_context
 
 import finetune
 
@@ -33,7 +33,7 @@ SECONDS = 1800  # of a cell; only a kernel that hangs takes so long
 # kept outputs are without them.
 UNDRAWN = """\
 import pytest
-from faults_runs import without_pictures
+from forked_runs import without_pictures
 without_pictures(pytest.MonkeyPatch())
 """
 SHORT = {
@@ -50,7 +50,7 @@ class Forked:
     stdin = stdout = stderr = None
 
     def __init__(self, words: Sequence[str], *, env: Any, cwd: str, **_: Any) -> None:
-        self._process = forked.Process(target=serve, args=(words, env, cwd), daemon=True)
+        self._process = fork_context.Process(target=serve, args=(words, env, cwd), daemon=True)
         self._process.start()
         self.pid = self._process.pid or 0
         while os.getpgid(self.pid) != self.pid:  # signals go to its group

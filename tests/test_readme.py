@@ -1,4 +1,4 @@
-"""Every command of README.md, carried out on small data, in the order of the page."""
+"""Run every command of README.md and docs/ on small data, in the order of the pages."""
 
 from __future__ import annotations
 
@@ -11,32 +11,48 @@ import hub_server
 import numpy as np
 import pytest
 from PIL import Image
-from samples import make_parquet, png
+from small_datasets import random_png, write_parquet
 
 from finetune.cli import main as cli
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+PAGES = [
+    REPOSITORY / "README.md",
+    *(
+        REPOSITORY / "docs" / f"{name}.md"
+        for name in (
+            *("README", "photos", "data-sources", "recipes", "methods", "distributed"),
+            *("predict", "hub", "reproducibility", "performance"),
+        )
+    ),
+]
 SHORT = ("optim.steps=2", "run.eval_every=2", "run.save_every=2", "data.batch_size=8")
 
-# Commands that are not carried out here, and where they are.
+# Commands that this file does not run, and the reason or the test that runs them.
 ELSEWHERE = {
     "pip": "the two commands of tests/test_project.py, which CI runs",
-    "accelerate": "several GPUs and machines: their words are read below",
+    "accelerate": "several GPUs and machines: a test below parses their arguments",
     "ACCELERATE_USE_CPU=true": "two processes: tests/faults/test_signals.py",
     "finetune info recipes/quickstart.yaml --plan": "tests/commands/test_plan.py",
     "finetune demo": "serves until it is stopped: tests/demo",
-    "finetune bench": "minutes: tests/bench",
-    "finetune reproduce": "hours: tests/commands/test_reproduce.py",
+    "finetune bench": "takes minutes: tests/bench",
+    "finetune reproduce": "takes hours: tests/commands/test_reproduce.py",
     "finetune export": "tests/commands/test_export.py",
+    "finetune average": "needs several finished runs: tests/commands/test_average.py",
 }
 
 
 def commands() -> list[str]:
-    """The lines of the page's bash blocks, without comments."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    """Return the lines of the bash blocks of all pages, each once and without its comment."""
+    blocks = [
+        block
+        for page in PAGES
+        for block in re.findall(
+            r"^```bash\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+        )
+    ]
     lines = [line.split(" #")[0].strip() for block in blocks for line in block.splitlines()]
-    return [line for line in lines if line]
+    return list(dict.fromkeys(line for line in lines if line))
 
 
 def kind(command: str) -> str | None:
@@ -55,30 +71,33 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for index in range(12):
                 pixels = (rng.integers(0, 100, (40, 44, 3)) + 100 * shade).astype(np.uint8)
                 Image.fromarray(pixels).save(folder / "photos" / split / name / f"{index}.png")
-    (folder / "cat.jpg").write_bytes(png(1, (40, 40)))
+    (folder / "cat.jpg").write_bytes(random_png(1, (40, 40)))
     for split in ("train", "test"):
         labels = [number % 2 for number in range(60)]
-        make_parquet(folder / "PATH/cifar10" / f"{split}-0.parquet", labels, names=["cats", "dogs"])
+        write_parquet(
+            folder / "PATH/cifar10" / f"{split}-0.parquet", labels, names=["cats", "dogs"]
+        )
     return folder
 
 
 def test_every_command_is_either_tried_or_named() -> None:
-    assert len(commands()) > 25
+    assert len(commands()) > 40
     used = {kind(command) for command in commands()} - {None}
-    assert used == set(ELSEWHERE), "ELSEWHERE names what the page no longer has"
+    assert used == set(ELSEWHERE), "ELSEWHERE names a command that no page has"
     tried = [command for command in commands() if kind(command) is None]
-    assert len(tried) >= 15
+    assert len(tried) >= 25
     assert all(command.startswith("finetune ") for command in tried)
 
 
 def shortened(words: list[str]) -> list[str]:
-    """The words of a command with less to do."""
-    if words[0] == "train" and "photos" in words[1]:
+    """Return the words of a command, changed so that it takes seconds."""
+    if words[0] in ("train", "start") and "photos" in words[1]:
         fixed = [word for word in words if not word.startswith("optim.epochs")]
         name = [] if "model.name=embedded:vit_nano" in words else ["model.name=embedded:vit_nano"]
         return [*fixed, *name, "optim.steps=2", "model.freeze=backbone"]
     if words[0] == "train":
-        return [*words, *SHORT, "data.source=parquet:PATH/cifar10"]
+        threads = ["run.threads=1"] if "--resume" in words else []  # as the run that it resumes
+        return [*words, *SHORT, *threads, "data.source=parquet:PATH/cifar10"]
     if words[0] == "probe":
         return [word.replace("1,5,10,25", "1").replace("20", "2") for word in words]
     return words
@@ -90,19 +109,20 @@ def test_every_command_does_what_it_says(
 ) -> None:
     monkeypatch.chdir(place)
     quick = "run.threads=1"
-    for name in ("nano_32", "nano_48"):  # runs that later lines of the page look at
+    for name in ("nano_32", "nano_48"):  # runs that other commands read
         words = ["train", f"recipes/cifar10/{name}.yaml", *SHORT, quick]
         assert cli.main([*words, "data.source=parquet:PATH/cifar10"]) == 0
     with hub_server.HubServer() as hub:
         hub.add_user("owner", token="hf_readme")
-        hub_server.point_at(hub, monkeypatch, tmp_path / "home", token="hf_readme")
+        hub_server.point_clients_at(hub, monkeypatch, tmp_path / "home", token="hf_readme")
         for command in commands():
             if kind(command) is None:
                 words = shortened(shlex.split(command)[1:])
                 if "push_to" in command:
                     words += ["--out", "runs/pushed"]
                 assert cli.main(words) == 0, command
-    for written in ("predictions.csv", "predictions.png", "photos-eval", "inside"):
+    pictures = ("photos.jpg", "training.png", "predictions.png", "inside")
+    for written in ("predictions.csv", "photos-eval", "my.yaml", *pictures):
         assert Path(written).exists()
     assert Path("runs/photos/start.yaml").is_file()
 
@@ -117,6 +137,30 @@ def test_launchers_take_their_words(command: str, monkeypatch: pytest.MonkeyPatc
     assert parsed.training_script == "finetune"
     assert parsed.module
     assert parsed.config_file is None or Path(parsed.config_file).is_file()
-    verb, recipe = parsed.training_script_args[:2]
-    assert verb == "train"
+    subcommand, recipe = parsed.training_script_args[:2]
+    assert subcommand == "train"
     assert Path(recipe).is_file()
+
+
+def test_docs_has_no_other_pages_with_commands() -> None:
+    listed = {page.name for page in PAGES if page.parent.name == "docs"} | {"messages.md"}
+    assert {page.name for page in (REPOSITORY / "docs").glob("*.md")} == listed
+    index = (REPOSITORY / "docs" / "README.md").read_text(encoding="utf-8")
+    assert not [name for name in listed - {"README.md"} if f"]({name})" not in index]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
+def test_links_lead_to_files(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    assert links
+    assert not [link for link in links if not (page.parent / link).exists()]
+
+
+def test_the_readme_is_short_and_its_picture_small() -> None:
+    assert len(PAGES[0].read_text(encoding="utf-8").splitlines()) <= 160
+    assert (REPOSITORY / "docs" / "report.png").stat().st_size < 150_000
+
+
+def test_no_page_installs_extras_by_a_name_that_the_index_gives_to_another_project() -> None:
+    for page in PAGES:
+        assert "finetune[" not in page.read_text(encoding="utf-8"), page

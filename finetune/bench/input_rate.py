@@ -1,4 +1,4 @@
-"""Measure the input: batches from workers, beside processes that only decode."""
+"""Measure data loading with workers against processes that only decode."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from finetune.data.image_store import Store
+from finetune.data.pixel_store import PixelStore
 from finetune.data.source import Split
 from finetune.errors import DataError
 
@@ -23,34 +23,34 @@ def input_rates(
     *,
     workers: int,
     batch_size: int,
-    images: int,
+    num_images: int,
     repeats: int = 3,
     seconds: float = 12.0,
 ) -> dict[str, Any]:
-    """Read images as training does when none are kept, and only decode them.
+    """Measure loading images as training does without a cache, and decoding alone.
 
-    The two take turns, the same images in the same order: first as many processes as there are
-    workers decode and drop them, then the workers decode and hand them over.
+    Both use the same images in the same order, in turn: first one process per worker decodes and
+    drops the images, then the workers decode and return them.
 
     Args:
-        split: all of it readable.
-        workers: processes, at least 1.
-        batch_size: images handed over at once.
-        images: how many each of them reads in a turn, at least.
-        repeats: turns.
-        seconds: that decoding takes in a turn, about: training starts its workers once.
-    Returns: "decode" and "workers", each images a second in every turn; "share", the medians'
-        ratio.
+        split: without unreadable images.
+        workers: number of processes, at least 1.
+        batch_size: images per batch.
+        num_images: minimum number of images per turn.
+        repeats: number of turns.
+        seconds: approximate duration of a decoding turn, so that worker start-up counts little.
+    Returns: "decode" and "workers", images per second of every turn; "share", the ratio of the
+        medians.
     Raises: DataError if an image cannot be read.
     """
     every = np.random.default_rng(0).permutation(len(split))
     started = time.perf_counter()
-    _decode(split, np.resize(every, images), workers, batch_size)
-    lasting = seconds / (time.perf_counter() - started) * images
-    order = np.resize(every, max(images, int(lasting)))
+    _decode_only(split, np.resize(every, num_images), workers, batch_size)
+    lasting = seconds / (time.perf_counter() - started) * num_images
+    order = np.resize(every, max(num_images, int(lasting)))
     rates: dict[str, list[float]] = {"decode": [], "workers": []}
     for _ in range(repeats):
-        for name, turn in (("decode", _decode), ("workers", _hand_over)):
+        for name, turn in (("decode", _decode_only), ("workers", _load_with_workers)):
             started = time.perf_counter()
             turn(split, order, workers, batch_size)
             rates[name].append(len(order) / (time.perf_counter() - started))
@@ -58,11 +58,11 @@ def input_rates(
     return {**rates, "share": share}
 
 
-def _decode(split: Split, order: NDArray[np.int64], workers: int, batch_size: int) -> None:
+def _decode_only(split: Split, order: NDArray[np.int64], workers: int, batch_size: int) -> None:
     def drop(part: NDArray[np.int64]) -> None:
         try:
             for index in part.tolist():
-                split.read(index)
+                split.decode(index)
         except DataError:
             raise SystemExit(DataError.exit_code) from None
 
@@ -77,13 +77,17 @@ def _decode(split: Split, order: NDArray[np.int64], workers: int, batch_size: in
         process.join()
     if any(process.exitcode for process in processes):
         raise DataError(
-            "an image cannot be decoded; name it with: finetune data scan SOURCE",
+            "data.source: an image cannot be decoded; find it with: finetune data scan SOURCE",
             code="data.unreadable",
         )
 
 
-def _hand_over(split: Split, order: NDArray[np.int64], workers: int, batch_size: int) -> None:
+def _load_with_workers(
+    split: Split, order: NDArray[np.int64], workers: int, batch_size: int
+) -> None:
     batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
-    with contextlib.closing(Store(split, None, workers=workers).read_all(batches)) as read:
+    with contextlib.closing(
+        PixelStore(split, None, num_workers=workers).read_batches(batches)
+    ) as read:
         for _ in read:
             pass

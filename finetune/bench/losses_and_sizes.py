@@ -1,4 +1,4 @@
-"""Further measurements of a recipe: its losses beside float32's, and sets of other sizes."""
+"""Two further measurements: losses compared with float32, and datasets of other sizes."""
 
 # N images, H W pixels, C channels
 
@@ -14,60 +14,74 @@ from typing import Any
 import numpy as np
 import torch
 
-from finetune.bench.ours import Ours, over
-from finetune.bench.subprocess import Host
-from finetune.bench.timer import spread
-from finetune.console import bar, say
-from finetune.data.image_store import Store
-from finetune.data.pixel_file import Images
+from finetune.bench.loop_process import LoopProcess
+from finetune.bench.ours import FinetuneLoop, with_store
+from finetune.bench.timer import value_range
+from finetune.data.pixel_file import DecodedImages
+from finetune.data.pixel_store import PixelStore
 from finetune.errors import RecipeError
-from finetune.files import disk_errors
-from finetune.recipe.load import Recipe
+from finetune.files import explain_disk_errors
+from finetune.progress import step_bar
+from finetune.recipe.schema import Recipe
 
-__all__ = ["LOSSES_EVERY", "PLAINLY", "Curve", "Grown", "compared", "study_losses", "study_sizes"]
+__all__ = [
+    "LOSSES_EVERY",
+    "REFERENCE_OVERRIDES",
+    "DatasetSizeLoop",
+    "LossCurveLoop",
+    "compare_losses",
+    "study_losses",
+    "study_sizes",
+]
 
-LOSSES_EVERY = 20  # steps that make one point of a curve
-PLAINLY = ("run.precision=fp32", "model.compile=false")  # what the losses are compared with
+LOSSES_EVERY = 20  # steps per point of the loss curve
+REFERENCE_OVERRIDES = (
+    "run.precision=fp32",
+    "model.compile=false",
+)  # overrides of the run to compare with
 
 
-class Curve(Ours):
-    """A recipe's training on this process, from its first step."""
+class LossCurveLoop(FinetuneLoop):
+    """Trains a recipe from its first step and records the losses."""
 
     def losses(self, *, steps: int, every: int) -> dict[str, Any]:
-        """Train. Returns: "losses", the means of `every` steps each; "precision"; "compiled"."""
-        self._open()
+        """Train. Returns: "losses", each a mean over `every` steps; "precision"; "compiled"."""
+        self._open_training()
         trainer, losses = self.trainer, []
-        with contextlib.closing(trainer.run), contextlib.closing(self._batches(steps)) as planned:
+        with (
+            contextlib.closing(trainer.run),
+            contextlib.closing(self._planned_steps(steps)) as planned,
+        ):
             for number, micro_batches in planned:
-                trainer.step(number, micro_batches, self.meter)
-                self.line.tick()
+                trainer.train_step(number, micro_batches, self.meter)
+                self.progress.tick()
                 if trainer.counters.step % every == 0:
-                    losses.append(trainer.log(self.meter)["loss"])
-        return {"losses": losses, "precision": self.precision, "compiled": trainer.compiled}
+                    losses.append(trainer.log_training(self.meter)["loss"])
+        return {"losses": losses, "precision": self.precision, "compiled": trainer.is_compiled}
 
 
-def study_losses(recipe: Recipe, plain: Recipe, *, steps: int) -> dict[str, Any]:
-    """Train twice from the first step on, each time in a process of its own.
+def study_losses(recipe: Recipe, reference: Recipe, *, steps: int) -> dict[str, Any]:
+    """Train twice from the first step, each time in a new process, and compare the losses.
 
     Args:
-        plain: the recipe with `PLAINLY`.
+        reference: the recipe with `REFERENCE_OVERRIDES`.
         steps: a multiple of LOSSES_EVERY.
-    Returns: of `compared`.
+    Returns: as `compare_losses`.
     """
     curves = []
-    with bar(total=2 * steps, start=0, shown=True) as shown:
-        for name, each in (("finetune", recipe), ("in float32", plain)):
+    with step_bar(total=2 * steps, start=0, shown=True) as shown:
+        for name, each in (("finetune", recipe), ("in float32", reference)):
             shown.set_description(f"losses {name}")
-            with Host(name, Curve, {"recipe": each}, steps=shown.update, notice=say) as host:
-                curves.append(host.ask("losses", steps=steps, every=LOSSES_EVERY))
-    return compared(*curves, every=LOSSES_EVERY)
+            with LoopProcess(name, LossCurveLoop, {"recipe": each}, on_steps=shown.update) as host:
+                curves.append(host.call("losses", steps=steps, every=LOSSES_EVERY))
+    return compare_losses(*curves, every=LOSSES_EVERY)
 
 
-def compared(own: dict[str, Any], plain: dict[str, Any], *, every: int) -> dict[str, Any]:
-    """Put two curves side by side.
+def compare_losses(own: dict[str, Any], plain: dict[str, Any], *, every: int) -> dict[str, Any]:
+    """Compare two loss curves.
 
-    Returns: "rows", each {"step", "loss", "plain", "difference"}, a mean over the `every` steps
-        that end there; "largest", the largest difference; "precision" and "compiled" of the first.
+    Returns: "rows", each {"step", "loss", "plain", "difference"}, means over the `every` steps up
+        to "step"; "largest", the largest difference; "precision" and "compiled" of the first.
     """
     pairs = zip(own["losses"], plain["losses"], strict=True)
     rows = [
@@ -79,82 +93,86 @@ def compared(own: dict[str, Any], plain: dict[str, Any], *, every: int) -> dict[
     return {"rows": rows, "largest": largest, **settings}
 
 
-class Grown(Ours):
-    """A recipe's training on more images than its set has."""
+class DatasetSizeLoop(FinetuneLoop):
+    """Trains a recipe on its images repeated up to another dataset size."""
 
-    def grow(self, *, images: int, warmup: int, steps: int) -> dict[str, Any]:
-        """Train on a set of another size, after one step more, which draws the epoch's order.
+    def train_on_size(self, *, images: int, warmup: int, steps: int) -> dict[str, Any]:
+        """Train on a dataset of another size, with one more warm-up step that shuffles the epoch.
 
-        Returns: "images"; "rate", images a second; "own_bytes", memory for the labels, the
-            rows and the order of an epoch.
-        Raises: RecipeError for images of several sizes; SetupError where the file does not fit.
+        Returns: "images"; "rate", images per second; "own_bytes", memory for labels, rows and
+            the order of an epoch.
+        Raises: RecipeError for images of several sizes; SetupError if the file does not fit.
         """
         loader, setup = self.loader, self.setup
         own = loader.store.images
-        if isinstance(own, Images) and own.size:
+        if isinstance(own, DecodedImages) and own.common_size:
             own = own.to(torch.device("cpu"))
         if not isinstance(own, torch.Tensor):
             raise RecipeError(
-                "--images: the images have several sizes; name a set where they have one",
+                "--images: the images have several sizes; use a dataset whose images have one size",
                 code="recipe.unsupported",
             )
-        mapped = self._mapped(own, images)
+        mapped = self._memory_mapped(own, images)
         labels = np.take(loader.store.split.labels, np.arange(images), axis=0, mode="wrap")
         self.trainer.setup = setup.with_num_samples(images, labels)
-        tracemalloc.start()  # after the mapping, which is no memory of this process
+        tracemalloc.start()  # after the mapping, which is not memory of this process
         split = loader.store.split.subset(np.resize(np.arange(len(loader.store.split)), images))
-        self.trained = over(loader, Store(split, mapped))
-        order = self.setup.sampler.order(0)
+        self.active_loader = with_store(loader, PixelStore(split, mapped))
+        order = self.setup.sampler.epoch_order(0)
         own_bytes, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         del order
         try:
             rate = self.train(warmup=warmup + 1, steps=steps)
         finally:
-            self.trained, self.trainer.setup = loader, setup
+            self.active_loader, self.trainer.setup = loader, setup
         return {"images": images, "rate": rate, "own_bytes": own_bytes}
 
-    def _mapped(self, images_NHWC: torch.Tensor, number: int) -> torch.Tensor:
-        """A file of that many images, as a tensor."""
+    def _memory_mapped(self, images_NHWC: torch.Tensor, number: int) -> torch.Tensor:
+        """Return a memory-mapped file with the images repeated up to a number, as a tensor."""
         shape = (number, *images_NHWC.shape[1:])
         path = self.folder / f"{number}.uint8"
         own = images_NHWC.cpu().numpy()
         if not path.exists():
-            with disk_errors(path, needed=int(np.prod(shape))), path.open("wb") as file:
+            with (
+                explain_disk_errors(path, needed_bytes=int(np.prod(shape))),
+                path.open("wb") as file,
+            ):
                 for start in range(0, number, len(own)):
                     file.write(own[: number - start].data)
                 file.flush()
-                os.fsync(file.fileno())  # else the system writes it while the clock runs
+                os.fsync(file.fileno())  # write it before the timed steps start
         return torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="r+", shape=shape))
 
 
 def study_sizes(
     recipe: Recipe, sizes: Sequence[int], *, warmup: int, steps: int, repeats: int
 ) -> dict[str, Any]:
-    """Train on sets of several sizes, in turn, each in a process of its own.
+    """Train on datasets of several sizes in turn, each in its own process.
 
-    Returns: "rows", each {"images", "train" of `spread`, "own_bytes"}; "per_image", bytes of memory
-        for each image more, from the smallest set to the largest, or None for one set.
+    Returns: "rows", each {"images", "train" of `value_range`, "own_bytes"}; "per_image", bytes of
+        memory per additional image, from the smallest to the largest dataset, or None for one.
     """
     numbers = sorted(set(sizes))
     turns: dict[int, list[dict[str, Any]]] = {size: [] for size in numbers}
     total = repeats * len(turns) * (warmup + 1 + steps)
-    with bar(total=total, start=0, shown=True) as shown, contextlib.ExitStack() as stack:
+    with step_bar(total=total, start=0, shown=True) as shown, contextlib.ExitStack() as stack:
         hosts = {}
-        for size in numbers:  # memory that one had and gave back would hide what another needs
+        for size in numbers:  # memory freed by one size would hide what another needs
             name = f"{size:,} images"
             shown.set_description(f"preparing {name}")
-            host = Host(name, Grown, {"recipe": recipe}, steps=shown.update, notice=say)
+            host = LoopProcess(name, DatasetSizeLoop, {"recipe": recipe}, on_steps=shown.update)
             hosts[size] = stack.enter_context(host)
-            host.ask("prepare")
+            host.call("prepare")
         for _ in range(repeats):
             for size, host in hosts.items():
                 shown.set_description(f"{size:,} images")
-                turns[size].append(host.ask("grow", images=size, warmup=warmup, steps=steps))
+                result = host.call("train_on_size", images=size, warmup=warmup, steps=steps)
+                turns[size].append(result)
     rows: list[dict[str, Any]] = [
         {
             "images": size,
-            "train": spread([turn["rate"] for turn in own]),
+            "train": value_range([turn["rate"] for turn in own]),
             "own_bytes": int(statistics.median(turn["own_bytes"] for turn in own)),
         }
         for size, own in turns.items()

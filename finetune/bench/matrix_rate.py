@@ -1,6 +1,6 @@
-"""The matrix products of a training step, and how fast this machine computes them alone."""
+"""List the matrix multiplications of a training step, and measure their speed in isolation."""
 
-# M rows (images times tokens or pixels), K width going in, N width coming out
+# M rows (images times tokens or pixels), K input width, N output width
 
 from __future__ import annotations
 
@@ -14,47 +14,49 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetune.bench.timer import synchronise
+from finetune.bench.timer import synchronize
 
-__all__ = ["Product", "matrix_rate", "products"]
+__all__ = ["MatMul", "list_matmuls", "matrix_rate"]
 
-_SECONDS = 0.03  # for which each product is repeated
-_LEAST = 3  # repetitions of each, however long they take
-_QUEUED = 20  # products in a row where they are queued: waiting for each would measure the waiting
+_MEASURED_SECONDS = 0.03  # repeat each product for this long
+_MIN_REPEATS = 3  # minimum number of repetitions
+_QUEUED_MATMULS = (
+    20  # on a GPU, launch this many before waiting: waiting for each would measure the wait
+)
 
 
 @dataclass(frozen=True)
-class Product:
-    """A product of matrices as a layer's forward pass makes it: (M, K) times (K, N).
+class MatMul:
+    """The matrix product of a layer's forward pass: (M, K) times (K, N).
 
     Attributes:
         rows, inner, columns: M, K and N.
-        with_input, with_weight: True if the backward pass computes the gradient of the input, or
-            that of the weight; each is a product of as many operations.
+        has_input_grad, has_weight_grad: True if the backward pass computes the gradient of
+            the input, or of the weight; each takes as many operations as the forward product.
     """
 
     rows: int
     inner: int
     columns: int
-    with_input: bool
-    with_weight: bool
+    has_input_grad: bool
+    has_weight_grad: bool
 
     @property
     def operations(self) -> int:
-        """Of the forward product and of the gradients that are made."""
+        """Operations of the forward product and the computed gradients."""
         one = 2 * self.rows * self.inner * self.columns
-        return one * (1 + self.with_input + self.with_weight)
+        return one * (1 + self.has_input_grad + self.has_weight_grad)
 
 
-def products(network: nn.Module, step: Callable[[], Any]) -> Counter[Product]:
-    """List the products of the linear layers and convolutions of one real training step.
+def list_matmuls(network: nn.Module, step: Callable[[], Any]) -> Counter[MatMul]:
+    """List the matrix products of linear layers and convolutions in one real training step.
 
-    Those of attention, between activations, are not among them, nor the few of a class token's
-    queries, keys and values: the rate is of the shapes that make up most of the work.
+    Products inside attention, between activations, are not included, nor the few of a class token's
+    queries, keys and values: the rate covers the shapes that make up most of the work.
 
-    Returns: how often each occurs; a network without such layers has none.
+    Returns: how often each product occurs; empty for a network without such layers.
     """
-    counts: Counter[Product] = Counter()
+    counts: Counter[MatMul] = Counter()
 
     def count(layer: Any, inputs: tuple[Any, ...], output: Any) -> None:
         tensor = inputs[0]
@@ -62,12 +64,12 @@ def products(network: nn.Module, step: Callable[[], Any]) -> Counter[Product]:
         kinds = (backward and tensor.requires_grad, backward and layer.weight.requires_grad)
         if isinstance(layer, nn.Linear):
             rows = tensor.numel() // max(layer.in_features, 1)
-            counts[Product(rows, layer.in_features, layer.out_features, *kinds)] += 1
+            counts[MatMul(rows, layer.in_features, layer.out_features, *kinds)] += 1
         else:
             columns = layer.out_channels // layer.groups
             rows = output.numel() // layer.out_channels
             inner = layer.weight[0].numel()
-            counts[Product(rows, inner, columns, *kinds)] += layer.groups
+            counts[MatMul(rows, inner, columns, *kinds)] += layer.groups
 
     with ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -79,49 +81,49 @@ def products(network: nn.Module, step: Callable[[], Any]) -> Counter[Product]:
 
 
 def matrix_rate(
-    counts: Counter[Product], *, dtype: torch.dtype, device: torch.device
+    counts: Counter[MatMul], *, dtype: torch.dtype, device: torch.device
 ) -> float | None:
-    """Measure how fast this machine makes these products, each alone on matrices in the cache.
+    """Measure how fast this machine computes these products, one at a time with cached matrices.
 
-    Returns: operations a second over all products, each as often as it occurs; None for none.
+    Returns: operations per second over all products, weighted by their counts; None for none.
     """
     seconds = operations = 0.0
     for product, times in counts.items():
         operations += times * product.operations
-        seconds += times * _seconds(product, dtype, device)
+        seconds += times * _layer_seconds(product, dtype, device)
     return operations / seconds if seconds else None
 
 
-def _seconds(product: Product, dtype: torch.dtype, device: torch.device) -> float:
-    """The time of a layer's products, forward and backward."""
+def _layer_seconds(product: MatMul, dtype: torch.dtype, device: torch.device) -> float:
+    """Return the seconds of a layer's forward and backward products."""
 
     def filled(*shape: int) -> Tensor:
         return torch.randn(shape, device=device).to(dtype)
 
     inputs_MK = filled(product.rows, product.inner)
     weight_NK = filled(product.columns, product.inner)
-    total = _shortest(lambda: nn.functional.linear(inputs_MK, weight_NK), device)
-    if product.with_input or product.with_weight:
+    total = _time_matmul(lambda: nn.functional.linear(inputs_MK, weight_NK), device)
+    if product.has_input_grad or product.has_weight_grad:
         gradient_MN = filled(product.rows, product.columns)
-    if product.with_input:
-        total += _shortest(lambda: gradient_MN @ weight_NK, device)
-    if product.with_weight:
-        total += _shortest(lambda: gradient_MN.t() @ inputs_MK, device)
+    if product.has_input_grad:
+        total += _time_matmul(lambda: gradient_MN @ weight_NK, device)
+    if product.has_weight_grad:
+        total += _time_matmul(lambda: gradient_MN.t() @ inputs_MK, device)
     return total
 
 
-def _shortest(multiply: Callable[[], Tensor], device: torch.device) -> float:
-    """Seconds of one product: the shortest of several, on a GPU the best mean of a row."""
-    in_a_row = 1 if device.type == "cpu" else _QUEUED
+def _time_matmul(multiply: Callable[[], Tensor], device: torch.device) -> float:
+    """Return the seconds of one product: the fastest repetition, or GPU batch."""
+    in_a_row = 1 if device.type == "cpu" else _QUEUED_MATMULS
     seconds: list[float] = []
     with torch.no_grad():
         multiply()
-        synchronise(device)
+        synchronize(device)
         started = time.perf_counter()
-        while len(seconds) < _LEAST or time.perf_counter() - started < _SECONDS:
+        while len(seconds) < _MIN_REPEATS or time.perf_counter() - started < _MEASURED_SECONDS:
             before = time.perf_counter()
             for _ in range(in_a_row):
                 multiply()
-            synchronise(device)
+            synchronize(device)
             seconds.append((time.perf_counter() - before) / in_a_row)
     return min(seconds)

@@ -1,4 +1,4 @@
-"""Our own training, on each process of a launch, measured as `train` does it; and without input."""
+"""Measure the loop of `finetune train` on every process of a launch, with and without input."""
 
 from __future__ import annotations
 
@@ -11,176 +11,184 @@ import numpy as np
 import torch
 
 from finetune.bench.input_rate import input_rates
-from finetune.bench.matrix_rate import Product, matrix_rate, products
-from finetune.bench.timer import BATCHES_AHEAD, Clock, Loop
+from finetune.bench.matrix_rate import MatMul, list_matmuls, matrix_rate
+from finetune.bench.timer import PREFETCH_FACTOR, MeasuredLoop, StepTimer
 from finetune.data.feature_loader import AnyLoader, FeatureLoader
-from finetune.data.image_store import Store
-from finetune.data.loader import Loader
-from finetune.evaluation.evaluate import evaluate
-from finetune.models.head import set_train_mode
-from finetune.models.profile import count_operations
-from finetune.recipe.load import Recipe
+from finetune.data.loader import ImageLoader
+from finetune.data.pixel_store import PixelStore
+from finetune.evaluation.evaluator import evaluate
+from finetune.log import logger
+from finetune.models.freeze import set_train_mode
+from finetune.models.summary import count_flops
+from finetune.precision import DTYPES, accelerator_precision
+from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir
-from finetune.run.environment import DTYPES, describe_machine, precision_of
+from finetune.run.environment import collect_environment
+from finetune.training.accelerator import create_accelerator
+from finetune.training.batch_size_finder import resolve_micro_batch_size
 from finetune.training.build_state import build_trainer_state
-from finetune.training.launch import launch
-from finetune.training.meter import Meter
-from finetune.training.micro_batch import settle_micro_batch
-from finetune.training.setup import TrainingSetup, open_setup
+from finetune.training.meter import TrainMeter
+from finetune.training.setup import TrainingSetup, build_setup
 
-__all__ = ["Ours", "over", "zeros"]
+__all__ = ["FinetuneLoop", "with_store", "zero_features"]
 
-_MOST_EVALUATED = 4096  # images that are decoded for it, where there is no validation split
-_TOP = 10  # operations of a profile
+_MAX_EVALUATED_IMAGES = 4096  # decode at most this many images if there is no validation split
+_NUM_PROFILED_OPERATIONS = 10  # operations in a profile
 _PROFILED_STEPS = 3
 
 
-class Ours(Loop):
-    """A recipe's training on the processes of a launch, a number of steps at a time.
+class FinetuneLoop(MeasuredLoop):
+    """Trains a recipe on the processes of a launch, a number of steps at a time.
 
     Args:
-        line: told of steps and notices.
-        recipe: to be trained as `train` would.
-        folder: for the run directory; whoever made it removes it.
+        progress: receives steps and messages.
+        recipe: to train as `finetune train` does.
+        folder: for the run directory; the caller removes it.
     """
 
-    def __init__(self, line: Any, *, recipe: Recipe, folder: str) -> None:
-        self.line = line
+    def __init__(self, progress: Any, *, recipe: Recipe, folder: str) -> None:
+        self.progress = progress
         self.recipe = recipe
         self.folder = Path(folder)
-        self._evaluated = False
+        self._has_evaluated = False
 
     @property
     def setup(self) -> TrainingSetup:
-        """The setup that is trained."""
+        """The training setup."""
         return self.trainer.setup
 
     def prepare(self) -> dict[str, Any]:
-        """Open the setup, take the first step, and count what one does.
+        """Build the setup, run the first step, and count the operations of a step.
 
         Returns: "device", "precision", "compiled", "batch_size", "micro_batch", "image_size",
-            "num_images", "of_features" (whether `train` would compute features once instead),
+            "num_images", "of_features" (whether `train` would compute the features once instead),
             "seconds_to_first_step", "operations" of a step, "machine".
         """
-        self._open()
-        self.val_loader = _evaluated(self.setup)
+        self._open_training()
+        self.val_loader = _eval_loader(self.setup)
         clock = self._one_step()
-        # The network itself: DDP and compilation have nothing to say about its layers.
+        # Unwrap DDP and torch.compile to reach the layers.
         network = self.accelerator.unwrap_model(self.trainer.model)
         world = self.accelerator.num_processes
-        self.operations = world * count_operations(self._one_step)  # each has its share
-        self.products: Counter[Product] = products(network, self._one_step)
+        self.operations = world * count_flops(self._one_step)  # each process runs its share
+        self.products: Counter[MatMul] = list_matmuls(network, self._one_step)
         return {
             "device": self.device.type,
             "precision": self.precision,
-            "compiled": self.trainer.compiled,
+            "compiled": self.trainer.is_compiled,
             "batch_size": self.recipe.data.batch_size,
-            "micro_batch": self.trainer.micro_batch,
+            "micro_batch": self.trainer.micro_batch_size,
             "image_size": list(self.setup.preprocessing.image_size),
             "num_images": self.setup.num_samples,
-            "of_features": self.trainer.gives_features,
+            "of_features": self.trainer.uses_cached_features,
             "architecture": self.setup.built.architecture,
-            "augmentation": self.setup.train_pipeline.sentence,
-            "seconds_to_first_step": clock.alive,
+            "augmentation": self.setup.train_pipeline.transform_spec,
+            "seconds_to_first_step": clock.seconds_to_first_step,
             "operations": self.operations,
-            "machine": describe_machine(self.device, world) | {"distributed": self._distributed()},
+            "machine": collect_environment(self.device, world)
+            | {"distributed": self._distributed_strategy()},
         }
 
-    def _open(self) -> None:
-        """Open the setup as `train` does, up to its first step."""
+    def _open_training(self) -> None:
+        """Build the setup as `train` does, up to its first step."""
         run = RunDir(self.folder / "run")
-        self.accelerator = launch(self.recipe.run, out=run.path)
+        self.accelerator = create_accelerator(self.recipe.run, out=run.path)
         self.device = self.accelerator.device
-        notice = self.line.notice
-        setup = open_setup(self.recipe, device=self.device, notice=notice, progress=False)
+        setup = build_setup(self.recipe, device=self.device, show_progress=False)
         self.trainer = build_trainer_state(setup, self.accelerator, run)
-        if self.trainer.main:
+        if self.trainer.is_main_process:
             run.open()
-        self.precision = precision_of(self.accelerator)
-        self.loader = setup.loader(
+        self.precision = accelerator_precision(self.accelerator)
+        self.loader = setup.build_loader(
             setup.source.splits["train"], train=True, dtype=DTYPES[self.precision]
         )
         labels = self.loader.store.split.labels
         self.trainer.setup = setup.with_num_samples(len(labels), labels)
-        self.trained: AnyLoader = self.loader
+        self.active_loader: AnyLoader = self.loader
         distillation = self.trainer.distillation
-        if distillation is not None and distillation.caches:
-            distillation.keep(zeros(self.loader, distillation.width))
-            notice("distill: train computes the teacher's answers once; here they take no time")
-        settle_micro_batch(self.trainer, self.loader, lambda work: work())
-        self.meter = Meter(self.device, 0.0, distills=distillation is not None)
-        self.trainer.go_on(self.meter)
+        if distillation is not None and distillation.caches_outputs:
+            distillation.use_cached_outputs(zero_features(self.loader, distillation.output_width))
+            logger.info(
+                "distill: finetune train computes the teacher's outputs once; this benchmark does "
+                "not time that"
+            )
+        resolve_micro_batch_size(self.trainer, self.loader, lambda work: work())
+        self.meter = TrainMeter(self.device, 0.0, has_teacher=distillation is not None)
+        self.trainer.start(self.meter)
 
-    def _distributed(self) -> str | None:
-        """The way in which the network is spread over processes."""
+    def _distributed_strategy(self) -> str | None:
+        """Return "FSDP" or "DDP", or None for one process."""
         if self.accelerator.num_processes == 1:
             return None
-        return "FSDP" if self.trainer.sharded else "DDP"
+        return "FSDP" if self.trainer.is_sharded else "DDP"
 
     def train(self, *, warmup: int, steps: int, synthetic: bool = False) -> float:
-        """Train on; `synthetic`: the same batches of one step over and over, ready on the device.
+        """Continue training.
 
-        Returns: images a second, without the steps of the warm-up.
+        Args:
+            warmup, steps: number of untimed and of timed steps.
+            synthetic: repeat the batches of one step, which stay on the device.
+        Returns: images per second, without the warm-up.
         """
-        store = self.trained.store
+        store = self.active_loader.store
         if store.images is None and not synthetic:
-            warmup += store.workers * BATCHES_AHEAD
-        clock = Clock(self.device, warmup=warmup, steps=steps, tick=self.line.tick)
+            warmup += store.num_workers * PREFETCH_FACTOR
+        clock = StepTimer(self.device, warmup=warmup, steps=steps, tick=self.progress.tick)
         set_train_mode(self.trainer.model)
-        (self._synthetic if synthetic else self._real)(clock)
+        (self._train_on_fixed_batches if synthetic else self._train_on_data)(clock)
         return self.recipe.data.batch_size * steps / clock.seconds
 
-    def _real(self, clock: Clock) -> None:
+    def _train_on_data(self, clock: StepTimer) -> None:
         done = self.trainer.counters.step
-        with contextlib.closing(self._batches(clock.warmup + clock.steps)) as steps:
+        with contextlib.closing(self._planned_steps(clock.warmup + clock.steps)) as steps:
             for number, batches in steps:
-                self.trainer.step(number, batches, self.meter)
+                self.trainer.train_step(number, batches, self.meter)
                 done += 1
                 if done % self.recipe.run.log_every == 0:
-                    self.trainer.log(self.meter)
+                    self.trainer.log_training(self.meter)
                 clock.step()
 
-    def _synthetic(self, clock: Clock) -> None:
-        with contextlib.closing(self._batches(1)) as steps:
+    def _train_on_fixed_batches(self, clock: StepTimer) -> None:
+        with contextlib.closing(self._planned_steps(1)) as steps:
             _, batches = next(steps)
             kept = list(batches)
         for _ in range(clock.warmup + clock.steps):
-            self.trainer.step(len(kept), iter(kept), self.meter)
+            self.trainer.train_step(len(kept), iter(kept), self.meter)
             clock.step()
 
-    def _batches(self, steps: int) -> Any:
+    def _planned_steps(self, steps: int) -> Any:
         first = self.trainer.counters.step
-        return self.trained.train(
+        return self.active_loader.train_steps(
             self.setup.sampler,
             range(first, first + steps),
             rank=self.accelerator.process_index,
-            world=self.accelerator.num_processes,
-            micro_batch=self.trainer.micro_batch,
+            world_size=self.accelerator.num_processes,
+            micro_batch_size=self.trainer.micro_batch_size,
         )
 
-    def _one_step(self) -> Clock:
-        clock = Clock(self.device, warmup=1, steps=0, tick=self.line.tick)
-        self._real(clock)
+    def _one_step(self) -> StepTimer:
+        clock = StepTimer(self.device, warmup=1, steps=0, tick=self.progress.tick)
+        self._train_on_data(clock)
         return clock
 
     def evaluate(self, *, images: int) -> float:
-        """Evaluate a number of images, or all where there are fewer. Returns: images a second."""
+        """Evaluate up to a number of images. Returns: images per second."""
         batch_size = self.recipe.data.eval_batch_size
 
         def evaluated(number: int) -> dict[str, Any]:
-            loader = _first(self.val_loader, number)
-            network = self.trainer.evaluated()
+            loader = _first_images(self.val_loader, number)
+            network = self.trainer.eval_model()
             return evaluate(network, loader, self.accelerator, batch_size=batch_size)
 
-        if not self._evaluated:  # the first one takes the memory that the others use again
+        if not self._has_evaluated:  # the first one allocates the memory
             evaluated(batch_size)
-            self._evaluated = True
+            self._has_evaluated = True
         return float(evaluated(images)["images_per_second"])
 
     def matrix_rate(self) -> float | None:
-        """Measure the machine, with all processes at once.
+        """Measure matrix multiplication on all processes at the same time.
 
-        Returns: operations a second at this network's shapes and dtype.
+        Returns: operations per second at this network's shapes and dtype, or None.
         """
         self.accelerator.wait_for_everyone()
         own = matrix_rate(self.products, dtype=DTYPES[self.precision], device=self.device)
@@ -190,16 +198,16 @@ class Ours(Loop):
         return float(torch.as_tensor(self.accelerator.reduce(rate, "sum")))
 
     def inputs(self, *, images: int, repeats: int) -> dict[str, Any]:
-        """Read images as this training does, and only decode them: see `input_rates`."""
+        """Compare loading with workers to decoding alone, see `input_rates`."""
         data, split = self.recipe.data, self.loader.store.split
-        counts = {"workers": self.loader.store.workers, "images": images, "repeats": repeats}
+        counts = {"workers": self.loader.store.num_workers, "images": images, "repeats": repeats}
         return input_rates(split, batch_size=data.batch_size, **counts)
 
     def profile(self, *, folder: str) -> dict[str, Any]:
-        """Trace a few steps into trace.json, which chrome://tracing and Perfetto open.
+        """Trace a few steps into trace.json, for chrome://tracing or Perfetto.
 
-        Returns: "trace", "steps", and the "operations" that cost the most by themselves: "name",
-            "calls", "milliseconds" a step, "share".
+        Returns: "trace", "steps", and the "operations" with the most self time: "name", "calls" and
+            "milliseconds" per step, "share".
         """
         from torch.profiler import ProfilerActivity, profile
 
@@ -221,46 +229,46 @@ class Ours(Loop):
                 "milliseconds": getattr(each, key) / 1000 / _PROFILED_STEPS,
                 "share": getattr(each, key) / total,
             }
-            for each in events[:_TOP]
+            for each in events[:_NUM_PROFILED_OPERATIONS]
         ]
         return {"trace": str(trace), "steps": _PROFILED_STEPS, "operations": rows}
 
 
-def _evaluated(setup: TrainingSetup) -> Loader:
-    """Images to evaluate: validation's, as in training, or else some of another split."""
+def _eval_loader(setup: TrainingSetup) -> ImageLoader:
+    """Return a loader of the validation images, or of some images of another split."""
     splits = setup.source.splits
     split = next(splits[name] for name in ("val", "test", "train") if len(splits.get(name, ())))
     if split.name != "val":
-        split = split.subset(np.arange(min(len(split), _MOST_EVALUATED)))
-    return setup.loader(split, train=False)
+        split = split.subset(np.arange(min(len(split), _MAX_EVALUATED_IMAGES)))
+    return setup.build_loader(split, train=False)
 
 
-def _first(loader: Loader, images: int) -> Loader:
-    """The first images of a split."""
+def _first_images(loader: ImageLoader, images: int) -> ImageLoader:
+    """Return a loader of the first images of a split."""
     store = loader.store
     number = min(images, len(store.split))
-    first = Store(
+    first = PixelStore(
         store.split.subset(np.arange(number)),
         None if store.images is None else store.images[:number],
-        workers=store.workers,
+        num_workers=store.num_workers,
         timeout_seconds=store.timeout_seconds,
-        image_bytes=store.image_bytes,
+        bytes_per_image=store.bytes_per_image,
         device=loader.device,
-        size=store.size,
+        common_size=store.common_size,
     )
-    return over(loader, first)
+    return with_store(loader, first)
 
 
-def zeros(loader: Loader, width: int) -> FeatureLoader:
-    """Vectors of zeros in the place of images; they take no memory."""
+def zero_features(loader: ImageLoader, width: int) -> FeatureLoader:
+    """Return a loader of zero vectors instead of images; they take no memory."""
     split = loader.store.split
     values_ND = np.broadcast_to(np.zeros(width, np.float32), (len(split), width))
     return FeatureLoader(split, values_ND, num_classes=loader.num_classes, device=loader.device)
 
 
-def over(loader: Loader, store: Store) -> Loader:
-    """The same loader of other images."""
-    return Loader(
+def with_store(loader: ImageLoader, store: PixelStore) -> ImageLoader:
+    """Return a copy of a loader with other images."""
+    return ImageLoader(
         store,
         loader.pipeline,
         num_classes=loader.num_classes,

@@ -1,9 +1,9 @@
-"""Another library's loop in the place of ours: the same network, on the images we begin with.
+"""Train the same network in another library's loop, on the first images of our training.
 
-transformers' Trainer, and a plain loop over timm's own parts. The batch size, the loss, the kind of
-optimiser and the augmentation are the recipe's; what it does not say is as the library has it by
-default. The images are decoded to PIL before the clock starts, which spares these loops what a set
-in files would cost them in every epoch.
+The loops are transformers' Trainer and a plain loop with timm's components. The recipe sets batch
+size, loss, optimizer and augmentation; everything else is the library's default. The images are
+decoded to PIL before timing starts, which saves these loops the cost of reading and decoding files
+in every epoch.
 """
 
 # B batch, K classes, C channels, H W pixels
@@ -18,48 +18,48 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from finetune.bench.timer import BATCHES_AHEAD, Clock, Loop
-from finetune.bench.torchvision_transforms import translate
-from finetune.console import say_nothing
+from finetune.bench.timer import PREFETCH_FACTOR, MeasuredLoop, StepTimer
+from finetune.bench.torchvision_transforms import to_torchvision
 from finetune.data.source import Split
 from finetune.errors import RecipeError
-from finetune.models.head import set_train_mode
-from finetune.models.profile import count_operations
-from finetune.processes import num_cores
-from finetune.recipe.load import Recipe
-from finetune.run.environment import DTYPES
-from finetune.training.setup import TrainingSetup, open_setup
+from finetune.host_resources import num_cores
+from finetune.log import quiet
+from finetune.models.freeze import set_train_mode
+from finetune.models.summary import count_flops
+from finetune.precision import DTYPES
+from finetune.recipe.schema import Recipe
+from finetune.training.setup import TrainingSetup, build_setup
 
-__all__ = ["LOOPS", "Images", "Peer", "trainer_arguments"]
+__all__ = ["PEER_LOOPS", "DecodedImages", "PeerLoop", "training_arguments"]
 
-_IMAGES = 1024  # that are decoded, or a batch where that is more
+_NUM_DECODED_IMAGES = 1024  # or one batch, if that is larger
 _TRIAL_STEPS = 3
 
 
-class Peer(Loop):
-    """Another library's loop on this process, a number of steps at a time.
+class PeerLoop(MeasuredLoop):
+    """Runs another library's loop on this process, a number of steps at a time.
 
     Args:
-        line: told of steps and notices.
+        progress: receives steps and messages.
         recipe: of the training.
-        loop: a name of LOOPS.
+        loop: a key of PEER_LOOPS.
         precision: fp32, bf16 or fp16.
-        device: its type.
-        folder: for what a library insists on writing; whoever made it removes it.
-    Attributes, once it is prepared:
+        device: device type.
+        folder: for files that a library always writes; the caller removes it.
+    Attributes, after `prepare`:
         setup: of the recipe; its network is on the device, in training mode.
         images: decoded.
-        augment: from PIL image to PIL image, not yet normalised.
-        parts: micro-batches of a step, of equal size.
-        workers: processes that load, 0 for none.
+        augment: transforms from PIL image to PIL image, before normalization.
+        accumulation_steps: micro-batches per step, of equal size.
+        workers: number of loading processes, 0 for none.
     """
 
     def __init__(
-        self, line: Any, *, recipe: Recipe, loop: str, precision: str, device: str, folder: str
+        self, progress: Any, *, recipe: Recipe, loop: str, precision: str, device: str, folder: str
     ) -> None:
-        self.line = line
+        self.progress = progress
         self.recipe = recipe
-        self.loop = LOOPS[loop]
+        self.loop = PEER_LOOPS[loop]
         self.precision = precision
         self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
         self.folder = folder
@@ -67,90 +67,95 @@ class Peer(Loop):
 
     @property
     def network(self) -> nn.Module:
-        """The network that is trained."""
+        """The network."""
         return self.setup.built.model
 
     @property
     def compiled(self) -> bool:
-        """True if the recipe asks for compilation; "auto" decides for our own loop alone."""
+        """True if the recipe sets compilation; "auto" applies to our own loop only."""
         return self.recipe.model.compile is True
 
     @property
-    def micro_batch(self) -> int:
-        """Images at once."""
-        return self.recipe.data.batch_size // self.parts
+    def micro_batch_size(self) -> int:
+        """Images per micro-batch."""
+        return self.recipe.data.batch_size // self.accumulation_steps
 
     def loss(self) -> nn.Module:
-        """The mean over a batch."""
+        """Return the loss, a mean over the batch."""
         return nn.CrossEntropyLoss(label_smoothing=self.recipe.optim.label_smoothing)
 
     def prepare(self) -> dict[str, Any]:
-        """Build the network, decode images, and find out how many workers serve the loop best.
+        """Build the network, decode images, and choose the faster number of workers.
 
-        Returns: "seconds_to_first_step", "compiled", "workers" and "operations" of a step.
-        Raises: RecipeError if the recipe asks for what these loops have not.
+        Returns: "seconds_to_first_step", "compiled", "workers" and "operations" per step.
+        Raises: RecipeError if these loops do not support the recipe.
         """
         recipe = self.recipe
         if recipe.distill is not None:
             raise RecipeError(
-                "distill: the loops that --against compares with have no teacher; give a recipe "
+                "distill: the loops of --against do not support a teacher; use a recipe "
                 "without that section",
                 code="recipe.unsupported",
             )
         if recipe.run.threads is not None:
             torch.set_num_threads(recipe.run.threads)
-        setup = open_setup(recipe, device=self.device, notice=say_nothing, progress=False)
-        self.setup, self.parts, preprocessing = setup, _equal_parts(setup), setup.preprocessing
+        with quiet():
+            setup = build_setup(recipe, device=self.device, show_progress=False)
+        self.setup, self.accumulation_steps, preprocessing = (
+            setup,
+            _accumulation_steps(setup),
+            setup.preprocessing,
+        )
         set_train_mode(self.network.to(self.device))
-        self.augment = translate(
-            setup.train_pipeline.sentence,
+        self.augment = to_torchvision(
+            setup.train_pipeline.transform_spec,
             image_size=preprocessing.image_size,
             interpolation=preprocessing.interpolation,
         )
-        self.images = _images(setup)
-        clock = self._run(_TRIAL_STEPS)
-        operations = count_operations(lambda: self._run(0))
+        self.images = _decode_images(setup)
+        clock = self._run_timed(_TRIAL_STEPS)
+        operations = count_flops(lambda: self._run_timed(0))
         alone, self.workers = clock.seconds, num_cores()
-        if self._run(_TRIAL_STEPS).seconds > alone:
+        if self._run_timed(_TRIAL_STEPS).seconds > alone:
             self.workers = 0
         return {
-            "seconds_to_first_step": clock.alive,
+            "seconds_to_first_step": clock.seconds_to_first_step,
             "compiled": self.compiled,
             "workers": self.workers,
             "operations": operations,
         }
 
     def train(self, *, warmup: int, steps: int) -> float:
-        """Train on; see `Ours.train`. Returns: images a second."""
-        return self.recipe.data.batch_size * steps / self._run(steps, warmup=warmup).seconds
+        """Continue training; see `Ours.train`. Returns: images per second."""
+        return self.recipe.data.batch_size * steps / self._run_timed(steps, warmup=warmup).seconds
 
-    def _run(self, steps: int, *, warmup: int = 1) -> Clock:
-        warmup += self.workers * BATCHES_AHEAD
-        clock = Clock(self.device, warmup=warmup, steps=steps, tick=self.line.tick)
-        self.images.length = self.recipe.data.batch_size * (warmup + steps)
+    def _run_timed(self, steps: int, *, warmup: int = 1) -> StepTimer:
+        warmup += self.workers * PREFETCH_FACTOR
+        clock = StepTimer(self.device, warmup=warmup, steps=steps, tick=self.progress.tick)
+        self.images.num_samples = self.recipe.data.batch_size * (warmup + steps)
         self.loop(self, warmup + steps, clock.step)
         return clock
 
 
-class Images(Dataset[tuple[Any, int]]):
-    """Decoded images, over and over, each time through the transforms.
+class DecodedImages(Dataset[tuple[Any, int]]):
+    """A dataset that repeats decoded images and transforms them each time.
 
     Args:
         split: to decode from.
-        places: which of its images.
+        indices: of the images in the split.
     Attributes:
-        length: how many there seem to be.
+        num_samples: length of the dataset, with repetitions.
         transform: of one PIL image; the loop sets it.
     """
 
-    def __init__(self, split: Split, places: Sequence[int]) -> None:
-        self.images = [Image.fromarray(split.read(place)) for place in places]
-        self.labels = [int(split.labels[place]) for place in places]
-        self.length = len(self.images)
+    def __init__(self, split: Split, indices: Sequence[int]) -> None:
+        self.images = [Image.fromarray(split.decode(place)) for place in indices]
+        self.labels = [int(split.labels[place]) for place in indices]
+        self.num_samples = len(self.images)
         self.transform: Callable[..., Any] | None = None
 
     def __len__(self) -> int:
-        return self.length
+        return self.num_samples
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         place = index % len(self.images)
@@ -158,21 +163,24 @@ class Images(Dataset[tuple[Any, int]]):
         return image if self.transform is None else self.transform(image), self.labels[place]
 
 
-def _images(setup: TrainingSetup) -> Images:
-    """Decode the images that our own training begins with."""
-    number = min(setup.num_samples, max(setup.recipe.data.batch_size, _IMAGES))
-    return Images(setup.source.splits["train"], setup.sampler.order(0)[:number].tolist())
+def _decode_images(setup: TrainingSetup) -> DecodedImages:
+    """Decode the first images of our own training."""
+    number = min(setup.num_samples, max(setup.recipe.data.batch_size, _NUM_DECODED_IMAGES))
+    return DecodedImages(
+        setup.source.splits["train"], setup.sampler.epoch_order(0)[:number].tolist()
+    )
 
 
-def _equal_parts(setup: TrainingSetup) -> int:
-    """Micro-batches of a step. Raises: RecipeError if they are not of equal size."""
+def _accumulation_steps(setup: TrainingSetup) -> int:
+    """Return the micro-batches per step. Raises: RecipeError if their sizes differ."""
     data = setup.recipe.data
-    assert data.micro_batch != "auto", "our own training has found it"
-    parts = len(setup.sampler.micro_batches(0, micro_batch=data.micro_batch))
+    assert data.micro_batch != "auto", "our own loop has resolved it"
+    parts = len(setup.sampler.micro_batches(0, micro_batch_size=data.micro_batch))
     if data.batch_size % parts:
         raise RecipeError(
-            f"data.micro_batch: {data.micro_batch} cuts {data.batch_size} images into {parts} "
-            "unequal parts, which the loops that --against compares with cannot; take a divisor",
+            f"data.micro_batch: {data.micro_batch} divides {data.batch_size} images into {parts} "
+            "micro-batches of different sizes, which the loops of --against do not support; use a "
+            "divisor",
             code="recipe.unsupported",
         )
     return parts
@@ -181,8 +189,8 @@ def _equal_parts(setup: TrainingSetup) -> int:
 # --- the loops ---------------------------------------------------------------------------------
 
 
-class _WithLoss(nn.Module):
-    """A network that answers as the Trainer expects it: with its loss."""
+class _ModelWithLoss(nn.Module):
+    """A network whose output includes the loss, as the Trainer expects."""
 
     def __init__(self, network: nn.Module, loss: nn.Module) -> None:
         super().__init__()
@@ -194,8 +202,8 @@ class _WithLoss(nn.Module):
         return {"loss": self.loss(logits_BK.float(), labels), "logits": logits_BK}
 
 
-def _with_transformers(peer: Peer, steps: int, on_step: Callable[[], None]) -> None:
-    """transformers.Trainer with its defaults, but for what the recipe says."""
+def _train_with_transformers(peer: PeerLoop, steps: int, on_step: Callable[[], None]) -> None:
+    """Train with transformers.Trainer: the recipe's settings, else its defaults."""
     from torchvision.transforms import v2
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
     from transformers.utils import logging
@@ -220,32 +228,32 @@ def _with_transformers(peer: Peer, steps: int, on_step: Callable[[], None]) -> N
             on_step()
 
     arguments = TrainingArguments(
-        **trainer_arguments(peer.recipe, peer.precision, peer.device, peer.workers),
+        **training_arguments(peer.recipe, peer.precision, peer.device, peer.workers),
         output_dir=peer.folder,
         max_steps=steps,
-        per_device_train_batch_size=peer.micro_batch,
-        gradient_accumulation_steps=peer.parts,
+        per_device_train_batch_size=peer.micro_batch_size,
+        gradient_accumulation_steps=peer.accumulation_steps,
         lr_scheduler_type="constant",
         save_strategy="no",
         logging_strategy="no",
     )
-    theirs = peer.recipe.optim.name == "adamw"  # their default is a fused one
+    theirs = peer.recipe.optim.name == "adamw"  # keep the Trainer's default, which is fused
     trainer = Trainer(
-        model=_WithLoss(peer.network, peer.loss()),
+        model=_ModelWithLoss(peer.network, peer.loss()),
         args=arguments,
         train_dataset=peer.images,
         data_collator=collate,
-        optimizers=(None, None) if theirs else (_timms_optimizer(peer), None),
+        optimizers=(None, None) if theirs else (_timm_optimizer(peer), None),
         callbacks=[Steps()],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
 
 
-def trainer_arguments(
+def training_arguments(
     recipe: Recipe, precision: str, device: torch.device, workers: int
 ) -> dict[str, Any]:
-    """The TrainingArguments by which the Trainer's AdamW and its loaders are the recipe's."""
+    """Return TrainingArguments that set the Trainer's AdamW and data loader as in the recipe."""
     optim, on_cpu = recipe.optim, device.type == "cpu"
     betas = optim.betas or (0.9, 0.999)
     return {
@@ -266,8 +274,8 @@ def trainer_arguments(
     }
 
 
-def _with_timm(peer: Peer, steps: int, on_step: Callable[[], None]) -> None:
-    """A plain loop over timm's loader and optimiser, under torch's autocast."""
+def _train_with_timm(peer: PeerLoop, steps: int, on_step: Callable[[], None]) -> None:
+    """Train with timm's loader and optimizer in a plain loop under torch's autocast."""
     from timm.data import create_loader
     from timm.data.transforms import ToNumpy
     from timm.utils import ModelEmaV3
@@ -279,7 +287,7 @@ def _with_timm(peer: Peer, steps: int, on_step: Callable[[], None]) -> None:
     loader = create_loader(
         images,
         input_size=(3, *preprocessing.image_size),
-        batch_size=peer.micro_batch,
+        batch_size=peer.micro_batch_size,
         is_training=True,
         mean=tuple(preprocessing.mean),
         std=tuple(preprocessing.std),
@@ -288,18 +296,18 @@ def _with_timm(peer: Peer, steps: int, on_step: Callable[[], None]) -> None:
         pin_memory=device.type != "cpu",
         persistent_workers=False,
     )
-    # after the call, which sets its own; the loader normalises on the device
+    # after create_loader, which sets its own transform; the loader normalizes on the device
     images.transform = v2.Compose([*peer.augment, ToNumpy()])
-    optimizer, loss = _timms_optimizer(peer), peer.loss()
+    optimizer, loss = _timm_optimizer(peer), peer.loss()
     average = ModelEmaV3(network, decay=optim.ema_decay) if optim.ema_decay else None
     model = torch.compile(network) if peer.compiled else network
     autocast = torch.autocast(device.type, DTYPES[peer.precision], enabled=peer.precision != "fp32")
     scaler = torch.amp.GradScaler(device.type, enabled=peer.precision == "fp16")
     for number, (images_BCHW, labels_B) in enumerate(loader, start=1):
         with autocast:
-            part = loss(model(images_BCHW), labels_B) / peer.parts
+            part = loss(model(images_BCHW), labels_B) / peer.accumulation_steps
         scaler.scale(part).backward()
-        if number % peer.parts:
+        if number % peer.accumulation_steps:
             continue
         if optim.clip_norm is not None:
             scaler.unscale_(optimizer)
@@ -312,8 +320,8 @@ def _with_timm(peer: Peer, steps: int, on_step: Callable[[], None]) -> None:
         on_step()
 
 
-def _timms_optimizer(peer: Peer) -> torch.optim.Optimizer:
-    """timm's optimiser of the recipe's kind; its `momentum` is the SGD without Nesterov's."""
+def _timm_optimizer(peer: PeerLoop) -> torch.optim.Optimizer:
+    """Return timm's optimizer for the recipe; timm's `momentum` is SGD without Nesterov."""
     from timm.optim import create_optimizer_v2
 
     optim = peer.recipe.optim
@@ -332,7 +340,7 @@ def _timms_optimizer(peer: Peer) -> torch.optim.Optimizer:
     return optimizer
 
 
-LOOPS: dict[str, Callable[[Peer, int, Callable[[], None]], None]] = {
-    "transformers": _with_transformers,
-    "timm-loop": _with_timm,
+PEER_LOOPS: dict[str, Callable[[PeerLoop, int, Callable[[], None]], None]] = {
+    "transformers": _train_with_transformers,
+    "timm-loop": _train_with_timm,
 }

@@ -1,7 +1,7 @@
-"""Predict memory and time of a recipe's training step, from a few real steps of one such recipe.
+"""Predict memory and time of training steps, from a few real steps of one recipe.
 
-Memory is the sum of its parts: tensors by their shapes, activations by a pass without content
-(`need_of`). Time grows with the operations of a pass, on top of what the input costs.
+Memory is a sum of parts: tensors from their shapes, activations from a pass with fake tensors
+(`estimate_memory`). Time is proportional to the operations of a pass, plus the input time.
 """
 
 from __future__ import annotations
@@ -16,55 +16,56 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from finetune.bench.timer import synchronise
-from finetune.evaluation.features import at_once
-from finetune.models.batch_norm import choose_statistics
-from finetune.models.build import build
-from finetune.models.head import freeze_parameters
-from finetune.recipe.load import ModelSection, Recipe
-from finetune.run.environment import DTYPES, pick_precision
+from finetune.bench.timer import synchronize
+from finetune.evaluation.feature_extraction import feature_batch_size
+from finetune.models.batch_norm import configure_batch_norm
+from finetune.models.build import build_model
+from finetune.models.freeze import freeze_parameters
+from finetune.precision import DTYPES, resolve_precision
+from finetune.recipe.load import ModelSection
+from finetune.recipe.schema import Recipe
 from finetune.training.compile import choose_kernels
 from finetune.training.memory import (
-    NO_NEED,
-    Need,
+    NO_MEMORY,
+    MemoryEstimate,
     checkpoint_bytes,
-    need_of,
-    pass_once,
-    step_bytes,
-    twin_of,
+    estimate_memory,
+    fake_copy,
+    run_step,
+    training_state_bytes,
 )
 from finetune.training.setup import TrainingSetup
 
-__all__ = ["Measured", "Prediction", "Predictor"]
+__all__ = ["Prediction", "Predictor", "TrialMeasurements"]
 
-_TIMED_IMAGES = 8  # of the passes that compare two dtypes
+_TIMED_IMAGES = 8  # images per pass when two dtypes are compared
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Facts about a run as its recipe has it that only its own steps show.
+class TrialMeasurements:
+    """Measurements from real steps of a recipe.
 
     Attributes:
-        real, synthetic: images a second, with the input and without it.
-        resident: bytes of host memory between two steps; 0 where the device has its own.
-        images: bytes of decoded images in the device's memory.
-        report: bytes of the host that the report's libraries take at the end.
-        features, width: bytes of the features that stand for all images, and of how many numbers
-            each is; 0 where training needs the images themselves.
-        in_memory: whether decoded images are kept.
-        teacher, teacher_pass: bytes of a teacher's weights, and the need of its pass in each step.
+        images_per_second, images_per_second_without_input: throughput.
+        resident_bytes: host memory between two steps; 0 for a device with its own memory.
+        image_bytes: decoded images in the device's memory.
+        report_bytes: host memory of the libraries that write the report.
+        feature_bytes, feature_dim: size of the cached features of all images and their dimension;
+            0 if training uses the images.
+        keeps_images: True if decoded images are kept.
+        teacher_bytes, teacher_estimate: weights of a teacher, and the memory of its forward pass.
     """
 
-    real: float
-    synthetic: float
-    resident: int = 0
-    images: int = 0
-    report: int = 0
-    features: int = 0
-    width: int = 0
-    in_memory: bool = True
-    teacher: int = 0
-    teacher_pass: Need = NO_NEED
+    images_per_second: float
+    images_per_second_without_input: float
+    resident_bytes: int = 0
+    image_bytes: int = 0
+    report_bytes: int = 0
+    feature_bytes: int = 0
+    feature_dim: int = 0
+    keeps_images: bool = True
+    teacher_bytes: int = 0
+    teacher_estimate: MemoryEstimate = NO_MEMORY
 
 
 @dataclass(frozen=True)
@@ -72,53 +73,54 @@ class Prediction:
     """Memory and time of a recipe's training.
 
     Attributes:
-        micro_batch: images at once in training.
-        evaluated: images at once in evaluation, 0 if there is none.
+        micro_batch_size: images per micro-batch in training.
+        eval_batch_size: images per batch in evaluation, 0 without evaluation.
         parts: bytes of "program", "weights", "gradients", "moments", "average", "teacher",
             "images", "features" and "snapshot".
-        phases: bytes in "training", "evaluation", "report", or while "features" are computed.
-        need: beyond the parts, of a training step.
-        images_per_second: None where the change is one that operations do not explain.
+        phases: bytes in "training", "evaluation", "report", or while computing "features".
+        activations: memory of a training step in addition to the parts.
+        images_per_second: None if operations do not explain the change.
+        has_adapter: True if the recipe trains an adapter.
     """
 
-    micro_batch: int
-    evaluated: int
+    micro_batch_size: int
+    eval_batch_size: int
     parts: dict[str, int]
     phases: dict[str, int]
-    need: Need
+    activations: MemoryEstimate
     images_per_second: float | None
-    adapter: bool = False
+    has_adapter: bool = False
 
     @property
-    def peak(self) -> int:
-        """Bytes of the phase that takes the most."""
+    def peak_bytes(self) -> int:
+        """Bytes of the largest phase."""
         return max(self.phases.values())
 
     @property
-    def checkpoint(self) -> int:
+    def checkpoint_bytes(self) -> int:
         """Bytes of a checkpoint."""
-        return checkpoint_bytes(self.parts, adapter=self.adapter)
+        return checkpoint_bytes(self.parts, adapter=self.has_adapter)
 
 
 @dataclass(frozen=True)
-class _Passes:
-    """Passes through the network of a model section: shapes only, training, evaluation."""
+class _PassEstimates:
+    """Memory estimates for the network of a model section: a fake copy, training, evaluation."""
 
-    twin: nn.Module
-    training: Need
-    evaluation: Need
+    fake_model: nn.Module
+    training: MemoryEstimate
+    evaluation: MemoryEstimate
 
 
 class Predictor:
-    """Predicts a recipe and overrides of it alike.
+    """Predicts memory and time of the measured recipe or of overrides of it.
 
     Args:
-        setup: of the recipe that was measured.
+        setup: of the measured recipe.
         network: of the setup, with its kernels chosen; not wrapped.
         dtype: of its forward pass.
-        micro_batch: of its steps; None for the whole batch.
-        measured: of the same recipe.
-        tick: told of each network that is sent through.
+        micro_batch_size: of its steps; None for the whole batch.
+        measured: measurements of the same recipe.
+        tick: called for each network that is estimated.
     """
 
     def __init__(
@@ -127,99 +129,104 @@ class Predictor:
         network: nn.Module,
         *,
         dtype: torch.dtype,
-        micro_batch: int | None,
-        measured: Measured,
+        micro_batch_size: int | None,
+        measured: TrialMeasurements,
         tick: Callable[[], None],
     ) -> None:
         self.setup = setup
         self.network = network
         self.dtype = dtype
         self.measured = measured
-        self._micro_batch = micro_batch
+        self._micro_batch_size = micro_batch_size
         self._tick = tick
-        self._known: dict[tuple[str, torch.dtype], _Passes] = {}
-        self._part = self._largest_part(setup.recipe)
+        self._estimates: dict[tuple[str, torch.dtype], _PassEstimates] = {}
+        self._max_micro_batch_size = self._largest_micro_batch(setup.recipe)
 
-    def predict(self, recipe: Recipe, *, free_input: bool = False) -> Prediction:
-        """Predict a run of the recipe on this device and these data.
+    def predict(self, recipe: Recipe, *, ignore_input_time: bool = False) -> Prediction:
+        """Predict a run of a recipe on this device and dataset.
 
         Args:
             recipe: the measured one, or an override of it.
-            free_input: as if images came in no time.
-        Raises: FinetuneError for what is not possible with this network.
+            ignore_input_time: assume that loading images takes no time.
+        Raises: FinetuneError if this network does not support the recipe.
         """
         run = self.setup.recipe.run
         dtype = self.dtype
         if recipe.run.precision != run.precision:
-            dtype = DTYPES[pick_precision(recipe.run.precision, self.setup.device)]
-        passes = self._passes(recipe.model, dtype)
-        parts = self._parts(recipe, passes)
-        micro_batch = self._largest_part(recipe)
+            dtype = DTYPES[resolve_precision(recipe.run.precision, self.setup.device)]
+        passes = self._cached_estimate(recipe.model, dtype)
+        parts = self._memory_parts(recipe, passes)
+        micro_batch = self._largest_micro_batch(recipe)
         sizes = [len(split) for name, split in self.setup.source.splits.items() if name != "train"]
         evaluated = min(recipe.data.eval_batch_size, max(sizes, default=0))
-        if self.measured.width:
-            evaluated = at_once(self.setup.device, recipe.data)
+        if self.measured.feature_dim:
+            evaluated = feature_batch_size(self.setup.device, recipe.data)
         return Prediction(
-            micro_batch=micro_batch,
-            evaluated=evaluated,
+            micro_batch_size=micro_batch,
+            eval_batch_size=evaluated,
             parts=parts,
-            phases=self._phases(
-                parts, passes.training.at(micro_batch), passes.evaluation.at(evaluated), evaluated
+            phases=self._memory_phases(
+                parts,
+                passes.training.bytes_for(micro_batch),
+                passes.evaluation.bytes_for(evaluated),
+                evaluated,
             ),
-            need=passes.training,
-            images_per_second=self._rate(recipe, passes, dtype, free_input=free_input),
-            adapter=recipe.model.adapter is not None,
+            activations=passes.training,
+            images_per_second=self._images_per_second(
+                recipe, passes, dtype, ignore_input_time=ignore_input_time
+            ),
+            has_adapter=recipe.model.adapter is not None,
         )
 
-    def _largest_part(self, recipe: Recipe) -> int:
-        """Images of the largest micro-batch of a step."""
+    def _largest_micro_batch(self, recipe: Recipe) -> int:
+        """Return the number of images in the largest micro-batch of a step."""
         size = recipe.data.micro_batch
         if size == "auto" or size == self.setup.recipe.data.micro_batch:
-            size = self._micro_batch  # as it was settled
+            size = self._micro_batch_size  # the resolved size
         sampler = dataclasses.replace(self.setup, recipe=recipe).sampler
-        cut = sampler.micro_batches(0, micro_batch=size)
+        cut = sampler.micro_batches(0, micro_batch_size=size)
         return max(len(indices) for _, indices in cut)
 
     # --- memory -----------------------------------------------------------------------------------
 
-    def _passes(self, model: ModelSection, dtype: torch.dtype) -> _Passes:
+    def _cached_estimate(self, model: ModelSection, dtype: torch.dtype) -> _PassEstimates:
         key = (model.model_dump_json(), dtype)
-        if key not in self._known:
+        if key not in self._estimates:
             self._tick()
-            self._known[key] = self._send_through(model, dtype)
-        return self._known[key]
+            self._estimates[key] = self._estimate_passes(model, dtype)
+        return self._estimates[key]
 
-    def _send_through(self, model: ModelSection, dtype: torch.dtype) -> _Passes:
-        network, image_size = self._network(model, dtype)
+    def _estimate_passes(self, model: ModelSection, dtype: torch.dtype) -> _PassEstimates:
+        network, image_size = self._build_network(model, dtype)
 
         def change(twin: nn.Module) -> None:
             freeze_parameters(twin, model.freeze)
             if model.grad_checkpointing:
                 twin.set_grad_checkpointing(True)  # type: ignore[operator]
 
-        def need(*, train: bool) -> Need:
-            return need_of(
+        def need(*, train: bool) -> MemoryEstimate:
+            return estimate_memory(
                 network,
                 image_size=image_size,
                 dtype=dtype,
-                images=self._part,
+                num_images=self._max_micro_batch_size,
                 train=train,
-                change=change,
-                operations=train,
+                prepare=change,
+                with_flops=train,
             )
 
-        twin = twin_of(network, FakeTensorMode())
+        twin = fake_copy(network, FakeTensorMode())
         change(twin)
-        width = self.measured.width
-        # a classifier's step takes its features, in float32 and in the dtype it computes with
-        training = Need(0, 8 * width) if width else need(train=True)
-        training += self.measured.teacher_pass
-        return _Passes(twin, training, need(train=False))
+        width = self.measured.feature_dim
+        # a step of the classifier alone holds its features in float32 and in the compute dtype
+        training = MemoryEstimate(0, 8 * width) if width else need(train=True)
+        training += self.measured.teacher_estimate
+        return _PassEstimates(twin, training, need(train=False))
 
-    def _network(
+    def _build_network(
         self, model: ModelSection, dtype: torch.dtype
     ) -> tuple[nn.Module, tuple[int, int]]:
-        """The network, perhaps before it is frozen, and its (height, width) in pixels."""
+        """Return the network, before freezing, and its input (height, width) in pixels."""
         own, device = self.setup.recipe.model, self.setup.device
         changed_later = {
             "compile",
@@ -230,45 +237,47 @@ class Predictor:
             return self.network, self.setup.preprocessing.image_size
         settings = model.model_dump(exclude={"name", "compile", "sync_bn", "freeze_bn"})
         settings["pretrained"] = False
-        built = build(model.name, num_classes=self.setup.num_classes, **settings)
-        choose_statistics(built.model, model)
+        built = build_model(model.name, num_classes=self.setup.num_classes, **settings)
+        configure_batch_norm(built.model, model)
         choose_kernels(built.model.to(device), device=device, dtype=dtype)
         return built.model, built.preprocessing.image_size
 
-    def _parts(self, recipe: Recipe, passes: _Passes) -> dict[str, int]:
-        """Bytes of what is there in every step."""
+    def _memory_parts(self, recipe: Recipe, passes: _PassEstimates) -> dict[str, int]:
+        """Return the bytes that every step holds, by part."""
         setup = dataclasses.replace(self.setup, recipe=recipe)
-        kept = step_bytes(passes.twin, recipe.optim)
+        kept = training_state_bytes(passes.fake_model, recipe.optim)
         snapshot = checkpoint_bytes(kept, adapter=recipe.model.adapter is not None)
-        saves = any(setup.saves_after(step) for step in range(1, setup.steps))
-        on_host = self.setup.device.type == "cpu"  # written there while training goes on
+        saves = any(setup.is_save_step(step) for step in range(1, setup.num_steps))
+        on_host = (
+            self.setup.device.type == "cpu"
+        )  # written from host memory while training continues
         return {
-            "program": self._program,
+            "program": self._program_bytes,
             **kept,
-            "teacher": self.measured.teacher,
-            "images": 0 if recipe.data.keep == "none" else self.measured.images,
-            "features": self.measured.features,
+            "teacher": self.measured.teacher_bytes,
+            "images": 0 if recipe.data.keep == "none" else self.measured.image_bytes,
+            "features": self.measured.feature_bytes,
             "snapshot": snapshot if on_host and saves else 0,
         }
 
     @functools.cached_property
-    def _program(self) -> int:
-        """Bytes of interpreter, libraries and threads, and what the allocator keeps."""
-        kept = step_bytes(self._own.twin, self.setup.recipe.optim)
-        held = kept["weights"] + kept["moments"] + kept["average"] + self.measured.teacher
-        return max(self.measured.resident - held - self.measured.images, 0)
+    def _program_bytes(self) -> int:
+        """Bytes of interpreter, libraries, threads and memory cached by the allocator."""
+        kept = training_state_bytes(self._measured_estimates.fake_model, self.setup.recipe.optim)
+        held = kept["weights"] + kept["moments"] + kept["average"] + self.measured.teacher_bytes
+        return max(self.measured.resident_bytes - held - self.measured.image_bytes, 0)
 
     @property
-    def _own(self) -> _Passes:
-        return self._passes(self.setup.recipe.model, self.dtype)
+    def _measured_estimates(self) -> _PassEstimates:
+        return self._cached_estimate(self.setup.recipe.model, self.dtype)
 
-    def _phases(
+    def _memory_phases(
         self, parts: dict[str, int], activations: int, evaluation: int, evaluated: int
     ) -> dict[str, int]:
-        """Bytes while it trains, evaluates, and reports: the latter two have no gradients."""
+        """Return the bytes of each phase; evaluation and report hold no gradients."""
         kept = sum(parts.values())
         phases = {"training": kept + activations}
-        if self.measured.width:  # images first, then their features
+        if self.measured.feature_dim:  # images in the first phase, only their features later
             kept -= parts["images"]
             model = parts["program"] + parts["weights"] + parts["average"]
             phases = {
@@ -277,38 +286,48 @@ class Predictor:
             }
         elif evaluated:
             phases["evaluation"] = kept - parts["gradients"] + evaluation
-        if self.measured.report:
+        if self.measured.report_bytes:
             remaining = kept - parts["gradients"] - parts["snapshot"]
-            phases["report"] = remaining + self.measured.report
+            phases["report"] = remaining + self.measured.report_bytes
         return phases
 
     # --- time -------------------------------------------------------------------------------------
 
-    def _rate(
-        self, recipe: Recipe, passes: _Passes, dtype: torch.dtype, *, free_input: bool
+    def _images_per_second(
+        self, recipe: Recipe, passes: _PassEstimates, dtype: torch.dtype, *, ignore_input_time: bool
     ) -> float | None:
         measured = self.measured
-        if recipe == self.setup.recipe and not free_input:
-            return measured.real
-        own = self._own
-        if passes is own and not free_input:
+        if recipe == self.setup.recipe and not ignore_input_time:
+            return measured.images_per_second
+        own = self._measured_estimates
+        if passes is own and not ignore_input_time:
             return None
-        seconds = 1 / measured.synthetic
+        seconds = 1 / measured.images_per_second_without_input
         if passes is not own:
-            if not own.training.operations or not passes.training.operations:
+            if not own.training.flops_per_image or not passes.training.flops_per_image:
                 return None
-            seconds *= passes.training.operations / own.training.operations
+            seconds *= passes.training.flops_per_image / own.training.flops_per_image
         if dtype != self.dtype:
-            seconds *= self._relative_seconds(dtype)
-        return 1 / (seconds + (0 if free_input else 1 / measured.real - 1 / measured.synthetic))
+            seconds *= self._relative_pass_time(dtype)
+        return 1 / (
+            seconds
+            + (
+                0
+                if ignore_input_time
+                else 1 / measured.images_per_second - 1 / measured.images_per_second_without_input
+            )
+        )
 
-    def _relative_seconds(self, dtype: torch.dtype) -> float:
-        """Time of a pass in another dtype, in times of the run's own, measured on a few images."""
-        twin, seconds = twin_of(self.network), dict[torch.dtype, float]()
-        images, size = min(self._part, _TIMED_IMAGES), self.setup.preprocessing.image_size
+    def _relative_pass_time(self, dtype: torch.dtype) -> float:
+        """Return the time of a pass in another dtype relative to the run's, from a few images."""
+        twin, seconds = fake_copy(self.network), dict[torch.dtype, float]()
+        images, size = (
+            min(self._max_micro_batch_size, _TIMED_IMAGES),
+            self.setup.preprocessing.image_size,
+        )
         for kind in (self.dtype, dtype) * 2:  # the first of each warms up
             started = time.perf_counter()
-            pass_once(twin, max(images, 2), size, kind, train=True)
-            synchronise(self.setup.device)
+            run_step(twin, max(images, 2), size, kind, train=True)
+            synchronize(self.setup.device)
             seconds[kind] = time.perf_counter() - started
         return seconds[dtype] / seconds[self.dtype]

@@ -1,4 +1,4 @@
-"""Measure a recipe's training on this machine, beside the same training in the loops of others."""
+"""Measure a recipe's training on this machine, and the same training in other libraries' loops."""
 
 from __future__ import annotations
 
@@ -14,26 +14,40 @@ from typing import Any
 
 from tqdm import tqdm
 
-from finetune.bench.losses_and_sizes import LOSSES_EVERY, PLAINLY, study_losses, study_sizes
+from finetune.bench.loop_process import LoopProcess
+from finetune.bench.losses_and_sizes import (
+    LOSSES_EVERY,
+    REFERENCE_OVERRIDES,
+    study_losses,
+    study_sizes,
+)
 from finetune.bench.markdown import check_page, write_section
-from finetune.bench.ours import Ours
-from finetune.bench.peers import Peer
-from finetune.bench.subprocess import Host
-from finetune.bench.timer import spread
-from finetune.bench.torchvision_transforms import translate
-from finetune.console import bar, say, say_nothing
-from finetune.errors import RecipeError, SetupError, masked, nearest
-from finetune.files import make_folder
-from finetune.processes import is_first_rank
-from finetune.recipe.load import Recipe, load_recipe
-from finetune.run.environment import DTYPES
+from finetune.bench.ours import FinetuneLoop
+from finetune.bench.peers import PeerLoop
+from finetune.bench.timer import value_range
+from finetune.bench.torchvision_transforms import to_torchvision
+from finetune.errors import RecipeError, SetupError, did_you_mean, install_hint, redact_secrets
+from finetune.files import make_writable_folder
+from finetune.log import logger
+from finetune.precision import DTYPES
+from finetune.progress import step_bar
+from finetune.ranks import is_main_process
+from finetune.recipe.load import load_recipe
+from finetune.recipe.schema import Recipe
 
-__all__ = ["AGAINST", "OWN", "WARMUP_STEPS", "bench", "check_package", "command_of"]
+__all__ = [
+    "COMPARISONS",
+    "OWN_LOOP",
+    "WARMUP_STEPS",
+    "bench",
+    "bench_command",
+    "check_package_installed",
+]
 
-OWN = "finetune"
-AGAINST = ("synthetic", "decode", OWN, "transformers", "timm-loop")
-_NO_LOOPS = {"synthetic", "decode"}
-WARMUP_STEPS = 3  # before the clock starts, each time that a loop has waited for another
+OWN_LOOP = "finetune"
+COMPARISONS = ("synthetic", "decode", OWN_LOOP, "transformers", "timm-loop")
+_WITHOUT_OWN_LOOP = {"synthetic", "decode"}
+WARMUP_STEPS = 3  # untimed steps each time that a loop resumes
 _PACKAGES = {
     "transformers": "transformers",
     "timm-loop": "timm",
@@ -53,43 +67,46 @@ def bench(
     profile: str | None = None,
     out: str | None = None,
 ) -> dict[str, Any]:
-    """Measure a recipe's training, each loop in turn, several times over.
+    """Measure a recipe's training and other loops, in several turns.
 
     Args:
         path: of the recipe.
-        overrides: `section.key=value` each.
-        against: of AGAINST; the same training without input, and in other loops, each in our
-            precision and in fp32 unless one is named (LOOP:PRECISION), which our own needs;
-            "decode": as many processes as there are workers that only decode.
-        steps: that are timed each time.
-        repeats: how often each loop has its turn.
-        losses: of that many first steps, beside those in float32; a multiple of `LOSSES_EVERY`.
-        sizes: numbers of images to train on, besides the set's own.
-        profile: a folder for a trace.
-        out: a Markdown file, in which the recipe's section is added or replaced.
+        overrides: each `section.key=value`.
+        against: names in COMPARISONS. "synthetic" is the same training without input; other loops
+            run in our precision and in fp32, or in the one of LOOP:PRECISION, which our own loop
+            requires; "decode" runs one decoding process per worker.
+        steps: timed steps per turn.
+        repeats: number of turns of each loop.
+        losses: number of first steps whose losses are compared with float32; a multiple of
+            `LOSSES_EVERY`.
+        sizes: additional dataset sizes, in images.
+        profile: folder for a trace.
+        out: Markdown file in which the recipe's section is added or replaced.
     Returns: "rows", each {"name", "precision", "compiled", "train", "evaluation",
         "seconds_to_first_step", "host_bytes", "device_bytes", "workers", "operations_per_image",
         "ratio", "fraction"}; "matrix_rate", "input_share"; "inputs" of `input_rates`, "losses" of
-        `study_losses` and "sizes" of `study_sizes`, or None; "load", the processes that wanted to
-        run before; what was measured, and on which machine. Rates are {"median", "min", "max",
-        "values"} of images (or operations) a second; "ratio" is ours over this row's, "fraction"
-        the share of the matrix rate.
-    Raises: FinetuneError of the kind that DESIGN's exit codes list.
+        `study_losses` and "sizes" of `study_sizes`, or None; "load", the load average before the
+        measurement; the settings and the machine. Rates are {"median", "min", "max", "values"} of
+        images (or operations) per second; "ratio" is our rate over this row's, "fraction" the
+        fraction of the matrix rate.
+    Raises: FinetuneError; its class sets the exit code.
     """
     recipe, against = load_recipe(path, overrides), tuple(dict.fromkeys(against))
-    plain = load_recipe(path, (*overrides, *PLAINLY))
-    _check(recipe, against, alone=bool(sizes or losses or profile), losses=losses)
-    load = os.getloadavg()[0]  # what else this machine is busy with is in every figure
+    plain = load_recipe(path, (*overrides, *REFERENCE_OVERRIDES))
+    _check_arguments(
+        recipe, against, single_process_only=bool(sizes or losses or profile), losses=losses
+    )
+    load = os.getloadavg()[0]  # other work on this machine affects every result
     if profile is not None:
-        make_folder(Path(profile), option="--profile")
-    if out is not None and is_first_rank():
+        make_writable_folder(Path(profile), option="--profile")
+    if out is not None and is_main_process():
         check_page(Path(out))
-    measured = _measured(recipe, against, steps=steps, repeats=repeats, profile=profile)
+    measured = _run_measurements(recipe, against, steps=steps, repeats=repeats, profile=profile)
     counts = {"steps": steps, "repeats": repeats}
     result = {
         "recipe": path,
-        "overrides": [masked(word) for word in overrides],
-        "command": command_of(path, overrides, against, **counts, losses=losses, images=sizes),
+        "overrides": [redact_secrets(word) for word in overrides],
+        "command": bench_command(path, overrides, against, **counts, losses=losses, images=sizes),
         **counts,
         "warmup_steps": WARMUP_STEPS,
         "load": round(load, 2),
@@ -97,67 +114,66 @@ def bench(
         "losses": None if losses is None else study_losses(recipe, plain, steps=losses),
         "sizes": study_sizes(recipe, sizes, warmup=WARMUP_STEPS, **counts) if sizes else None,
     }
-    if out is not None and is_first_rank():
+    if out is not None and is_main_process():
         write_section(Path(out), result)
     return result
 
 
-def _measured(
+def _run_measurements(
     recipe: Recipe, against: Sequence[str], *, steps: int, repeats: int, profile: str | None
 ) -> dict[str, Any]:
-    """Let the loops take their turns. Returns: what was found, and the "profile"."""
+    """Run all loops in turns. Returns: the results, with "inputs" and "profile"."""
     with (
-        bar(total=1, start=0, shown=is_first_rank()) as shown,
+        step_bar(total=1, start=0, shown=is_main_process()) as shown,
         contextlib.ExitStack() as hosts,
     ):
-        session = _Session(recipe, shown, hosts)
+        session = _BenchSession(recipe, shown, hosts)
         session.prepare(against, steps=steps, repeats=repeats)
         for _ in range(repeats):
             session.take_turns(steps)
-        own, traced, inputs = session.hosts[OWN], None, None
+        own, traced, inputs = session.hosts[OWN_LOOP], None, None
         if "decode" in against:
             images = steps * recipe.data.batch_size
-            inputs = own.ask("inputs", images=images, repeats=repeats)
+            inputs = own.call("inputs", images=images, repeats=repeats)
         if profile is not None:
-            traced = own.ask("profile", folder=profile)
+            traced = own.call("profile", folder=profile)
         result = session.result(shown_synthetic="synthetic" in against)
     return {**result, "inputs": inputs, "profile": traced}
 
 
-class _Session:
-    """The loops of one call, each in its process, and what they have measured."""
+class _BenchSession:
+    """The loops of one bench call, each in its process, and their measurements."""
 
     def __init__(self, recipe: Recipe, shown: tqdm[Any], stack: contextlib.ExitStack) -> None:
         self.recipe = recipe
         self.shown = shown
         self.stack = stack
-        self.notice = say if is_first_rank() else say_nothing
-        self.hosts: dict[str, Host] = {}
+        self.hosts: dict[str, LoopProcess] = {}
         self.facts: dict[str, dict[str, Any]] = {}
         self.rates: dict[str, list[Any]] = {}
         self.order: list[str] = []
 
     def prepare(self, against: Sequence[str], *, steps: int, repeats: int) -> None:
-        """Start the processes, one after the other, each up to its first steps."""
-        self._start(OWN, Ours, recipe=self.recipe)
-        facts = self.facts[OWN]
+        """Start the processes one after another, and run the first steps of each."""
+        self._start(OWN_LOOP, FinetuneLoop, recipe=self.recipe)
+        facts = self.facts[OWN_LOOP]
         if facts["of_features"]:
-            self.notice(
-                "model.freeze: train computes each image's features once and trains on them; here "
-                "every step goes through the network (info --plan has the time of such a run)"
+            logger.info(
+                "model.freeze: finetune train computes the features once; this benchmark runs the "
+                "whole network in every step (finetune info --plan estimates the time of the run)"
             )
         own = facts["precision"]
-        # what `auto` came to
+        # the size that `auto` resolved to
         data = self.recipe.data.model_copy(update={"micro_batch": facts["micro_batch"]})
         same = {"recipe": self.recipe.model_copy(update={"data": data}), "device": facts["device"]}
-        for wish in [name for name in against if name not in _NO_LOOPS]:
+        for wish in [name for name in against if name not in _WITHOUT_OWN_LOOP]:
             loop, _, one = wish.partition(":")
             for precision in dict.fromkeys((one,) if one else (own, "fp32")):
                 name = loop if precision == own else f"{loop}:{precision}"
-                if loop == OWN:
+                if loop == OWN_LOOP:
                     self._start_own(name, precision)
                     continue
-                self._start(name, Peer, loop=loop, precision=precision, **same)
+                self._start(name, PeerLoop, loop=loop, precision=precision, **same)
                 self.facts[name]["precision"] = precision
         ahead = sum(2 * facts.get("workers", 0) for facts in self.facts.values())
         turns = (len(self.hosts) + 1) * (WARMUP_STEPS + steps) + ahead
@@ -165,49 +181,53 @@ class _Session:
         self.shown.refresh()
 
     def _start_own(self, name: str, precision: str) -> None:
-        """Start our own training in another precision."""
+        """Start our own loop in another precision."""
         if name in self.hosts:
-            self.notice(f"--against {OWN}:{precision}: that is what {OWN} computes with here")
+            logger.info(
+                f"--against {OWN_LOOP}:{precision}: skipped, because {OWN_LOOP} already uses it"
+            )
             return
         run = self.recipe.run.model_copy(update={"precision": precision})
-        self._start(name, Ours, recipe=self.recipe.model_copy(update={"run": run}))
+        self._start(name, FinetuneLoop, recipe=self.recipe.model_copy(update={"run": run}))
 
     def _start(self, name: str, make: type, **arguments: Any) -> None:
         self.shown.set_description(f"preparing {name}")
-        host = Host(name, make, arguments, steps=self._advance, notice=self.notice)
+        host = LoopProcess(name, make, arguments, on_steps=self._advance)
         self.hosts[name] = self.stack.enter_context(host)
-        self.facts[name] = host.ask("prepare")
+        self.facts[name] = host.call("prepare")
 
     def _advance(self, steps: int) -> None:
         self.shown.total = max(self.shown.total, self.shown.n + steps)
         self.shown.update(steps)
 
     def take_turns(self, steps: int) -> None:
-        """Measure everything once, one after the other."""
+        """Measure everything once, one loop after another."""
         timed = {"warmup": WARMUP_STEPS, "steps": steps}
         for name, host in self.hosts.items():
             self._measure(name, host, "train", **timed)
-            if "memory" not in self.facts[name]:  # evaluation and other turns are not training
-                self.facts[name]["memory"] = host.ask("memory")
-            if name == OWN:
+            if "memory" not in self.facts[name]:  # before evaluation adds to it
+                self.facts[name]["memory"] = host.call("memory")
+            if name == OWN_LOOP:
                 self._measure("synthetic", host, "train", synthetic=True, **timed)
-            host.ask("rest")
-        own, images = self.hosts[OWN], max(steps * self.recipe.data.batch_size // 2, 1)
+            host.call("empty_cache")
+        own, images = self.hosts[OWN_LOOP], max(steps * self.recipe.data.batch_size // 2, 1)
         self._measure("evaluation", own, "evaluate", images=images)
         self._measure("matrix", own, "matrix_rate")
-        own.ask("rest")
+        own.call("empty_cache")
 
-    def _measure(self, name: str, host: Host, method: str, **arguments: Any) -> None:
+    def _measure(self, name: str, host: LoopProcess, method: str, **arguments: Any) -> None:
         self.shown.set_description(name)
         self.order.append(name)
-        self.rates.setdefault(name, []).append(host.ask(method, **arguments))
+        self.rates.setdefault(name, []).append(host.call(method, **arguments))
 
     def result(self, *, shown_synthetic: bool) -> dict[str, Any]:
-        """The measurements in plain values."""
-        facts, rates = self.facts[OWN], self.rates
-        pairs = zip(rates[OWN], rates["synthetic"], strict=True)
-        shares = [max(0.0, 1 - real / without) for real, without in pairs]  # noise is not negative
-        matrix = None if None in rates["matrix"] else spread(rates["matrix"])
+        """Return the measurements as plain values."""
+        facts, rates = self.facts[OWN_LOOP], self.rates
+        pairs = zip(rates[OWN_LOOP], rates["synthetic"], strict=True)
+        shares = [
+            max(0.0, 1 - real / without) for real, without in pairs
+        ]  # noise can make it negative
+        matrix = None if None in rates["matrix"] else value_range(rates["matrix"])
         kept = ("architecture", "precision", "compiled", "batch_size", "image_size", "num_images")
         loops = {name.partition(":")[0] for name in self.hosts}
         facts["machine"]["versions"] |= {
@@ -221,14 +241,14 @@ class _Session:
             "optimizer": self.recipe.optim.name,
             "augmentation": facts["augmentation"],
             "rows": [self._row(name, matrix) for name in shown],
-            "input_share": spread(shares),
+            "input_share": value_range(shares),
             "matrix_rate": matrix,
             "order": self.order,
             "machine": facts["machine"],
         }
 
     def _row(self, name: str, matrix: dict[str, Any] | None) -> dict[str, Any]:
-        own, train = self.facts[OWN], spread(self.rates[name])
+        own, train = self.facts[OWN_LOOP], value_range(self.rates[name])
         nothing = {"seconds_to_first_step": None, "memory": {"host": None, "device": None}}
         facts = {**own, **nothing, **self.facts.get(name, {})}
         per_image = facts["operations"] / self.recipe.data.batch_size
@@ -240,25 +260,25 @@ class _Session:
             "precision": facts["precision"],
             "compiled": facts["compiled"],
             "train": train,
-            "evaluation": spread(self.rates["evaluation"]) if name == OWN else None,
+            "evaluation": value_range(self.rates["evaluation"]) if name == OWN_LOOP else None,
             "seconds_to_first_step": facts["seconds_to_first_step"],
             "host_bytes": facts["memory"]["host"],
             "device_bytes": facts["memory"]["device"],
             "workers": facts.get("workers"),
             "operations_per_image": per_image,
-            "ratio": statistics.median(self.rates[OWN]) / train["median"],
+            "ratio": statistics.median(self.rates[OWN_LOOP]) / train["median"],
             "fraction": fraction,
         }
 
 
-def command_of(
+def bench_command(
     path: str,
     overrides: Sequence[str],
     against: Sequence[str],
     *flags: str,
     **options: int | Sequence[int] | None,
 ) -> str:
-    """The command that measures these figures again; `options`: one value each, several or none."""
+    """Return the command that repeats a measurement; an option has one value, several or None."""
     words = ["finetune", "bench", path, *overrides, *flags]
     if (started := os.environ.get("WORLD_SIZE", "1")) != "1":
         on_cpu = os.environ.get("ACCELERATE_USE_CPU") == "true"
@@ -267,11 +287,13 @@ def command_of(
     for option, given in {"against": against, **options}.items():
         values = [given] if isinstance(given, int) else given or ()
         words += [word for value in values for word in (f"--{option}", str(value))]
-    return masked(shlex.join(words))
+    return redact_secrets(shlex.join(words))
 
 
-def _check(recipe: Recipe, against: Sequence[str], *, alone: bool, losses: int | None) -> None:
-    """Refuse at once what could only fail later; `alone`: something is asked of one process."""
+def _check_arguments(
+    recipe: Recipe, against: Sequence[str], *, single_process_only: bool, losses: int | None
+) -> None:
+    """Check the arguments before measuring; `single_process_only` forbids several processes."""
     if losses is not None and (losses < 1 or losses % LOSSES_EVERY):
         raise RecipeError(
             f"--losses: {losses} steps; give a multiple of {LOSSES_EVERY}, such as 200",
@@ -279,50 +301,58 @@ def _check(recipe: Recipe, against: Sequence[str], *, alone: bool, losses: int |
         )
     for loop in against:
         name, colon, precision = loop.partition(":")
-        needs_colon, has_none = name == OWN and not colon, colon and name in _NO_LOOPS
-        if name not in AGAINST or needs_colon or has_none or (colon and precision not in DTYPES):
+        needs_colon, has_none = name == OWN_LOOP and not colon, colon and name in _WITHOUT_OWN_LOOP
+        if (
+            name not in COMPARISONS
+            or needs_colon
+            or has_none
+            or (colon and precision not in DTYPES)
+        ):
             raise RecipeError(
-                f"--against: unknown '{loop}'{nearest(name, AGAINST)}; choose from "
-                f"{', '.join(AGAINST)}; a loop in one precision: {OWN}:{'|'.join(DTYPES)}; whole "
-                "trainings by others need --end-to-end",
+                f"--against: unknown '{loop}'{did_you_mean(name, COMPARISONS) or '.'} Choose from "
+                f"{', '.join(COMPARISONS)}; "
+                f"a loop in one precision: {OWN_LOOP}:{'|'.join(DTYPES)}; --end-to-end "
+                "compares whole training commands",
                 code="recipe.unknown_name",
             )
-        check_package(name)
-    if recipe.data.task == "multilabel" and set(against) - _NO_LOOPS:
+        check_package_installed(name)
+    if recipe.data.task == "multilabel" and set(against) - _WITHOUT_OWN_LOOP:
         raise RecipeError(
-            "--against: the loops of others have one label for each image, the recipe "
-            "data.task=multilabel; leave it out",
+            "--against: other libraries' loops support one label per image, but the recipe has "
+            "data.task=multilabel; omit --against",
             code="recipe.conflict",
         )
     started = int(os.environ.get("WORLD_SIZE", "1"))
-    if started > 1 and (set(against) - _NO_LOOPS or alone):
+    if started > 1 and (set(against) - _WITHOUT_OWN_LOOP or single_process_only):
         raise SetupError(
-            f"bench: other loops, --losses, --images and --profile are for one process, {started} "
-            "were started; leave them out, or run it without accelerate launch",
+            f"bench: other loops, --losses, --images and --profile need one process, but {started} "
+            "were started; omit them, or run without accelerate launch",
             code="setup.one_process",
         )
     if recipe.run.num_processes not in (None, started):
         raise RecipeError(
-            f"run.num_processes: the recipe asks for {recipe.run.num_processes} and {started} "
+            f"run.num_processes: the recipe asks for {recipe.run.num_processes}, but {started} "
             f"started; add run.num_processes={started}",
             code="recipe.conflict",
         )
     if "decode" in against and (recipe.data.keep != "none" or not recipe.data.workers):
         raise RecipeError(
-            "--against decode: is for images that workers decode in every epoch; add "
+            "--against decode: requires workers that decode images in every epoch; add "
             "data.keep=none data.workers=auto",
             code="recipe.conflict",
         )
-    theirs = [loop for loop in against if loop.partition(":")[0] not in (*_NO_LOOPS, OWN)]
+    theirs = [
+        loop for loop in against if loop.partition(":")[0] not in (*_WITHOUT_OWN_LOOP, OWN_LOOP)
+    ]
     if theirs and recipe.data.train is not None:
-        translate(recipe.data.train, image_size=(1, 1), interpolation="bicubic")
+        to_torchvision(recipe.data.train, image_size=(1, 1), interpolation="bicubic")
 
 
-def check_package(name: str) -> None:
-    """Refuse a peer whose package is not installed. Raises: SetupError with the line for pip."""
+def check_package_installed(name: str) -> None:
+    """Check that a peer's package is installed. Raises: SetupError with the pip command."""
     package = _PACKAGES.get(name)
     if package and importlib.util.find_spec(package) is None:
         raise SetupError(
-            f"--against {name}: {package} is not installed; pip install 'finetune[{package}]'",
+            f"--against {name}: {package} is not installed; {install_hint(package)}",
             code="setup.missing_package",
         )

@@ -1,6 +1,6 @@
-"""A recipe's training sentence as torchvision's transforms of one PIL image, for other loops.
+"""Translate a recipe's training transforms to torchvision, for the loops of other libraries.
 
-In the order in which it is written: moving colour and rotation before an enlargement is ours.
+The transforms keep the written order; only ours moves color and rotation before upscaling.
 """
 
 from __future__ import annotations
@@ -11,51 +11,55 @@ from typing import Any
 from torchvision.transforms import InterpolationMode, v2
 
 from finetune.errors import RecipeError
-from finetune.transforms.grammar import Call, parse
+from finetune.transforms.spec_parser import TransformCall, parse_transform_spec
 
-__all__ = ["translate"]
+__all__ = ["to_torchvision"]
 
 _Size = tuple[int, int]
 
 
-def translate(sentence: str, *, image_size: _Size, interpolation: str) -> list[Any]:
-    """Turn a sentence into torchvision's transforms of PIL images.
+def to_torchvision(transform_spec: str, *, image_size: _Size, interpolation: str) -> list[Any]:
+    """Translate a transform spec into torchvision transforms of PIL images.
 
     Args:
-        sentence: of training.
-        image_size: (height, width) that the network expects, in pixels.
-        interpolation: of resizes that name none.
-    Returns: transforms from PIL image to PIL image; normalisation is the loop's own affair.
-    Raises: RecipeError naming an operation that has no counterpart here.
+        transform_spec: of training.
+        image_size: (height, width) of the network's input, in pixels.
+        interpolation: default for resizes.
+    Returns: transforms from PIL image to PIL image; the loop itself normalizes.
+    Raises: RecipeError for an operation without a counterpart in torchvision.
     """
     transforms = []
-    for call in parse(sentence):
+    for call in parse_transform_spec(transform_spec):
         if call.name == "normalise":
             continue
-        if call.name not in _COUNTERPARTS:
+        if call.name not in _TORCHVISION_TRANSFORMS:
             raise RecipeError(
-                f"data.train: {call.name} has no counterpart in the loops that --against compares "
-                f"with; they know {', '.join(_COUNTERPARTS)}. Leave it out for the comparison, or "
+                f"data.train: {call.name} has no counterpart in the loops of --against, which "
+                f"support {', '.join(_TORCHVISION_TRANSFORMS)}; omit it for the comparison, or "
                 "compare with synthetic only",
                 code="recipe.unsupported",
             )
-        # torchvision's names of the kernels are the grammar's
+        # torchvision uses the same names for interpolation
         kernel = InterpolationMode(call.arguments.get("interpolation") or interpolation)
-        transforms.append(_COUNTERPARTS[call.name](call.arguments, _size(call, image_size), kernel))
+        transforms.append(
+            _TORCHVISION_TRANSFORMS[call.name](
+                call.arguments, _output_size(call, image_size), kernel
+            )
+        )
     return transforms
 
 
-def _size(call: Call, image_size: _Size) -> int | _Size:
-    """The size after an operation; a resize to one number keeps the shape, a crop is square."""
+def _output_size(call: TransformCall, image_size: _Size) -> int | _Size:
+    """Return the output size; an integer keeps the aspect ratio in a resize, else is a square."""
     size: int | _Size | None = call.arguments.get("size")
     if size is None:
         return image_size
     return (size, size) if isinstance(size, int) and call.name != "resize" else size
 
 
-_Arguments = dict[str, Any]
+_CallArguments = dict[str, Any]
 
-_COUNTERPARTS: Mapping[str, Callable[[_Arguments, Any, InterpolationMode], Any]] = {
+_TORCHVISION_TRANSFORMS: Mapping[str, Callable[[_CallArguments, Any, InterpolationMode], Any]] = {
     "resize": lambda given, size, kernel: v2.Resize(size, interpolation=kernel),
     "center_crop": lambda given, size, kernel: v2.CenterCrop(size),
     "random_crop": lambda given, size, kernel: v2.RandomCrop(size, padding=given["padding"]),

@@ -1,7 +1,7 @@
-"""A whole training by transformers' Trainer on a folder of images: a command, for `end_to_end`.
+"""Train with transformers' Trainer on a folder of images; `end_to_end` runs this as a command.
 
-`python -m finetune.bench.trainer_job JOB.json`; as its user would write it, with what the recipe
-says and else with the Trainer's defaults.
+`python -m finetune.bench.trainer_job JOB.json` is written as a user of the Trainer would write it:
+with the settings of the recipe, and the Trainer's defaults for everything else.
 """
 
 # B batch, K classes, C channels, H W pixels
@@ -36,7 +36,7 @@ def train(job: dict[str, Any]) -> None:
         TrainingArguments,
     )
 
-    from finetune.bench.torchvision_transforms import translate
+    from finetune.bench.torchvision_transforms import to_torchvision
 
     class FirstStep(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -55,7 +55,7 @@ def train(job: dict[str, Any]) -> None:
     config = processor.data_config
     size, interpolation = tuple(config["input_size"][1:]), job["interpolation"]
     augment = [
-        *translate(job["sentence"], image_size=size, interpolation=interpolation),
+        *to_torchvision(job["sentence"], image_size=size, interpolation=interpolation),
         v2.ToImage(),
         v2.ToDtype(torch.float32, scale=True),
         v2.Normalize(config["mean"], config["std"]),

@@ -1,1 +1,1 @@
-"""The command line: click, answers and exit codes."""
+"""The command line: one module per group of commands, and what they share."""

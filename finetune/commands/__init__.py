@@ -1,1 +1,1 @@
-"""One file for each verb."""
+"""One module per CLI command."""

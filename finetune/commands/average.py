@@ -1,7 +1,7 @@
-"""Average weights: WiSE-FT between the pretrained and the fine-tuned ones, and soups of runs.
+"""Average weights: WiSE-FT between pretrained and fine-tuned weights, and model soups of runs.
 
-The average is chosen on validation images; the test split is read once, by what was chosen. Batch
-norm's statistics are averaged as weights are, and counters are those of the first run.
+The validation split chooses the average. Only the chosen average is measured on the test split.
+Batch norm statistics are averaged like weights; counters are those of the first run.
 """
 
 from __future__ import annotations
@@ -17,118 +17,122 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from finetune.commands.evaluate import launched
-from finetune.console import say, say_nothing
 from finetune.errors import DataError, RecipeError, SetupError, WeightsError
-from finetune.evaluation.claims import main_figure
-from finetune.evaluation.evaluate import NUM_MISTAKES, Examination, evaluate
-from finetune.files import make_folder
+from finetune.evaluation.claims import primary_metric
+from finetune.evaluation.evaluator import NUM_MISTAKES, Evaluator, evaluate
+from finetune.files import make_writable_folder
+from finetune.formatting import pluralize
 from finetune.models.head import classifier_names
-from finetune.models.saved import save_model
+from finetune.models.save import save_model
 from finetune.models.weights.read import read_tensors
-from finetune.models.weights.timm_config import read_config
-from finetune.processes import local_processes
-from finetune.publish.artifacts import write_averaged
-from finetune.publish.contents import is_run
-from finetune.recipe.identity import recipe_of
-from finetune.recipe.load import Recipe
+from finetune.models.weights.timm_config import read_timm_config
+from finetune.precision import autocast_dtype
+from finetune.publish.artifacts import write_averaged_artifacts
+from finetune.publish.push_checks import is_run_dir
+from finetune.ranks import local_world_size
+from finetune.recipe.load import load_run_recipe
+from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir
-from finetune.run.environment import dtype_of
 from finetune.run.record import RunRecord, read_record
-from finetune.text import counted
+from finetune.training.accelerator import create_run_accelerator, run_on_main
 from finetune.training.compile import choose_kernels
-from finetune.training.launch import on_main
-from finetune.training.setup import TrainingSetup, open_setup
+from finetune.training.setup import TrainingSetup, build_setup
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["average", "describe", "interpolated", "mean_of"]
+__all__ = ["average_runs", "format_average", "interpolate_weights", "mean_weights"]
 
-State = Mapping[str, Tensor]
-_PIXELS = ("input_size", "mean", "std", "interpolation")  # keys of a config.json
+StateDict = Mapping[str, Tensor]
+_PREPROCESSING_KEYS = ("input_size", "mean", "std", "interpolation")  # keys of config.json
 
 
 @dataclass(frozen=True)
-class _Member:
-    """A run, and the weights of its model/."""
+class _LoadedRun:
+    """A run and the weights in its model/."""
 
     run: RunDir
     recipe: Recipe
     record: RunRecord
-    state: dict[str, Tensor]
+    state_dict: dict[str, Tensor]
 
 
-def average(
+def average_runs(
     runs: Sequence[str], *, out: str, alphas: Sequence[float] = (), greedy: bool = False
 ) -> dict[str, Any]:
-    """Average weights, measure the average, and write it as a model folder.
+    """Average weights, evaluate the average, and write it as a model folder.
 
     Args:
-        runs: finished run directories: one for WiSE-FT, several for a soup.
-        out: the folder, which must be new or empty.
-        alphas: of WiSE-FT, each from 0 (pretrained) to 1 (fine-tuned); the best on validation is
-            kept.
-        greedy: of a soup: take the runs from the best down, each only if validation is no worse.
-    Returns: "folder", "kind", "runs", "tried" (each with its validation figures), "chosen", and
-        "val", "test" as `Examination.of` gives them.
-    Raises: RecipeError for arguments that do not go together, WeightsError for runs of different
-        networks or origins, DataError for other validation images or none.
+        runs: finished run directories: one for WiSE-FT, several for a model soup.
+        out: the output folder; it must be new or empty.
+        alphas: WiSE-FT coefficients, each from 0 (pretrained) to 1 (fine-tuned); the best one on
+            validation is kept.
+        greedy: build a greedy soup: add runs from best to worst, each only if the validation
+            metric does not drop.
+    Returns: "folder", "kind", "runs", "tried" (each with its validation metrics), "chosen", and
+        "val" and "test" as returned by `Evaluator.evaluate_in_detail`.
+    Raises: RecipeError for conflicting arguments; WeightsError for runs of different networks or
+        pretrained weights; DataError for missing or different validation images.
     Source: Wortsman et al. 2022, "Robust fine-tuning of zero-shot models", and "Model soups",
         recipe 1.
     """
-    _check_words(runs, alphas, greedy=greedy)
-    members = [_read(run) for run in runs]
+    _check_arguments(runs, alphas, greedy=greedy)
+    members = [_load_run(run) for run in runs]
     for member in members[1:]:
-        _check_alike(members[0], member)
+        _check_compatible(members[0], member)
     first, folder = members[0], Path(out)
     if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise SetupError(
-            f"--out: '{out}' holds something already; choose another folder", code="setup.exists"
+            f"--out: '{out}' already exists and is not an empty folder; choose another folder",
+            code="setup.exists",
         )
-    make_folder(folder.parent, option="--out")
-    accelerator, setup = _open(first)
+    make_writable_folder(folder.parent, option="--out")
+    accelerator, setup = _open_first_run(first)
     network = setup.built.model
-    start = {k: v.clone() for k, v in network.state_dict().items()}
+    pretrained_state = {k: v.clone() for k, v in network.state_dict().items()}
     network.to(accelerator.device)
-    choose_kernels(network, device=accelerator.device, dtype=dtype_of(accelerator))
-    size = first.recipe.data.eval_batch_size
-    val_loader = setup.loader(setup.source.splits["val"], train=False)
+    choose_kernels(network, device=accelerator.device, dtype=autocast_dtype(accelerator))
+    batch_size = first.recipe.data.eval_batch_size
+    val_loader = setup.build_loader(setup.source.splits["val"], train=False)
 
-    def measured(state: State) -> dict[str, float]:
+    def measured(state: StateDict) -> dict[str, float]:
         network.load_state_dict(state)
-        figures = evaluate(network, val_loader, accelerator, batch_size=size)
-        return {key: figures[key] for key in (main_figure(figures), "loss")}
+        metrics = evaluate(network, val_loader, accelerator, batch_size=batch_size)
+        return {key: metrics[key] for key in (primary_metric(metrics), "loss")}
 
     if alphas:
-        kind, tried, chosen, state = _wise(setup, start, first.state, alphas, measured)
+        kind, tried, chosen, state = _run_wise_ft(
+            setup, pretrained_state, first.state_dict, alphas, measured
+        )
     else:
-        kind, tried, chosen, state = _soup(members, measured, greedy=greedy)
+        kind, tried, chosen, state = _build_soup(members, measured, greedy=greedy)
     network.load_state_dict(state)
-    val = Examination(val_loader, accelerator, fit=True).of(network, batch_size=size)
-    fitted = "thresholds" if setup.multilabel else "temperature"
-    results: dict[str, Any] = {"val": val, fitted: val.pop(fitted)}
+    val = Evaluator(val_loader, accelerator, fit_calibration=True).evaluate_in_detail(
+        network, batch_size=batch_size
+    )
+    fitted_key = "thresholds" if setup.is_multilabel else "temperature"
+    results: dict[str, Any] = {"val": val, fitted_key: val.pop(fitted_key)}
     if (test := setup.source.splits.get("test")) is not None:
-        settings: dict[str, Any] = {fitted: results[fitted], "num_mistakes": NUM_MISTAKES}
-        examination = Examination(setup.loader(test, train=False), accelerator, **settings)
-        results["test"] = examination.of(network, batch_size=size)
+        settings: dict[str, Any] = {fitted_key: results[fitted_key], "num_mistakes": NUM_MISTAKES}
+        examination = Evaluator(setup.build_loader(test, train=False), accelerator, **settings)
+        results["test"] = examination.evaluate_in_detail(network, batch_size=batch_size)
     names = [member.run.path.resolve().name for member in members]
     results["average"] = {"kind": kind, "runs": names, "tried": tried, "chosen": chosen}
-    on_main(accelerator, lambda: _write(folder, first, setup, state, results))
+    run_on_main(accelerator, lambda: _write_model_folder(folder, first, setup, state, results))
     return {"folder": out, **results["average"], **results}
 
 
-def describe(result: Mapping[str, Any]) -> str:
-    """List what was tried and chosen, and the figures of what was written, for people."""
-    lead = main_figure(result["val"])
-    lines = [f"{'validation':32}{lead:>8}{'loss':>10}"]
-    lines += [f"{row['name']:32}{row[lead]:8.4f}{row['loss']:10.4f}" for row in result["tried"]]
+def format_average(result: Mapping[str, Any]) -> str:
+    """Format the averages that were tried, the chosen one, and its metrics."""
+    metric = primary_metric(result["val"])
+    lines = [f"{'validation':32}{metric:>8}{'loss':>10}"]
+    lines += [f"{row['name']:32}{row[metric]:8.4f}{row['loss']:10.4f}" for row in result["tried"]]
     lines.append(f"{result['kind']}: {result['chosen']}")
     for split in ("val", "test"):
-        if figures := result.get(split):
-            images = counted(figures["examples"], "image")
-            shown = [key for key in (lead, "loss", "ece") if key in figures]
-            text = "  ".join(f"{key} {figures[key]:.4f}" for key in shown)
+        if metrics := result.get(split):
+            images = pluralize(metrics["examples"], "image")
+            keys = [key for key in (metric, "loss", "ece") if key in metrics]
+            text = "  ".join(f"{key} {metrics[key]:.4f}" for key in keys)
             lines.append(f"{split}: {text}  ({images})")
     return "\n".join([*lines, result["folder"]])
 
@@ -136,19 +140,21 @@ def describe(result: Mapping[str, Any]) -> str:
 # --- averages -------------------------------------------------------------------------------------
 
 
-def interpolated(start: State, end: State, alpha: float, *, head: Sequence[str]) -> State:
-    """Return (1 - alpha) start + alpha end, but the classifiers named in `head` from the end."""
-    heads = tuple(f"{name}." for name in head)
+def interpolate_weights(
+    pretrained: StateDict, finetuned: StateDict, alpha: float, *, head_names: Sequence[str]
+) -> StateDict:
+    """Return (1 - alpha) pretrained + alpha finetuned, without changing layers in `head_names`."""
+    head_prefixes = tuple(f"{name}." for name in head_names)
     return {
         key: value.clone()
-        if key.startswith(heads) or not value.is_floating_point()
-        else start[key].cpu().double().lerp(value.double(), alpha).to(value.dtype)
-        for key, value in end.items()
+        if key.startswith(head_prefixes) or not value.is_floating_point()
+        else pretrained[key].cpu().double().lerp(value.double(), alpha).to(value.dtype)
+        for key, value in finetuned.items()
     }
 
 
-def mean_of(states: Sequence[State]) -> State:
-    """Return the mean of weights, tensor by tensor, summed in float64; counters of the first."""
+def mean_weights(states: Sequence[StateDict]) -> StateDict:
+    """Average weights tensor by tensor, summed in float64; counters come from the first."""
     means = {}
     for key, value in states[0].items():
         means[key] = value.clone()
@@ -160,190 +166,198 @@ def mean_of(states: Sequence[State]) -> State:
     return means
 
 
-def _wise(
+def _run_wise_ft(
     setup: TrainingSetup,
-    start: State,
-    end: State,
+    pretrained: StateDict,
+    finetuned: StateDict,
     alphas: Sequence[float],
-    measured: Callable[[State], dict[str, float]],
-) -> tuple[str, list[dict[str, Any]], str, State]:
-    """The best of several alphas.
+    evaluate_weights: Callable[[StateDict], dict[str, float]],
+) -> tuple[str, list[dict[str, Any]], str, StateDict]:
+    """Try every alpha and return the best one on validation.
 
-    The paper's networks have a zero-shot head at both ends. So a head that was kept from the
-    weights is averaged, too; a new one has nothing pretrained, and is the fine-tuned one.
+    The paper's networks have a zero-shot head before and after fine-tuning. So a head that was kept
+    from the pretrained weights is interpolated, too. A new head has no pretrained weights to
+    interpolate with and stays as fine-tuned.
     """
-    kept = "kept_classes" in setup.built.provenance
-    head = () if kept else classifier_names(setup.built.model)
+    has_pretrained_head = "kept_classes" in setup.built.provenance
+    head_names = () if has_pretrained_head else classifier_names(setup.built.model)
     tried: list[dict[str, Any]] = []
-    best, best_state = -1.0, end
+    best, best_state = -1.0, finetuned
     for alpha in sorted(set(alphas)):
-        state = interpolated(start, end, alpha, head=head)
-        tried.append({"name": f"alpha {alpha:g}", "alpha": alpha, **measured(state)})
-        score = tried[-1][main_figure(tried[-1])]
-        if score >= best:  # of equals the one nearer to the fine-tuned weights
+        state = interpolate_weights(pretrained, finetuned, alpha, head_names=head_names)
+        tried.append({"name": f"alpha {alpha:g}", "alpha": alpha, **evaluate_weights(state)})
+        score = tried[-1][primary_metric(tried[-1])]
+        if score >= best:  # a tie goes to the alpha closer to the fine-tuned weights
             best, best_state, chosen = score, state, tried[-1]["name"]
-    of = "the head, too" if kept else "the fine-tuned head"
-    return "WiSE-FT", tried, f"{chosen}, {of}", best_state
+    head_note = "the head, too" if has_pretrained_head else "the fine-tuned head"
+    return "WiSE-FT", tried, f"{chosen}, {head_note}", best_state
 
 
-def _soup(
-    members: Sequence[_Member], measured: Callable[[State], dict[str, float]], *, greedy: bool
-) -> tuple[str, list[dict[str, Any]], str, State]:
-    """The mean of all runs, or of those that a greedy soup takes."""
+def _build_soup(
+    members: Sequence[_LoadedRun],
+    evaluate_weights: Callable[[StateDict], dict[str, float]],
+    *,
+    greedy: bool,
+) -> tuple[str, list[dict[str, Any]], str, StateDict]:
+    """Average all runs, or the runs that a greedy soup selects."""
     tried: list[dict[str, Any]]
-    tried = [{"name": m.run.path.resolve().name, **measured(m.state)} for m in members]
+    tried = [{"name": m.run.path.resolve().name, **evaluate_weights(m.state_dict)} for m in members]
     if not greedy:
-        state = mean_of([member.state for member in members])
-        tried.append({"name": "mean", **measured(state)})
+        state = mean_weights([member.state_dict for member in members])
+        tried.append({"name": "mean", **evaluate_weights(state)})
         return "uniform soup", tried, f"all {len(members)} runs", state
-    lead = main_figure(tried[0])
-    order = sorted(range(len(members)), key=lambda index: -tried[index][lead])
-    taken, best = order[:1], tried[order[0]][lead]
+    metric = primary_metric(tried[0])
+    order = sorted(range(len(members)), key=lambda index: -tried[index][metric])
+    taken, best = order[:1], tried[order[0]][metric]
     for index in order[1:]:
-        figures = measured(mean_of([members[i].state for i in [*taken, index]]))
-        tried.append({"name": f"with {tried[index]['name']}", **figures})
-        if figures[lead] >= best:
-            taken, best = [*taken, index], figures[lead]
+        metrics = evaluate_weights(mean_weights([members[i].state_dict for i in [*taken, index]]))
+        tried.append({"name": f"with {tried[index]['name']}", **metrics})
+        if metrics[metric] >= best:
+            taken, best = [*taken, index], metrics[metric]
     names = ", ".join(tried[index]["name"] for index in taken)
-    return "greedy soup", tried, names, mean_of([members[index].state for index in taken])
+    return "greedy soup", tried, names, mean_weights([members[index].state_dict for index in taken])
 
 
-def _open(first: _Member) -> tuple[Accelerator, TrainingSetup]:
-    """The processes, and the data and pretrained network that the first run began with.
+def _open_first_run(first: _LoadedRun) -> tuple[Accelerator, TrainingSetup]:
+    """Create the accelerator, and the first run's setup with its data and pretrained network.
 
-    Without its adapter, which is merged in the weights of model/: DoRA computes from them and from
-    norms of the pretrained ones.
+    The setup has no adapter: the weights in model/ have it merged already, and DoRA would combine
+    them with norms of the pretrained weights.
     """
     plain = first.recipe.model.model_copy(update={"adapter": None})
-    accelerator = launched(first.recipe)
+    accelerator = create_run_accelerator(first.recipe)
     main = accelerator.is_main_process
-    setup = open_setup(
+    setup = build_setup(
         first.recipe.model_copy(update={"model": plain}),
         device=accelerator.device,
-        local_processes=local_processes(accelerator.num_processes),
-        notice=say if main else say_nothing,
-        progress=main,
+        local_world_size=local_world_size(accelerator.num_processes),
+        show_progress=main,
     )
-    _check_validation(first, setup)
+    _check_same_data_and_weights(first, setup)
     return accelerator, setup
 
 
 # --- checks ---------------------------------------------------------------------------------------
 
 
-def _check_words(runs: Sequence[str], alphas: Sequence[float], *, greedy: bool) -> None:
+def _check_arguments(runs: Sequence[str], alphas: Sequence[float], *, greedy: bool) -> None:
     problem, code = "", "recipe.conflict"
     if wrong := [alpha for alpha in alphas if not 0 <= alpha <= 1]:
         problem, code = f"--alpha: {wrong[0]:g}; give a number from 0 to 1", "recipe.wrong_value"
     elif len(runs) == 1 and not alphas:
-        problem = f"{runs[0]}: one run alone is no soup; give --alpha for WiSE-FT, or more runs"
+        problem = (
+            f"{runs[0]}: a model soup needs several runs; add runs, or add --alpha for WiSE-FT"
+        )
         code = "recipe.missing_option"
     elif len(runs) == 1 and greedy:
-        problem = "--greedy: only for a soup; remove it, or give more runs"
+        problem = "--greedy: applies only to a soup of several runs; remove it, or add runs"
     elif len(runs) > 1 and alphas:
-        problem = "--alpha: only for one run; remove it, or give one run"
+        problem = "--alpha: applies only to one run; remove it, or give one run"
     elif len({Path(run).resolve() for run in runs}) < len(runs):
-        problem = "a run is given twice; give each once"
+        problem = "the same run is given twice; give each run once"
     if problem:
         raise RecipeError(problem, code=code)
 
 
-def _read(name: str) -> _Member:
-    """A finished run and the weights of its model/."""
-    recipe = recipe_of(name) if is_run(Path(name)) else None
+def _load_run(name: str) -> _LoadedRun:
+    """Read a finished run and the weights in its model/."""
+    recipe = load_run_recipe(name) if is_run_dir(Path(name)) else None
     if recipe is None:
         raise WeightsError(
-            f"{name}: is a model folder, which does not tell its data; give a run directory",
+            f"{name}: is a model folder and does not record its data; give a run directory",
             code="weights.unsupported",
         )
     if not recipe.model.pretrained:
         raise WeightsError(
-            f"{name}: began with random weights; give runs that began with pretrained ones",
+            f"{name}: started from random weights; give runs that started from pretrained ones",
             code="weights.unsupported",
         )
     run = RunDir(name)
-    return _Member(run, recipe, read_record(run), read_tensors(run.model / "model.safetensors"))
+    return _LoadedRun(
+        run, recipe, read_record(run), read_tensors(run.model_folder / "model.safetensors")
+    )
 
 
-def _check_alike(first: _Member, other: _Member) -> None:
+def _check_compatible(first: _LoadedRun, other: _LoadedRun) -> None:
     """Refuse to average runs of different networks, weights, classes or validation images."""
-    shapes = [{k: v.shape for k, v in member.state.items()} for member in (first, other)]
+    shapes = [{k: v.shape for k, v in member.state_dict.items()} for member in (first, other)]
     records = [member.record for member in (first, other)]
     origins = [record.get("weights_sha256") for record in records]
     networks = [record.get("plan", {}).get("architecture") for record in records]
     paths = f"{other.run.path} and {first.run.path}"
     if shapes[0] != shapes[1] or networks[0] != networks[1]:
         raise WeightsError(
-            f"{paths}: their networks differ ({networks[1]}, {networks[0]}), or their classes or "
-            "sizes; give runs of one network",
+            f"{paths}: their networks ({networks[1]}, {networks[0]}), classes or tensor shapes "
+            "differ; give runs of one network",
             code="weights.wrong_shape",
         )
     if origins[0] != origins[1]:
         raise WeightsError(
-            f"{paths}: began with different weights, so their mean means nothing; give runs "
-            "that began with the same",
+            f"{paths}: started from different pretrained weights, so their average is not "
+            "meaningful; give runs that started from the same weights",
             code="weights.wrong_version",
         )
-    prints = [record.get("split_fingerprints", {}) for record in records]
-    models = [member.run.model for member in (first, other)]
-    configs = [read_config(model / "config.json", str(model)).config for model in models]
-    seen = [
-        [record.get("plan", {}).get("eval_pipeline"), *map(config.get, _PIXELS)]
+    fingerprints = [record.get("split_fingerprints", {}) for record in records]
+    models = [member.run.model_folder for member in (first, other)]
+    configs = [read_timm_config(model / "config.json", str(model)).config for model in models]
+    validation_settings = [
+        [record.get("plan", {}).get("eval_pipeline"), *map(config.get, _PREPROCESSING_KEYS)]
         for record, config in zip(records, configs, strict=True)
     ]
-    if seen[0] != seen[1] or any(
-        prints[0].get(name) != prints[1].get(name) for name in ("val", "classes")
+    if validation_settings[0] != validation_settings[1] or any(
+        fingerprints[0].get(name) != fingerprints[1].get(name) for name in ("val", "classes")
     ):
         raise DataError(
-            f"{paths}: were not validated on the same images, so one may have been trained on the "
-            "other's; set data.split_seed, data.eval, data.mean and the like alike in all of their "
-            "recipes",
+            f"{paths}: were validated on different images or preprocessing, so one run may have "
+            "trained on the other's validation images; use the same data.split_seed, data.eval, "
+            "data.mean and so on in all recipes",
             code="data.split_mismatch",
         )
 
 
-def _check_validation(first: _Member, setup: TrainingSetup) -> None:
-    """Refuse data and weights that are not those of the run any more, or have no validation."""
+def _check_same_data_and_weights(first: _LoadedRun, setup: TrainingSetup) -> None:
+    """Raise if the data or weights have changed since the run, or it has no validation split."""
     if "val" not in setup.source.splits:
         raise DataError(
-            f"{first.run.path}: has no validation images to choose by; train with "
+            f"{first.run.path}: has no validation images to choose the average with; train with "
             "data.val_fraction",
             code="data.no_split",
         )
     recorded = first.record.get("split_fingerprints", {}).get("val")
     if setup.source.splits["val"].fingerprint != recorded:
         raise DataError(
-            f"{first.recipe.data.source}: the validation images are not those of {first.run.path} "
-            "any more; restore them",
+            f"{first.recipe.data.source}: the validation images have changed since "
+            f"{first.run.path}; restore them",
             code="data.changed",
         )
     if setup.built.provenance.get("sha256") != first.record.get("weights_sha256"):
         raise WeightsError(
-            f"{first.recipe.model.name}: these weights are not those that {first.run.path} began "
-            "with; get them again",
+            f"{first.recipe.model.name}: these weights are not the ones that "
+            f"{first.run.path} started from; download them again",
             code="weights.wrong_version",
         )
 
 
-def _write(
-    folder: Path, first: _Member, setup: TrainingSetup, state: State, results: dict[str, Any]
+def _write_model_folder(
+    folder: Path, first: _LoadedRun, setup: TrainingSetup, state: StateDict, results: dict[str, Any]
 ) -> None:
-    """Write the model folder, whole or not at all."""
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".average.") as place:
-        made = Path(place) / "model"
-        made.mkdir()
+    """Write the model folder atomically."""
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".average.") as temporary:
+        model_folder = Path(temporary) / "model"
+        model_folder.mkdir()
         save_model(
-            made,
+            model_folder,
             setup.built,
             state,
             class_names=setup.source.class_names,
             preprocessing=setup.preprocessing,
             temperature=results.get("temperature"),
-            multilabel=setup.multilabel,
+            multilabel=setup.is_multilabel,
             thresholds=results.get("thresholds"),
         )
-        shutil.copymode(made / "config.json", made / "model.safetensors")  # it is written as 0600
-        write_averaged(made, first.run, results)
+        # safetensors writes its file with mode 0600
+        shutil.copymode(model_folder / "config.json", model_folder / "model.safetensors")
+        write_averaged_artifacts(model_folder, first.run, results)
         if folder.is_dir():
             folder.rmdir()
-        made.rename(folder)
+        model_folder.rename(folder)

@@ -1,4 +1,4 @@
-"""Measure a saved model on a split of any data set, and fit its temperature."""
+"""Evaluate a saved model on a split of any dataset, and fit its temperature."""
 
 from __future__ import annotations
 
@@ -15,47 +15,52 @@ import numpy as np
 import torch
 from torch import nn
 
-from finetune.commands.predict import num_classes_of
-from finetune.commands.predict_io import marked, one_line
-from finetune.console import bar, say
 from finetune.data.feature_loader import AnyLoader
-from finetune.data.from_recipe import data_of, section_of, whole_data_of
-from finetune.data.image_store import Store, open_store
-from finetune.data.loader import Loader
+from finetune.data.from_recipe import open_data, open_full_data, resolve_data_section
+from finetune.data.loader import ImageLoader
+from finetune.data.pixel_store import PixelStore, build_pixel_store
 from finetune.data.source import Source, Split
-from finetune.errors import DataError, RecipeError, nearest
-from finetune.evaluation.confusion import DENSE_CLASSES, Confusion, read_confusion
-from finetune.evaluation.evaluate import NUM_MISTAKES, Examination, evaluate
-from finetune.evaluation.features import identity_of
-from finetune.evaluation.intervals import TOO_FEW_IMAGES, interval
+from finetune.errors import DataError, RecipeError, did_you_mean
+from finetune.evaluation.confidence_intervals import TOO_FEW_IMAGES, accuracy_interval
+from finetune.evaluation.confusion import MAX_DENSE_CLASSES, ConfusionMatrix, parse_confusion_matrix
+from finetune.evaluation.evaluator import NUM_MISTAKES, Evaluator, evaluate
+from finetune.evaluation.feature_extraction import feature_identity
 from finetune.evaluation.multilabel import DEFAULT_THRESHOLD
-from finetune.files import make_folder, write_atomically
-from finetune.models.build import build
-from finetune.models.features import accept_features
-from finetune.models.saved import Built
-from finetune.models.weights.resolve import locate
-from finetune.processes import local_processes
-from finetune.recipe.identity import recipe_of
-from finetune.recipe.load import DataSection, Recipe, RunSection
-from finetune.run.directory import json_text
-from finetune.run.environment import dtype_of
-from finetune.text import TOO_FEW, counted, percent_range
+from finetune.files import make_writable_folder, write_atomically
+from finetune.formatting import (
+    TOO_FEW_IMAGES_NOTE,
+    escape_csv_formula,
+    escape_to_one_line,
+    format_percent_range,
+    pluralize,
+)
+from finetune.inference import get_num_classes
+from finetune.log import logger
+from finetune.models.build import build_model
+from finetune.models.features import enable_feature_input
+from finetune.models.save import BuiltModel
+from finetune.models.weights.resolve import locate_weights
+from finetune.precision import autocast_dtype
+from finetune.progress import step_bar
+from finetune.ranks import local_world_size
+from finetune.recipe.load import DataSection, load_run_recipe
+from finetune.run.directory import format_json
+from finetune.training.accelerator import create_run_accelerator
 from finetune.training.compile import choose_kernels
-from finetune.training.frozen_backbone import feature_loader
-from finetune.training.launch import launch
-from finetune.transforms.evaluation import corrupted, default_eval, make_pipeline
+from finetune.training.frozen_backbone import build_feature_loader
+from finetune.transforms.eval_transforms import add_corruption, build_pipeline, default_eval_spec
 from finetune.transforms.operations import CORRUPTIONS, SEVERITIES
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["describe", "evaluate_model", "launched", "write_results"]
+__all__ = ["evaluate_model", "format_evaluation", "write_evaluation"]
 
 SPLITS = ("train", "val", "test")
-_SHOWN_PAIRS = 20
-_SHOWN_LABELS = 100
+_MAX_CONFUSED_PAIRS = 20
+_MAX_LABEL_ROWS = 100
 TASKS = ("multiclass", "multilabel")
-_FIGURES = ("top1", "map", "loss", "ece")  # of corrupted images
+_CORRUPTION_METRICS = ("top1", "map", "loss", "ece")  # reported for corrupted images
 
 
 def evaluate_model(
@@ -67,181 +72,210 @@ def evaluate_model(
     corrupt: str | None = None,
     out: str | None = None,
 ) -> dict[str, Any]:
-    """Measure a saved model on a split, each image counted once.
+    """Evaluate a saved model on a split, each image once.
 
     Args:
         model: run directory, model folder, hub or timm name.
-        data: a source string; None for the one that the run was trained on. Its classes may be
-            some of the model's.
-        split: "train", "val" or "test"; None for val with `fit_temperature`, and otherwise for
-            test, or for val where the data has no test split; of other data than the run's with
-            one split alone, for all of it.
+        data: a source string; None for the source that the run was trained on. Its classes may be
+            a subset of the model's.
+        split: "train", "val" or "test". None means val with `fit_temperature`, otherwise test, or
+            val if the data has no test split. For data other than the run's that has only one
+            split, None means that split.
         fit_temperature: fit a temperature on the split and write it into the model's config.json.
-        corrupt: measure corrupted images, too: "all", one kind of CORRUPTIONS, or "noise:3".
-        out: a folder that `write_results` will be given; checked before the work begins.
-    Returns: as `Examination.of`, with "model", "data", "split", "class_names" and, with `corrupt`,
-        "corrupted" {"rows": [{"kind", "severity", "top1", "loss", "ece"}], "mean": {"top1", …}}.
-    Raises: RecipeError if the data is not known, DataError if its classes are not the model's or
-        it has no such split, SetupError if the temperature cannot be written.
+        corrupt: also evaluate corrupted images: "all", one kind of CORRUPTIONS, or "noise:3".
+        out: the folder that `write_evaluation` will get; checked before the evaluation starts.
+    Returns: the results of `Evaluator.evaluate_in_detail`, with "model", "data", "split",
+        "class_names" and, with `corrupt`, "corrupted" {"rows": [{"kind", "severity", "top1",
+        "loss", "ece"}], "mean": {"top1", …}}.
+    Raises: RecipeError if the data source is unknown; DataError if its classes are not the model's
+        or the split does not exist; SetupError if the temperature cannot be written.
     """
-    split = _checked("val" if split is None and fit_temperature else split)
-    corruptions = _corruptions(corrupt)
-    config = _config_of(model) if fit_temperature else None
+    split = _check_split_name("val" if split is None and fit_temperature else split)
+    corruptions = _parse_corruptions(corrupt)
+    config = _find_model_config(model) if fit_temperature else None
     if out is not None:
-        make_folder(Path(out), option="--out")
-    recipe = recipe_of(model)
-    section, seed = section_of(model, recipe, data)
-    built, num_classes = _classifier(model, fit_temperature=fit_temperature)
-    broken = {} if recipe is None else {"unreadable": recipe.data.unreadable}
-    section = section.model_copy(update={"task": TASKS[built.multilabel], **broken})
-    accelerator = launched(recipe)
-    own = recipe is not None and section.source == recipe.data.source
-    source, split = _open(section, split, seed=seed, own=own, shown=accelerator.is_main_process)
-    labelled, names = _by_the_models_classes(model, built.class_names, num_classes, source, split)
-    frozen = recipe is not None and recipe.model.freeze == "backbone"
+        make_writable_folder(Path(out), option="--out")
+    recipe = load_run_recipe(model)
+    section, seed = resolve_data_section(model, recipe, data)
+    built, num_classes = _build_classifier(model, fit_temperature=fit_temperature)
+    unreadable_policy = {} if recipe is None else {"unreadable": recipe.data.unreadable}
+    section = section.model_copy(update={"task": TASKS[built.multilabel], **unreadable_policy})
+    accelerator = create_run_accelerator(recipe)
+    is_training_data = recipe is not None and section.source == recipe.data.source
+    source, split = _open_split(
+        section,
+        split,
+        seed=seed,
+        is_training_data=is_training_data,
+        log_split=accelerator.is_main_process,
+    )
+    mapped_split, class_names = _map_labels_to_model_classes(
+        model, built.class_names, num_classes, source, split
+    )
+    frozen_backbone = recipe is not None and recipe.model.freeze == "backbone"
     network = built.model.to(accelerator.device, torch.float32)
-    choose_kernels(network, device=accelerator.device, dtype=dtype_of(accelerator))
-    feed = _feed_of(labelled, built, section, accelerator, num_classes=num_classes, frozen=frozen)
-    result = Examination(
-        feed,
+    choose_kernels(network, device=accelerator.device, dtype=autocast_dtype(accelerator))
+    loader = _build_loader(
+        mapped_split,
+        built,
+        section,
+        accelerator,
+        num_classes=num_classes,
+        frozen_backbone=frozen_backbone,
+    )
+    result = Evaluator(
+        loader,
         accelerator,
         temperature=None if fit_temperature else built.temperature,
         thresholds=built.thresholds or [DEFAULT_THRESHOLD] * num_classes,
-        fit=fit_temperature,
+        fit_calibration=fit_temperature,
         num_mistakes=NUM_MISTAKES,
-    ).of(network, batch_size=section.eval_batch_size)
+    ).evaluate_in_detail(network, batch_size=section.eval_batch_size)
     if config is not None and accelerator.is_main_process:
-        _store_temperature(config, result["temperature"], split)
+        _write_temperature(config, result["temperature"], split)
     if corruptions:
-        store = feed.store if isinstance(feed, Loader) else _images(labelled, section, accelerator)
-        result["corrupted"] = _corrupted(
+        store = (
+            loader.store
+            if isinstance(loader, ImageLoader)
+            else _open_pixel_store(mapped_split, section, accelerator)
+        )
+        result["corrupted"] = _evaluate_corruptions(
             corruptions, network, store, built, section, accelerator, num_classes=num_classes
         )
-    return {"model": model, "data": section.source, "split": split, **result, "class_names": names}
+    return {
+        "model": model,
+        "data": section.source,
+        "split": split,
+        **result,
+        "class_names": class_names,
+    }
 
 
-def launched(recipe: Recipe | None) -> Accelerator:
-    """Accelerate, in the precision and with the threads of a run's recipe."""
-    settings = {} if recipe is None else recipe.run.model_dump(include={"precision", "threads"})
-    return launch(RunSection(**settings))
-
-
-def _checked(split: str | None) -> str | None:
+def _check_split_name(split: str | None) -> str | None:
     if split is not None and split not in SPLITS:
         raise RecipeError(
-            f"--split: unknown '{split}'{nearest(split, SPLITS)}; known: {', '.join(SPLITS)}",
+            f"--split: unknown '{split}'{did_you_mean(split, SPLITS) or '.'} Choose from "
+            f"{', '.join(SPLITS)}",
             code="recipe.unknown_name",
         )
     return split
 
 
-def _classifier(model: str, *, fit_temperature: bool) -> tuple[Built, int]:
-    """A model, and the number of its classes."""
-    built = build(model)
-    num_classes = num_classes_of(model, built)
+def _build_classifier(model: str, *, fit_temperature: bool) -> tuple[BuiltModel, int]:
+    """Build a model. Returns: it, and its number of classes."""
+    built = build_model(model)
+    num_classes = get_num_classes(model, built)
     if built.multilabel and fit_temperature:
         raise RecipeError(
-            f"--fit-temperature: {model} gives an image any number of labels, by thresholds that "
-            "training has fitted; remove the option",
+            f"--fit-temperature: {model} is a multi-label model, with fitted thresholds and no "
+            "temperature; remove the option",
             code="recipe.conflict",
         )
     return built, num_classes
 
 
-def _corruptions(wanted: str | None) -> list[tuple[str, int]]:
-    """The kinds and severities that --corrupt names, in order."""
-    if wanted is None:
+def _parse_corruptions(name: str | None) -> list[tuple[str, int]]:
+    """Return the corruption kinds and severities that --corrupt selects, in order."""
+    if name is None:
         return []
     names = {kind: [(kind, severity) for severity in SEVERITIES] for kind in CORRUPTIONS}
     names["all"] = [each for rows in names.values() for each in rows]
     names |= {f"{k}:{s}": [(k, s)] for k, s in names["all"]}
-    if wanted not in names:
+    if name not in names:
         raise RecipeError(
-            f"--corrupt: unknown '{wanted}'{nearest(wanted, names)}; known: all, "
-            f"{', '.join(CORRUPTIONS)}, of each all five severities, or one: noise:3",
+            f"--corrupt: unknown '{name}'{did_you_mean(name, names) or '.'} Choose from all, "
+            f"{', '.join(CORRUPTIONS)} (all five severities), or one severity such as noise:3",
             code="recipe.unknown_name",
         )
-    return names[wanted]
+    return names[name]
 
 
-def write_results(result: Mapping[str, Any], folder: str | Path) -> list[str]:
-    """Write an evaluation into a folder, which is made if it is not there.
+def write_evaluation(result: Mapping[str, Any], folder: str | Path) -> list[str]:
+    """Write an evaluation into a folder, which is created if it does not exist.
 
-    Returns: the files: results.json, per_class.csv and, of one label an image, confusion.png and
-        reliability.png.
+    Returns: the written files: results.json, per_class.csv and, unless the model is multi-label,
+        confusion.png and reliability.png.
     Raises: SetupError if the folder cannot be written.
     """
-    from finetune.report import figures, style  # matplotlib takes a second to load
+    from finetune.report import figure_style, plots
 
     folder = Path(folder)
-    make_folder(folder, option="--out")
+    make_writable_folder(folder, option="--out")
     names = result["class_names"]
-    write_atomically(folder / "results.json", json_text(result))
+    write_atomically(folder / "results.json", format_json(result))
     write_atomically(folder / "per_class.csv", _per_class_csv(names, result["per_class"]))
-    after = result.get("calibrated", {}).get("calibration")
-    pictures = {}
+    calibrated_bins = result.get("calibrated", {}).get("calibration")
+    figures = {}
     if "confusion" in result:
-        pictures = {
-            "confusion.png": figures.confusion(_confusion(result), names),
-            "reliability.png": figures.reliability(result["calibration"], after),
+        figures = {
+            "confusion.png": plots.plot_confusion_matrix(_confusion_of_result(result), names),
+            "reliability.png": plots.plot_reliability_diagram(
+                result["calibration"], calibrated_bins
+            ),
         }
-    for name, figure in pictures.items():
-        style.save_png(figure, folder / name)
-    return [str(folder / name) for name in ("results.json", "per_class.csv", *pictures)]
+    for name, figure in figures.items():
+        figure_style.save_png(figure, folder / name)
+    return [str(folder / name) for name in ("results.json", "per_class.csv", *figures)]
 
 
-def describe(result: Mapping[str, Any]) -> str:
-    """The figures and the per-class report as text for people."""
-    every = ("top1", "top5", "map", "balanced_accuracy", "macro_f1", "micro_f1", "loss", "ece")
-    keys = [key for key in every if key in result]
+def format_evaluation(result: Mapping[str, Any]) -> str:
+    """Format the metrics and the per-class report."""
+    known_keys = ("top1", "top5", "map", "balanced_accuracy", "macro_f1", "micro_f1", "loss", "ece")
+    keys = [key for key in known_keys if key in result]
     lines = [
         f"{result['split']}: "
         + "  ".join(f"{key} {result[key]:.4f}" for key in keys)
         + f"  ({result['examples']} images)"
     ]
-    if "top1" in result and (ends := interval(result["top1"], result["examples"])):
-        few = f"; {TOO_FEW} to judge by" if result["examples"] < TOO_FEW_IMAGES else ""
-        lines.append(f"95 % interval of top1: {percent_range(*ends)}{few}")
-    if scaled := result.get("calibrated"):
+    if "top1" in result and (bounds := accuracy_interval(result["top1"], result["examples"])):
+        warning = (
+            f"; {TOO_FEW_IMAGES_NOTE} to judge by" if result["examples"] < TOO_FEW_IMAGES else ""
+        )
+        lines.append(f"95 % interval of top1: {format_percent_range(*bounds)}{warning}")
+    if calibrated := result.get("calibrated"):
         lines.append(
-            f"with temperature {scaled['temperature']:.4g}: loss {scaled['loss']:.4f}  "
-            f"ece {scaled['ece']:.4f}"
+            f"with temperature {calibrated['temperature']:.4g}: loss {calibrated['loss']:.4f}  "
+            f"ece {calibrated['ece']:.4f}"
         )
     if "temperature" in result:
-        lines.append(f"temperature {result['temperature']:.4g}, written into config.json")
-    lines += _corrupted_lines(result.get("corrupted", {}))
-    table = _per_class(result) if "confusion" in result else _per_label(result)
+        lines.append(f"temperature {result['temperature']:.4g}, written to config.json")
+    lines += _format_corruptions(result.get("corrupted", {}))
+    table = _format_per_class(result) if "confusion" in result else _format_per_label(result)
     return "\n".join([*lines, "", table])
 
 
-def _corrupted_lines(found: Mapping[str, Any]) -> list[str]:
-    """A row for each kind and figure of corrupted images, with a column for each severity."""
-    if not found:
+def _format_corruptions(corrupted: Mapping[str, Any]) -> list[str]:
+    """Format one line per corruption kind and metric, with one column per severity."""
+    if not corrupted:
         return []
-    rows = found["rows"]
+    rows = corrupted["rows"]
     severities = sorted({row["severity"] for row in rows})
     lines = [f"{'corrupted, severity':20}" + "".join(f"{each:8}" for each in severities)]
     for kind in dict.fromkeys(row["kind"] for row in rows):
-        for key in found["mean"]:
+        for key in corrupted["mean"]:
             values = "".join(f"{row[key]:8.4f}" for row in rows if row["kind"] == kind)
             lines.append(f"{kind:14}{key:6}{values}")
-    mean = "  ".join(f"{key} {value:.4f}" for key, value in found["mean"].items())
-    return ["", *lines, f"mean of {counted(len(rows), 'corruption')}: {mean}"]
+    mean = "  ".join(f"{key} {value:.4f}" for key, value in corrupted["mean"].items())
+    return ["", *lines, f"mean of {pluralize(len(rows), 'corruption')}: {mean}"]
 
 
-def _per_class(result: Mapping[str, Any]) -> str:
-    """scikit-learn's classification report of the classes that occur or were predicted."""
-    from sklearn.metrics import classification_report  # half a second
+def _format_per_class(result: Mapping[str, Any]) -> str:
+    """Format scikit-learn's classification report, for classes that occur or were predicted."""
+    from sklearn.metrics import classification_report  # takes half a second to import
 
-    counts = _confusion(result)
-    truth, guess, times = counts.true_M, counts.said_M, counts.count_M
-    if counts.num_classes > DENSE_CLASSES:
-        return _most_confused(counts, result["class_names"])
-    present = np.union1d(truth, guess)
-    names = [one_line(result["class_names"][index]) for index in present]
+    confusion = _confusion_of_result(result)
+    true_labels, predicted_labels, counts = (
+        confusion.true_M,
+        confusion.predicted_M,
+        confusion.count_M,
+    )
+    if confusion.num_classes > MAX_DENSE_CLASSES:
+        return _format_most_confused(confusion, result["class_names"])
+    present = np.union1d(true_labels, predicted_labels)
+    names = [escape_to_one_line(result["class_names"][index]) for index in present]
     report: str = classification_report(
-        np.repeat(truth, times),
-        np.repeat(guess, times),
+        np.repeat(true_labels, counts),
+        np.repeat(predicted_labels, counts),
         labels=present,
         target_names=names,
         digits=4,
@@ -250,205 +284,220 @@ def _per_class(result: Mapping[str, Any]) -> str:
     return report.rstrip("\n")
 
 
-def _per_label(result: Mapping[str, Any]) -> str:
-    """A line for each class of several labels an image, those with most images first."""
+def _format_per_label(result: Mapping[str, Any]) -> str:
+    """Format one line per class of a multi-label model, largest classes first."""
     keys = ("precision", "recall", "f1", "ap", "threshold")
     pairs = zip(result["class_names"], result["per_class"], strict=True)
-    rows = sorted(pairs, key=lambda pair: -pair[1]["support"])[:_SHOWN_LABELS]
-    width = max(len(one_line(name)) for name, _ in rows)
+    rows = sorted(pairs, key=lambda pair: -pair[1]["support"])[:_MAX_LABEL_ROWS]
+    width = max(len(escape_to_one_line(name)) for name, _ in rows)
     lines = [f"{'':{width}}" + "".join(f"{key:>10}" for key in (*keys, "support"))]
     for name, row in rows:
         cells = ("-" if row[key] is None else f"{row[key]:.4f}" for key in keys)
-        figures = "".join(f"{cell:>10}" for cell in (*cells, str(row["support"])))
-        lines.append(f"{one_line(name):{width}}{figures}")
-    more = ["", "every class: per_class.csv, with --out DIR"]
-    return "\n".join(lines + more * (len(result["per_class"]) > _SHOWN_LABELS))
+        values = "".join(f"{cell:>10}" for cell in (*cells, str(row["support"])))
+        lines.append(f"{escape_to_one_line(name):{width}}{values}")
+    more = ["", "for every class, write per_class.csv with --out DIR"]
+    return "\n".join(lines + more * (len(result["per_class"]) > _MAX_LABEL_ROWS))
 
 
-def _confusion(result: Mapping[str, Any]) -> Confusion:
-    counts = read_confusion(result)
-    assert counts is not None  # of an evaluation that this process made
-    return counts
+def _confusion_of_result(result: Mapping[str, Any]) -> ConfusionMatrix:
+    confusion = parse_confusion_matrix(result)
+    assert confusion is not None  # an evaluation of this process always has it
+    return confusion
 
 
-def _most_confused(counts: Confusion, names: Sequence[str]) -> str:
-    """The most confused pairs, where a line for each class would fill many screens."""
+def _format_most_confused(confusion: ConfusionMatrix, names: Sequence[str]) -> str:
+    """Format the most confused pairs, for models with too many classes for one line each."""
     lines = ["images  true class → predicted class"] + [
-        f"{count:6}  {one_line(names[true])} → {one_line(names[predicted])}"
-        for true, predicted, count in counts.most_confused(_SHOWN_PAIRS)
+        f"{count:6}  {escape_to_one_line(names[true])} → {escape_to_one_line(names[predicted])}"
+        for true, predicted, count in confusion.most_confused_pairs(_MAX_CONFUSED_PAIRS)
     ]
-    return "\n".join([*lines, "", "every class: per_class.csv, with --out DIR"])
+    return "\n".join([*lines, "", "for every class, write per_class.csv with --out DIR"])
 
 
 def _per_class_csv(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
     text = io.StringIO()
     writer = csv.writer(text)
-    every = ("support", "recall", "precision", "f1", "ap", "threshold")
-    keys = [key for key in every if key in rows[0]]
+    known_keys = ("support", "recall", "precision", "f1", "ap", "threshold")
+    keys = [key for key in known_keys if key in rows[0]]
     writer.writerow(["class", *keys])
     for name, row in zip(names, rows, strict=True):
-        writer.writerow([marked(name), *(row[key] for key in keys)])
+        writer.writerow([escape_csv_formula(name), *(row[key] for key in keys)])
     return text.getvalue()
 
 
-def _open(
-    section: DataSection, split: str | None, *, seed: int, own: bool, shown: bool
+def _open_split(
+    section: DataSection, split: str | None, *, seed: int, is_training_data: bool, log_split: bool
 ) -> tuple[Source, str]:
-    """Open the data, and choose the split where none is named: test, or val without a test split.
+    """Open the data and select a split. The default is test, or val if there is no test split.
 
     Args:
-        own: the run was trained on it; of other data nothing is set aside but for val.
-        shown: print that there is no test split.
-    Raises: DataError if it does not have the split.
+        is_training_data: whether the run was trained on this data. Other data is only split for
+            val.
+        log_split: log that there is no test split.
+    Raises: DataError if the split does not exist.
     """
-    is_whole = split in (None, "test") or (split == "train" and not own)
-    source = whole_data_of(section, seed) if is_whole else data_of(section, seed)
+    is_whole = split in (None, "test") or (split == "train" and not is_training_data)
+    source = open_full_data(section, seed) if is_whole else open_data(section, seed)
     if split is None and "test" not in source.splits:
-        if own or len(source.splits) > 1:
-            source, name = data_of(section, seed), "val"
+        if is_training_data or len(source.splits) > 1:
+            source, name = open_data(section, seed), "val"
             part = "validation"
         else:
             (name,), part = source.splits, "all of it"
         if name in source.splits:
-            split, images = name, counted(len(source.splits[name]), "image")
-            if shown:
-                say(f"{section.source}: has no test split; measuring {part}, {images}")
+            split, images = name, pluralize(len(source.splits[name]), "image")
+            if log_split:
+                logger.info(f"{section.source}: has no test split; evaluating {part}, {images}")
     split = split or "test"
     if split not in source.splits:
         have = ", ".join(source.splits)
         raise DataError(
-            f"{section.source}: has no split '{split}'; it has {have}", code="data.no_split"
+            f"{section.source}: has no split '{split}'; use one of: {have}", code="data.no_split"
         )
     return source, split
 
 
-def _feed_of(
+def _build_loader(
     split: Split,
-    built: Built,
+    built: BuiltModel,
     section: DataSection,
     accelerator: Accelerator,
     *,
     num_classes: int,
-    frozen: bool,
+    frozen_backbone: bool,
 ) -> AnyLoader:
-    """Batches of a split: with a backbone that was frozen, of the features that its run kept."""
+    """Load a split's images, or the run's cached features if its backbone was frozen."""
     device, preprocessing = accelerator.device, built.preprocessing
-    pipeline = make_pipeline(preprocessing, section.eval, train=False)
-    if frozen and accept_features(built.model, preprocessing.image_size, training=False) is None:
-        loader, _ = feature_loader(
+    pipeline = build_pipeline(preprocessing, section.eval, train=False)
+    if (
+        frozen_backbone
+        and enable_feature_input(built.model, preprocessing.image_size, training=False) is None
+    ):
+        loader, _ = build_feature_loader(
             split,
             network=built.model,
             pipeline=pipeline,
-            identity=identity_of(built, section.eval) if accelerator.is_main_process else {},
+            identity=feature_identity(built, section.eval) if accelerator.is_main_process else {},
             section=section,
             accelerator=accelerator,
             num_classes=num_classes,
         )
         return loader
-    store = _images(split, section, accelerator)
-    return Loader(store, pipeline, num_classes=num_classes, device=device)
+    store = _open_pixel_store(split, section, accelerator)
+    return ImageLoader(store, pipeline, num_classes=num_classes, device=device)
 
 
-def _images(split: Split, section: DataSection, accelerator: Accelerator) -> Store:
-    """The pixels of a split."""
-    return open_store(
+def _open_pixel_store(split: Split, section: DataSection, accelerator: Accelerator) -> PixelStore:
+    """Open the decoded images of a split."""
+    return build_pixel_store(
         split,
         keep=section.keep,
         device=accelerator.device,
-        workers=section.workers,
+        num_workers=section.workers,
         unreadable=section.unreadable,
-        local_processes=local_processes(accelerator.num_processes),
+        local_world_size=local_world_size(accelerator.num_processes),
         progress=accelerator.is_main_process,
-        notice=say,
     )
 
 
-def _corrupted(
+def _evaluate_corruptions(
     corruptions: Sequence[tuple[str, int]],
     network: nn.Module,
-    store: Store,
-    built: Built,
+    store: PixelStore,
+    built: BuiltModel,
     section: DataSection,
     accelerator: Accelerator,
     *,
     num_classes: int,
 ) -> dict[str, Any]:
-    """The figures of each corruption, and their means."""
-    sentence = section.eval or default_eval(built.preprocessing)
+    """Evaluate each corruption. Returns: the metrics of each, and their means."""
+    eval_spec = section.eval or default_eval_spec(built.preprocessing)
     rows: list[dict[str, Any]] = []
     shown = accelerator.is_main_process
-    with bar(total=len(corruptions), start=0, shown=shown) as progress:
+    with step_bar(total=len(corruptions), start=0, shown=shown) as progress:
         for kind, severity in corruptions:
-            pipeline = make_pipeline(built.preprocessing, corrupted(sentence, kind, severity))
-            loader = Loader(store, pipeline, num_classes=num_classes, device=accelerator.device)
-            size = section.eval_batch_size
-            figures = evaluate(network, loader, accelerator, batch_size=size)
-            kept = {key: figures[key] for key in _FIGURES if key in figures}
-            rows.append({"kind": kind, "severity": severity, **kept})
+            pipeline = build_pipeline(
+                built.preprocessing, add_corruption(eval_spec, kind, severity)
+            )
+            loader = ImageLoader(
+                store, pipeline, num_classes=num_classes, device=accelerator.device
+            )
+            batch_size = section.eval_batch_size
+            metrics = evaluate(network, loader, accelerator, batch_size=batch_size)
+            reported = {key: metrics[key] for key in _CORRUPTION_METRICS if key in metrics}
+            rows.append({"kind": kind, "severity": severity, **reported})
             progress.update()
-    mean = {key: statistics.fmean(row[key] for row in rows) for key in kept}
+    mean = {key: statistics.fmean(row[key] for row in rows) for key in reported}
     return {"rows": rows, "mean": mean}
 
 
-def _by_the_models_classes(
-    model: str, names: list[str] | None, num_classes: int, source: Source, split: str
+def _map_labels_to_model_classes(
+    model: str, model_class_names: list[str] | None, num_classes: int, source: Source, split: str
 ) -> tuple[Split, list[str]]:
-    """Number the labels as the model does; classes that it does not know are refused.
+    """Map the labels to the model's class indices, by class name.
 
-    Logits mean the model's own classes: another data set's would be counted at random.
+    Without this, labels of another dataset would be compared with unrelated logits.
 
     Returns: the split, and the names of the model's classes.
+    Raises: DataError if the model lacks one of the dataset's classes.
     """
-    theirs = list(source.class_names)
-    if names is None:
-        if len(theirs) != num_classes:
+    data_class_names = list(source.class_names)
+    if model_class_names is None:
+        if len(data_class_names) != num_classes:
             raise DataError(
-                f"{source.name}: {len(theirs)} classes, and {model} tells {num_classes} apart; "
-                "measure it on data with the same classes",
+                f"{source.name}: has {len(data_class_names)} classes, but {model} has "
+                f"{num_classes}; evaluate it on data with the same classes",
                 code="data.wrong_classes",
             )
-        return source.splits[split], theirs
-    number = {name: index for index, name in reversed([*enumerate(names)])}  # the first of equals
-    unknown = [name for name in theirs if name not in number]
+        return source.splits[split], data_class_names
+    # reversed, so that the first of duplicates wins
+    index_of = {name: index for index, name in reversed([*enumerate(model_class_names)])}
+    unknown = [name for name in data_class_names if name not in index_of]
     if unknown:
         raise DataError(
-            f"{source.name}: its {len(theirs)} classes are not those of {model} ({len(names)}: "
-            f"{', '.join(names[:5])}…), which does not know '{unknown[0]}'; measure it on data "
-            "with the same classes",
+            f"{source.name}: its {len(data_class_names)} classes are not those of {model} "
+            f"({len(model_class_names)}: {', '.join(model_class_names[:5])}…), which has no class "
+            f"'{unknown[0]}'; evaluate it on data with the same classes",
             code="data.wrong_classes",
         )
-    if source.columns and (missing := [name for name in names if name not in source.columns]):
+    if source.indicator_columns and (
+        missing := [name for name in model_class_names if name not in source.indicator_columns]
+    ):
         raise DataError(
-            f"{source.name}: has no column of 0 and 1 for {len(missing)} of the {len(names)} "
-            f"classes of {model}: {', '.join(missing[:5])}; add these columns, as no other says "
-            "which images have the class",
+            f"{source.name}: has no 0/1 column for {len(missing)} of the {len(model_class_names)} "
+            f"classes of {model}: {', '.join(missing[:5])}; add these columns, because no other "
+            "column tells which images have the class",
             code="data.no_column",
         )
-    if theirs == names:
-        return source.splits[split], names
-    place = np.array([number[name] for name in theirs], dtype=np.int64)
-    chosen = source.splits[split]
-    if not chosen.is_multilabel:
-        return dataclasses.replace(chosen, labels=place[chosen.labels]), names
-    labels_NK = np.zeros((len(chosen), len(names)), dtype=np.uint8)
-    labels_NK[:, place] = chosen.labels
-    return dataclasses.replace(chosen, labels=labels_NK), names
+    if data_class_names == model_class_names:
+        return source.splits[split], model_class_names
+    target_indices = np.array([index_of[name] for name in data_class_names], dtype=np.int64)
+    selected = source.splits[split]
+    if not selected.is_multilabel:
+        return dataclasses.replace(
+            selected, labels=target_indices[selected.labels]
+        ), model_class_names
+    labels_NK = np.zeros((len(selected), len(model_class_names)), dtype=np.uint8)
+    labels_NK[:, target_indices] = selected.labels
+    return dataclasses.replace(selected, labels=labels_NK), model_class_names
 
 
-def _config_of(model: str) -> Path:
-    """The config.json that a temperature can be written into."""
-    folder = None if model.startswith(("hf-hub:", "hf_hub:", "embedded:")) else locate(model)
+def _find_model_config(model: str) -> Path:
+    """Return the config.json to write a temperature into. Raises: RecipeError if there is none."""
+    folder = (
+        None if model.startswith(("hf-hub:", "hf_hub:", "embedded:")) else locate_weights(model)
+    )
     if folder is None or not (folder / "config.json").is_file():
         raise RecipeError(
-            f"--fit-temperature: {model} is not a run directory or model folder, so there is no "
-            "config.json to write it into; copy the model into a folder first",
+            f"--fit-temperature: {model} is not a run directory or model folder, so it has no "
+            "config.json to write to; copy the model into a folder first",
             code="recipe.conflict",
         )
     return folder / "config.json"
 
 
-def _store_temperature(path: Path, temperature: float, split: str) -> None:
-    """Write the temperature into a model's configuration, in one step."""
+def _write_temperature(path: Path, temperature: float, split: str) -> None:
+    """Write the temperature into a model's config.json, atomically."""
     config = json.loads(path.read_text(encoding="utf-8"))
     config["calibration"] = {"temperature": temperature, "split": split}
     write_atomically(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")

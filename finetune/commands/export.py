@@ -1,7 +1,6 @@
-"""Export a model to ONNX or to torch.export's format, compared with itself before it is published.
+"""Export a model to ONNX or torch.export, and compare its logits before writing the file.
 
-Beside NAME.onnx stands NAME.onnx.json: what has to be done to an image before the network sees it,
-the names of the classes, and where both come from.
+NAME.onnx comes with NAME.onnx.json: the preprocessing, the class names, and the source of both.
 """
 
 # N images, B batch, K classes, h w the model's input size
@@ -23,38 +22,39 @@ from torch import Tensor, nn
 
 from finetune.commands.export_formats import (
     SUFFIXES,
-    Run,
-    innermost,
-    opened,
-    quiet,
+    ExportedModel,
+    export_network,
+    load_exported,
     require_packages,
-    write,
+    root_cause_message,
+    suppress_exporter_output,
 )
-from finetune.commands.predict import evaluation
-from finetune.commands.predict_io import list_files
-from finetune.console import say
-from finetune.data.decode import decode, planes
-from finetune.data.from_recipe import whole_data_of
-from finetune.data.source import Source, open_source
+from finetune.data.decode import decode_image, hwc_to_chw
+from finetune.data.from_recipe import open_full_data
+from finetune.data.image_paths import list_cli_images
+from finetune.data.open_source import open_source
+from finetune.data.source import Source
 from finetune.errors import DataError, FinetuneError, RecipeError, WeightsError
 from finetune.evaluation.multilabel import DEFAULT_THRESHOLD
-from finetune.files import disk_errors, sha256_of
-from finetune.models.build import build
-from finetune.models.saved import Built
-from finetune.models.weights.timm_config import MULTILABEL
-from finetune.recipe.identity import recipe_of
-from finetune.run.environment import versions_of
-from finetune.text import byte_size, counted
-from finetune.transforms.evaluation import as_published
+from finetune.files import explain_disk_errors, file_sha256
+from finetune.formatting import format_bytes, pluralize
+from finetune.inference import eval_pipeline_and_class_names
+from finetune.log import logger
+from finetune.models.build import build_model
+from finetune.models.save import BuiltModel
+from finetune.models.weights.timm_config import MULTILABEL_PROBLEM_TYPE
+from finetune.recipe.load import load_run_recipe
+from finetune.run.environment import package_versions
+from finetune.transforms.eval_transforms import spec_to_preprocessing
 from finetune.transforms.pipeline import Pipeline
 
-__all__ = ["describe", "export_model"]
+__all__ = ["export_model", "format_export"]
 
 TOLERANCE = 1e-3
-NUM_IMAGES = 16
-BATCH_SIZES = (1, 2, 5, NUM_IMAGES)
-_VERSIONS = ("finetune", "torch", "timm", "onnx", "onnxscript", "onnxruntime")
-_DIGITS = "embedded:digits"
+NUM_COMPARED_IMAGES = 16
+BATCH_SIZES = (1, 2, 5, NUM_COMPARED_IMAGES)
+_RECORDED_PACKAGES = ("finetune", "torch", "timm", "onnx", "onnxscript", "onnxruntime")
+_FALLBACK_SOURCE = "embedded:digits"
 
 
 def export_model(
@@ -65,86 +65,88 @@ def export_model(
     images: Sequence[str] = (),
     image_size: int | tuple[int, int] | None = None,
 ) -> dict[str, Any]:
-    """Export a model for batches of any size; it is published only if its logits are the model's.
+    """Export a model with a dynamic batch size, and write it only if its logits match the model's.
 
     Args:
         model: run directory, model folder, hub or timm name.
-        format: "onnx", or "torch" for a .pt2 of torch.export.
-        out: a file, or a folder to put it into; None for the working directory.
-        images: files, folders and patterns to compare on; by default the run's own data, and
-            scikit-learn's digits where there is none.
+        format: "onnx", or "torch" for a .pt2 file of torch.export.
+        out: a file or its folder; None for the working directory.
+        images: files, folders and patterns to compare logits on; by default the run's own data, or
+            scikit-learn's digits if there is none.
         image_size: pixels, or (height, width); None takes the model's own.
     Returns: {"file", "preprocessing", "format", "opset", "bytes", "sha256" of each file,
         "max_difference", "batch_sizes", "num_images", "images"}.
     Raises: WeightsError if the architecture cannot be exported with a dynamic batch or a logit
-        differs by more than 1e-3; SetupError if a package is missing or nothing can be written;
-        RecipeError, DataError for wrong arguments and images.
+        differs by more than 1e-3; SetupError if a package is missing or the file cannot be
+        written; RecipeError or DataError for wrong arguments or images.
     """
-    target = _target(model, format, out)
+    target = _resolve_output_path(model, format, out)
     require_packages(format)
-    built = build(model, image_size=image_size)
-    pipeline, class_names = evaluation(model, built, as_recorded=image_size is None)
-    images_N3hw, compared_on = _pictures(model, pipeline, images)
+    built = build_model(model, image_size=image_size)
+    pipeline, class_names = eval_pipeline_and_class_names(
+        model, built, use_recipe=image_size is None
+    )
+    images_N3hw, compared_on = _load_comparison_images(model, pipeline, images)
     network = built.model.eval().requires_grad_(False)
-    # zeros: a .pt2 keeps the example, and an image of somebody has no place in it
+    # zeros: a .pt2 stores the example, which must not be somebody's image
     example = torch.zeros(2, *images_N3hw.shape[1:])
-    with disk_errors(target), contextlib.ExitStack() as stack:
+    with explain_disk_errors(target), contextlib.ExitStack() as stack:
         target.parent.mkdir(parents=True, exist_ok=True)
-        beside = tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent)
-        at = Path(stack.enter_context(beside))
-        exported = at / target.name
-        with quiet():
-            opset = write(network, example, exported, built.architecture, format)
-            run = opened(exported, format)
-            difference = _difference(network, run, images_N3hw, f"{model}: {format}")
+        staging = tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent)
+        staging_path = Path(stack.enter_context(staging))
+        exported = staging_path / target.name
+        with suppress_exporter_output():
+            opset = export_network(network, example, exported, built.architecture, format)
+            exported_model = load_exported(exported, format)
+            difference = _check_logits(network, exported_model, images_N3hw, f"{model}: {format}")
         result = {
             "format": format,
             "opset": opset,
-            "bytes": sum(path.stat().st_size for path in at.iterdir()),
-            "sha256": {path.name: sha256_of(path) for path in sorted(at.iterdir())},
+            "bytes": sum(path.stat().st_size for path in staging_path.iterdir()),
+            "sha256": {path.name: file_sha256(path) for path in sorted(staging_path.iterdir())},
             "max_difference": difference,
             "batch_sizes": list(BATCH_SIZES),
             "num_images": len(images_N3hw),
             "images": compared_on,
         }
-        facts = {**_facts(model, built, pipeline, class_names), "export": result}
-        text = json.dumps(facts, indent=2, allow_nan=False) + "\n"
-        (at / f"{target.name}.json").write_text(text, encoding="utf-8")
-        _publish(at, target)
+        metadata = {**_build_metadata(model, built, pipeline, class_names), "export": result}
+        text = json.dumps(metadata, indent=2, allow_nan=False) + "\n"
+        (staging_path / f"{target.name}.json").write_text(text, encoding="utf-8")
+        _move_into_place(staging_path, target)
     return {"file": str(target), "preprocessing": f"{target}.json", **result}
 
 
-def describe(result: dict[str, Any]) -> str:
-    """The exported file, and how far its logits are from the model's, for people."""
+def format_export(result: dict[str, Any]) -> str:
+    """Format the written files, and the largest difference from the model's logits."""
     opset = f", opset {result['opset']}" if result["opset"] else ""
     sizes = ", ".join(map(str, result["batch_sizes"]))
     return (
-        f"{result['file']}: {byte_size(result['bytes'])}{opset}, any batch size\n"
-        f"{result['preprocessing']}: its preprocessing and classes\n"
-        f"largest difference of a logit {result['max_difference']:.2g} (limit {TOLERANCE:g}) on "
-        f"{counted(result['num_images'], 'image')} of {result['images']}, batches of {sizes}"
+        f"{result['file']}: {format_bytes(result['bytes'])}{opset}, dynamic batch size\n"
+        f"{result['preprocessing']}: preprocessing and class names\n"
+        f"largest logit difference {result['max_difference']:.2g} (limit {TOLERANCE:g}) on "
+        f"{pluralize(result['num_images'], 'image')} of {result['images']}, batches of {sizes}"
     )
 
 
-# Where to, and what with ---------------------------------------------------------------------
+# --- output path and images to compare -----------------------------------------------------------
 
 
-def _target(model: str, format: str, out: str | None) -> Path:
-    """The file to write: as named, or called after the model in the folder that is named."""
+def _resolve_output_path(model: str, format: str, out: str | None) -> Path:
+    """Return the file to write: `out` itself, or a file named after the model in that folder."""
     suffix = SUFFIXES[format]
     path = Path(out or ".").expanduser()
     if path.suffix == suffix and not path.is_dir():
         return path
     if path.suffix in (".pt", ".pth", *SUFFIXES.values()) and not path.is_dir():
         raise RecipeError(
-            f"--out: '{out}' is not named as {format} is; use the suffix {suffix}",
+            f"--out: '{out}' has the wrong suffix for {format}; use {suffix}",
             code="recipe.wrong_value",
         )
-    return path / f"{_name_of(model)}{suffix}"
+    return path / f"{_default_file_stem(model)}{suffix}"
 
 
-def _name_of(model: str) -> str:
-    """The exported file's stem: the run's, the folder's, the repository's or timm's name."""
+def _default_file_stem(model: str) -> str:
+    """Return the default file stem: the name of the run, folder, repository or timm model."""
     path = Path(model).expanduser()
     if os.path.exists(path):
         path = path.resolve()
@@ -155,130 +157,145 @@ def _name_of(model: str) -> str:
     return last or "model"
 
 
-def _pictures(model: str, pipeline: Pipeline, paths: Sequence[str]) -> tuple[Tensor, str]:
-    """Real images, prepared. Returns: (N, 3, h, w), and what they are of."""
+def _load_comparison_images(
+    model: str, pipeline: Pipeline, paths: Sequence[str]
+) -> tuple[Tensor, str]:
+    """Load and preprocess real images. Returns: (N, 3, h, w), and their source."""
     if paths:
-        chosen = _spread(list_files(paths))
-        images = (_decoded(path, error, pipeline.decode_size) for path, error in chosen)
-        return _prepared(pipeline, images), "--images"
-    if recipe := recipe_of(model):
+        files = _sample_evenly(list_cli_images(paths))
+        images = (_decode_or_raise(path, error, pipeline.decode_size) for path, error in files)
+        return _preprocess(pipeline, images), "--images"
+    if recipe := load_run_recipe(model):
         section = recipe.data
         try:
-            return _some_of(whole_data_of(section, recipe.run.seed), pipeline), section.source
+            return _sample_source(
+                open_full_data(section, recipe.run.seed), pipeline
+            ), section.source
         except FinetuneError as error:
-            say(f"{section.source} cannot be read here ({error}); digits are compared instead")
-    return _some_of(open_source(_DIGITS), pipeline), _DIGITS
+            logger.info(
+                f"{section.source}: cannot be read here ({error}); comparing the logits on "
+                f"{_FALLBACK_SOURCE} instead"
+            )
+    return _sample_source(open_source(_FALLBACK_SOURCE), pipeline), _FALLBACK_SOURCE
 
 
-def _decoded(path: str, error: str | None, size: int | None) -> np.ndarray:
+def _decode_or_raise(path: str, error: str | None, size: int | None) -> np.ndarray:
     if error is not None:
-        raise DataError(f"--images: {path}: {error}; name another", code="data.unreadable")
+        raise DataError(f"--images: {path}: {error}; choose another image", code="data.unreadable")
     try:
-        return decode(path, size=size)
+        return decode_image(path, decode_size=size)
     except DataError as cause:
-        raise DataError(f"--images: {cause}; name another", code="data.unreadable") from None
+        raise DataError(
+            f"--images: {cause}; choose another image", code="data.unreadable"
+        ) from None
 
 
-def _some_of(source: Source, pipeline: Pipeline) -> Tensor:
+def _sample_source(source: Source, pipeline: Pipeline) -> Tensor:
     splits = source.splits
     split = next(splits[name] for name in ("test", "val", "train") if name in splits)
-    return _prepared(pipeline, map(split.read, _spread(range(len(split)))))
+    return _preprocess(pipeline, map(split.decode, _sample_evenly(range(len(split)))))
 
 
-def _prepared(pipeline: Pipeline, images: Iterable[np.ndarray]) -> Tensor:
-    """(N, 3, h, w) from images of any size, of which one at a time is held."""
-    return torch.cat([pipeline([planes(one)]) for one in images])
+def _preprocess(pipeline: Pipeline, images: Iterable[np.ndarray]) -> Tensor:
+    """Preprocess images of any size, one at a time to save memory. Returns: (N, 3, h, w)."""
+    return torch.cat([pipeline([hwc_to_chw(image)]) for image in images])
 
 
-def _spread(things: Sequence[Any]) -> list[Any]:
-    """Some of them, evenly from the first to the last."""
-    count = min(NUM_IMAGES, len(things))
-    return [things[index * len(things) // count] for index in range(count)]
+def _sample_evenly(items: Sequence[Any]) -> list[Any]:
+    """Return at most NUM_COMPARED_IMAGES items, evenly spaced."""
+    count = min(NUM_COMPARED_IMAGES, len(items))
+    return [items[index * len(items) // count] for index in range(count)]
 
 
-# Comparing ---------------------------------------------------------------------------------------
+# --- comparison ----------------------------------------------------------------------------------
 
 
-def _difference(network: nn.Module, run: Run, images_N3hw: Tensor, compared_on: str) -> float:
-    """The largest difference of a logit over batches of several sizes.
+def _check_logits(
+    network: nn.Module, exported: ExportedModel, images_N3hw: Tensor, name: str
+) -> float:
+    """Compare logits in batches of several sizes. Returns: the largest difference.
 
-    Raises: WeightsError above the tolerance, or for a batch size that the export does not take.
+    Raises: WeightsError if it exceeds the tolerance, or the export rejects a batch size.
     """
-    worst = 0.0
+    max_difference = 0.0
     for size in BATCH_SIZES:
         images_B3hw = images_N3hw[torch.arange(size) % len(images_N3hw)]
         with torch.inference_mode():
             expected_BK = network(images_B3hw)
         try:
-            found_BK = run(images_B3hw)
-        except Exception as error:  # see exporters.write
+            actual_BK = exported(images_B3hw)
+        except Exception as error:  # each runtime raises errors of its own
             raise WeightsError(
-                f"{compared_on}: the export does not take a batch of {size} ({innermost(error)}); "
-                "it is not written; try another --format",
+                f"{name}: the export fails for a batch of {size} "
+                f"({root_cause_message(error)}), so it was not written; try another --format",
                 code="weights.wrong_export",
             ) from error
-        same = expected_BK.shape == found_BK.shape
-        largest = float((expected_BK - found_BK).abs().max()) if same else float("inf")
-        if not largest <= TOLERANCE:  # written so that NaN fails too
+        same_shape = expected_BK.shape == actual_BK.shape
+        difference = float((expected_BK - actual_BK).abs().max()) if same_shape else float("inf")
+        if not difference <= TOLERANCE:  # `not <=` instead of `>`, so that NaN fails too
             raise WeightsError(
-                f"{compared_on}: a logit of the export differs from the model's by {largest:.3g} "
-                f"in a batch of {size}, more than {TOLERANCE:g}; it is not written; "
+                f"{name}: a logit of the export differs from the model's by {difference:.3g} "
+                f"in a batch of {size} (limit {TOLERANCE:g}), so it was not written; "
                 "try another --format",
                 code="weights.wrong_export",
             )
-        worst = max(worst, largest)
-    return worst
+        max_difference = max(max_difference, difference)
+    return max_difference
 
 
-# What stands beside ----------------------------------------------------------------------------
+# --- metadata ------------------------------------------------------------------------------------
 
 
-def _facts(model: str, built: Built, pipeline: Pipeline, names: list[str]) -> dict[str, Any]:
-    own = built.preprocessing
-    published = as_published(own, pipeline.sentence)
-    height, width = own.image_size
+def _build_metadata(
+    model: str, built: BuiltModel, pipeline: Pipeline, class_names: list[str]
+) -> dict[str, Any]:
+    preprocessing = built.preprocessing
+    published = spec_to_preprocessing(preprocessing, pipeline.transform_spec)
+    height, width = preprocessing.image_size
     known = {key: built.provenance.get(key) for key in ("repository", "revision", "file", "sha256")}
-    source = model if ":" in model or not os.path.exists(model) else _name_of(model)
+    source = model if ":" in model or not os.path.exists(model) else _default_file_stem(model)
     return {
         "source": {"model": source, "architecture": built.architecture, **known},
         "input": {"name": "images", "shape": ["batch", 3, height, width], "dtype": "float32"},
-        "output": {"name": "logits", "shape": ["batch", len(names)], "dtype": "float32"},
+        "output": {"name": "logits", "shape": ["batch", len(class_names)], "dtype": "float32"},
         "preprocessing": {
             "channels": "RGB",
             "values": "(pixel / 255 - mean) / std",
             "input_size": [3, height, width],
-            "mean": list(own.mean),
-            "std": list(own.std),
-            "evaluation": pipeline.sentence,
+            "mean": list(preprocessing.mean),
+            "std": list(preprocessing.std),
+            "evaluation": pipeline.transform_spec,
             "decode_size": pipeline.decode_size,
-            "interpolation": published.interpolation if published else own.interpolation,
-            # null where only the sentence says it
+            "interpolation": published.interpolation if published else preprocessing.interpolation,
+            # null if only the transform spec defines it
             "crop_pct": published.crop_pct if published else None,
             "crop_mode": published.crop_mode if published else None,
         },
-        "class_names": names,
+        "class_names": class_names,
         "temperature": built.temperature,
-        **_of_several(built, len(names)),
-        "versions": versions_of(_VERSIONS),
+        **_multilabel_metadata(built, len(class_names)),
+        "versions": package_versions(_RECORDED_PACKAGES),
     }
 
 
-def _of_several(built: Built, classes: int) -> dict[str, Any]:
-    """That scores are sigmoids, and their thresholds; empty where an image has one label."""
+def _multilabel_metadata(built: BuiltModel, num_classes: int) -> dict[str, Any]:
+    """Return the problem type and thresholds of a multi-label model, else an empty dict."""
     if not built.multilabel:
         return {}
-    thresholds = built.thresholds or [DEFAULT_THRESHOLD] * classes
-    return {"problem_type": MULTILABEL, "thresholds": thresholds}
+    thresholds = built.thresholds or [DEFAULT_THRESHOLD] * num_classes
+    return {"problem_type": MULTILABEL_PROBLEM_TYPE, "thresholds": thresholds}
 
 
-def _publish(folder: Path, target: Path) -> None:
-    """Move the files to their place, the one that vouches for the others last."""
-    beside = target.with_name(f"{target.name}.json")
-    beside.unlink(missing_ok=True)
-    data = target.with_name(f"{target.name}.data")
-    if not (folder / data.name).exists():
-        data.unlink(missing_ok=True)
-    for path in sorted(folder.iterdir(), key=lambda path: (path.name == beside.name, path.name)):
+def _move_into_place(folder: Path, target: Path) -> None:
+    """Move the files to their destination, the metadata with the checksums last."""
+    metadata_path = target.with_name(f"{target.name}.json")
+    metadata_path.unlink(missing_ok=True)
+    weights_path = target.with_name(f"{target.name}.data")
+    if not (folder / weights_path.name).exists():
+        weights_path.unlink(missing_ok=True)
+    for path in sorted(
+        folder.iterdir(), key=lambda path: (path.name == metadata_path.name, path.name)
+    ):
         with path.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(path, target.parent / path.name)

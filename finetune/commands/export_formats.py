@@ -1,4 +1,4 @@
-"""The file formats of an export: a network is written, read back and run."""
+"""Export formats: write a network to ONNX or torch.export, load it back, and run it."""
 
 # B batch, K classes, h w the model's input size
 
@@ -17,34 +17,43 @@ import torch
 from timm.models.hiera import MaskUnitAttention
 from torch import Tensor, nn
 
-from finetune.errors import SetupError, WeightsError
+from finetune.errors import SetupError, WeightsError, install_hint
 
-__all__ = ["SUFFIXES", "Run", "innermost", "opened", "quiet", "require_packages", "write"]
+__all__ = [
+    "SUFFIXES",
+    "ExportedModel",
+    "export_network",
+    "load_exported",
+    "require_packages",
+    "root_cause_message",
+    "suppress_exporter_output",
+]
 
-Run = Callable[[Tensor], Tensor]
+ExportedModel = Callable[[Tensor], Tensor]
 
 SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}
-_NEEDED = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": ()}
-_SHAPES = ({0: torch.export.Dim("batch")},)
-_PROTOBUF_BYTES = 1_900_000_000  # a protobuf ends at 2 GiB; larger weights get a file of their own
+_REQUIRED_PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": ()}
+_DYNAMIC_SHAPES = ({0: torch.export.Dim("batch")},)
+_MAX_PROTOBUF_BYTES = (
+    1_900_000_000  # protobuf is limited to 2 GiB; larger weights go to a separate file
+)
 
 
 def require_packages(format: str) -> None:
-    """Raise SetupError, with what to install, if a format's packages are not there."""
-    for name in _NEEDED[format]:
+    """Raise SetupError with the install command if a package of the format is missing."""
+    for name in _REQUIRED_PACKAGES[format]:
         try:
             importlib.import_module(name)
         except ImportError as error:
             raise SetupError(
-                f"--format {format}: {name} cannot be imported ({error}); "
-                "pip install 'finetune[export]'",
+                f"--format {format}: {name} cannot be imported ({error}); {install_hint('export')}",
                 code="setup.missing_package",
             ) from error
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keep the exporters' progress, warnings and logs from the user; errors come as exceptions."""
+def suppress_exporter_output() -> Iterator[None]:
+    """Suppress the exporters' progress, warnings and logs; errors are still raised."""
     before = logging.root.manager.disable
     noise = io.StringIO()
     logging.disable(logging.CRITICAL)
@@ -60,35 +69,37 @@ def quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def write(
+def export_network(
     network: nn.Module, example: Tensor, path: Path, architecture: str, format: str
 ) -> int | None:
-    """Export a network for batches of any size.
+    """Export a network with a dynamic batch size.
 
     Args:
         network: in evaluation mode, on the CPU, in float32.
-        example: (2, 3, h, w); a .pt2 keeps it.
-        path: of the file; weights too large for one ONNX file go to another beside it.
-        architecture: what to call the network in an error.
+        example: (2, 3, h, w); a .pt2 file stores it.
+        path: of the file; weights too large for one ONNX file go to a second file next to it.
+        architecture: the network's name for error messages.
         format: a key of SUFFIXES.
     Returns: the opset of an ONNX file, None otherwise.
-    Raises: WeightsError if it cannot be done for a batch of any size.
+    Raises: WeightsError if the network cannot be exported with a dynamic batch; SetupError if the
+        file cannot be written.
     """
     convert = _convert_to_onnx if format == "onnx" else _convert_to_torch
     try:
         save, opset = convert(network, example)
-    except Exception as error:  # the exporters raise their own of many kinds
+    except Exception as error:  # the exporters raise many types of their own
         other = next(name for name in SUFFIXES if name != format)
         raise WeightsError(
             f"{architecture}: does not export to {format} with a dynamic batch "
-            f"({innermost(error)}); try --format {other}",
+            f"({root_cause_message(error)}); try --format {other}",
             code="weights.unsupported",
         ) from error
     try:
         save(path)
-    except RuntimeError as error:  # torch's own writer for a full disk
+    except RuntimeError as error:  # torch's writer raises it on a full disk
         raise SetupError(
-            f"--out: {path.name} cannot be written ({innermost(error)}); free space on the disk",
+            f"--out: {path.name} cannot be written ({root_cause_message(error)}); "
+            "free space on the disk",
             code="setup.not_writable",
         ) from error
     return opset
@@ -96,32 +107,33 @@ def write(
 
 def _convert_to_onnx(network: nn.Module, example: Tensor) -> tuple[Callable[[Path], None], int]:
     for module in network.modules():
-        if isinstance(module, MaskUnitAttention):  # Hiera's has five axes, fused ONNX's has four
+        # Hiera's attention has five axes, ONNX's fused one four
+        if isinstance(module, MaskUnitAttention):
             module.fused_attn = False  # type: ignore[misc]
-    # traced here: torch.onnx would go on with a fixed batch where a dynamic one fails
+    # traced here, because torch.onnx falls back to a fixed batch if a dynamic one fails
     program: Any = torch.onnx.export(
-        _traced(network, example),
+        _trace(network, example),
         dynamo=True,
-        dynamic_shapes=_SHAPES,  # for the name of the batch only
+        dynamic_shapes=_DYNAMIC_SHAPES,  # only names the batch axis
         input_names=["images"],
         output_names=["logits"],
         verbose=False,
     )
     for graph in (program.model.graph, *program.model.functions.values()):
         for node in graph:
-            node.metadata_props.clear()  # the folders of this machine
-    large = sum(p.numel() * p.element_size() for p in network.parameters()) > _PROTOBUF_BYTES
+            node.metadata_props.clear()  # contains paths of this machine
+    large = sum(p.numel() * p.element_size() for p in network.parameters()) > _MAX_PROTOBUF_BYTES
     opset = int(program.model.opset_imports[""])
     return lambda path: program.save(path, external_data=large), opset
 
 
 def _convert_to_torch(network: nn.Module, example: Tensor) -> tuple[Callable[[Path], None], None]:
-    program = _traced(network, example)
+    program = _trace(network, example)
     for node in program.graph.nodes:
-        node.meta.pop("stack_trace", None)  # the folders of this machine
+        node.meta.pop("stack_trace", None)  # contains paths of this machine
 
     def save(path: Path) -> None:
-        # through memory: torch's own writer ends the process when it meets a full disk
+        # via memory: torch's own writer aborts the process on a full disk
         content = io.BytesIO()
         torch.export.save(program, content)
         path.write_bytes(content.getbuffer())
@@ -129,44 +141,44 @@ def _convert_to_torch(network: nn.Module, example: Tensor) -> tuple[Callable[[Pa
     return save, None
 
 
-def _traced(network: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
-    return torch.export.export(network, (example,), dynamic_shapes=_SHAPES)
+def _trace(network: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
+    return torch.export.export(network, (example,), dynamic_shapes=_DYNAMIC_SHAPES)
 
 
-def innermost(error: BaseException) -> str:
-    """The first cause of an error, in a line."""
+def root_cause_message(error: BaseException) -> str:
+    """Return the message of an error's first cause, in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 200 else f"{text[:200]}…"
 
 
-def opened(path: Path, format: str) -> Run:
-    """Read an exported file back, as its users would.
+def load_exported(path: Path, format: str) -> ExportedModel:
+    """Load an exported file as its users would.
 
     Returns: a function from images (B, 3, h, w) to logits (B, K), both float32 on the CPU.
-    Raises: WeightsError if it is not valid, or the runtime does not take it.
+    Raises: WeightsError if the file is invalid or the runtime rejects it.
     """
     try:
-        return _opened_torch(path) if format == "torch" else _opened_onnx(path)
-    except Exception as error:  # see write
+        return _load_torch(path) if format == "torch" else _load_onnx(path)
+    except Exception as error:  # each runtime raises errors of its own
         raise WeightsError(
-            f"{path.name}: the export cannot be read back ({innermost(error)}); it is not "
-            "written; try another --format",
+            f"{path.name}: the export cannot be loaded ({root_cause_message(error)}), so it was "
+            "not written; try another --format",
             code="weights.wrong_export",
         ) from error
 
 
-def _opened_torch(path: Path) -> Run:
+def _load_torch(path: Path) -> ExportedModel:
     module = torch.export.load(path).module()
     return lambda images: module(images)
 
 
-def _opened_onnx(path: Path) -> Run:
-    onnx, runtime = map(importlib.import_module, ("onnx", "onnxruntime"))
+def _load_onnx(path: Path) -> ExportedModel:
+    onnx, onnxruntime = map(importlib.import_module, ("onnx", "onnxruntime"))
     onnx.checker.check_model(str(path))
-    options = runtime.SessionOptions()
+    options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = torch.get_num_threads()
-    session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])

@@ -1,7 +1,7 @@
-"""Many runs that belong together, and one table of what they say.
+"""Run a plan, a set of related runs, and write one table of their results.
 
-A run of a plan may first choose among the values of a grid, by its validation split and without
-reading the test split; the choice is then trained anew, once for each seed.
+An entry of a plan may first search a grid on the validation split, without reading the test split.
+The best setting is then trained from scratch, once per seed.
 """
 
 from __future__ import annotations
@@ -14,40 +14,39 @@ from typing import Any
 
 import torch
 
-from finetune.commands.probe import describe as describe_probe
-from finetune.commands.probe import probe_model
-from finetune.commands.reproduce_page import Outcome, page_of
+from finetune.commands.probe import format_probe, probe_model
+from finetune.commands.reproduce_page import EntryResult, render_page
 from finetune.commands.reproduce_plan import (
-    PLAN,
-    Entry,
-    check_runs,
+    PLAN_FILENAME,
+    PlanEntry,
+    check_plan_recipes,
     find_plan,
+    load_entry_recipe,
     load_plan,
-    made_small,
-    recipe_for,
-    with_source_of,
+    to_smoke_plan,
+    use_source_of_run,
 )
-from finetune.console import say
-from finetune.errors import Interrupted, RecipeError, nearest
-from finetune.evaluation.claims import VERDICTS, main_figure, table
+from finetune.errors import Interrupted, RecipeError, did_you_mean
+from finetune.evaluation.claims import VERDICTS, claims_table, primary_metric
 from finetune.evaluation.metrics import mean_std
 from finetune.files import write_atomically
-from finetune.processes import is_first_rank
-from finetune.recipe.identity import recipe_of
-from finetune.recipe.load import Recipe
-from finetune.run.record import finished
-from finetune.run.validation import load_json
-from finetune.text import MISSING, markdown_table, mean_and_std
-from finetune.training.launch import leave
+from finetune.formatting import MISSING, format_mean_std, markdown_table
+from finetune.log import logger
+from finetune.ranks import is_main_process
+from finetune.recipe.load import load_run_recipe
+from finetune.recipe.schema import Recipe
+from finetune.run.integrity import load_json
+from finetune.run.record import read_finished_results
+from finetune.training.accelerator import destroy_process_group
 from finetune.training.train import train
 
-__all__ = ["SMOKE", "describe", "reproduce"]
+__all__ = ["SMOKE_NOTICE", "format_plan_results", "run_plan"]
 
-SMOKE = (
+SMOKE_NOTICE = (
     "A smoke test of the whole path in minutes. It is not the experiment, and its figures say "
     "nothing about it."
 )
-_FIGURES = {
+_METRIC_TITLES = {
     **{"top1": "top-1, %", "top5": "top-5, %", "map": "mAP, %"},
     **{"loss": "loss", "ece": "calibration error"},
 }
@@ -55,7 +54,7 @@ _FIGURES = {
 _Results = dict[str, Any]  # the content of results.json
 
 
-def reproduce(
+def run_plan(
     name: str,
     *,
     only: Sequence[str] = (),
@@ -66,255 +65,305 @@ def reproduce(
     done: bool = False,
     page: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Carry out a plan, or go on with it: what is done is not done again.
+    """Run a plan, or continue it; finished runs are not repeated.
 
     Args:
         name: of a plan, see `find_plan`.
-        only: names of the runs to carry out; all of them if empty. The table also holds the
-            others as far as they are done.
+        only: names of the entries to run; all if empty. The table also includes the finished runs
+            of the others.
         scale: "full", or "smoke" for runs of minutes that are not the experiment.
         overrides: `key=value` for every run, such as data.source.
-        sources: data sources of the recipes, and what is read in the place of each.
-        out: where the runs go; by default runs/NAME, or runs/NAME-smoke.
-        done: train nothing; take the seeds that are done, wherever that was and whatever copy of
-            the images they read. They need neither checkpoints nor model/.
+        sources: data sources of the recipes, and the copy to read instead of each.
+        out: the folder for the runs; by default runs/NAME, or runs/NAME-smoke.
+        done: train nothing and use the finished seeds, even if they ran on another machine with
+            another copy of the images. They need neither checkpoints nor model/.
         page: a file for the page of all recipes.
-    Returns: "title", "scale", "runs" (name, paths, seeds, test figures), "choices" of the grids,
+    Returns: "title", "scale", "runs" (name, paths, seeds, test metrics), "choices" of the grids,
         "claims" with the run that answers each, "probes" by run, "table" (a file), "comparison"
         and "page" (pages).
-    Raises: RecipeError for a wrong plan, and whatever ends a run.
+    Raises: RecipeError for a wrong plan, and any error of a run.
     """
     path = find_plan(name)
     plan = load_plan(path)
-    known = [entry.name for entry in plan.runs]
-    _check_request(path, known, only, scale)
-    plan_name, small = path.parent.name if path.name == PLAN else path.stem, scale == "smoke"
-    folder = Path(out or Path("runs") / (plan_name + ("-smoke" if small else "")))
-    plan = made_small(plan) if small else plan
-    added = [f"run.note={SMOKE}", *overrides] if small else list(overrides)
-    check_runs(plan, path, added, sources)
-    outcomes: list[Outcome] = []
-    wanted = [] if done else [name for name in known if not only or name in only]
+    entry_names = [entry.name for entry in plan.runs]
+    _check_arguments(path, entry_names, only, scale)
+    plan_name, is_smoke = (
+        path.parent.name if path.name == PLAN_FILENAME else path.stem,
+        scale == "smoke",
+    )
+    folder = Path(out or Path("runs") / (plan_name + ("-smoke" if is_smoke else "")))
+    plan = to_smoke_plan(plan) if is_smoke else plan
+    extra_overrides = [f"run.note={SMOKE_NOTICE}", *overrides] if is_smoke else list(overrides)
+    check_plan_recipes(plan, path, extra_overrides, sources)
+    entry_results: list[EntryResult] = []
+    wanted = [] if done else [name for name in entry_names if not only or name in only]
     for entry in plan.runs:
-        results_of = _copied if done else finished
+        get_results = _load_finished_copy if done else read_finished_results
         if entry.name in wanted:
-            results_of = _trained
-            say(f"{plan_name}: {entry.name}, {wanted.index(entry.name) + 1} of {len(wanted)}")
-        recipe_with = functools.partial(recipe_for, entry, path, added=added, sources=sources)
-        outcome = _outcome(entry, recipe_with, folder, results_of)
-        if outcome is not None:
-            outcomes.append(outcome)
+            get_results = _train_or_resume
+            logger.info(
+                f"{plan_name}: {entry.name}, {wanted.index(entry.name) + 1} of {len(wanted)}"
+            )
+        load_recipe_with = functools.partial(
+            load_entry_recipe, entry, path, extra_overrides=extra_overrides, sources=sources
+        )
+        entry_result = _run_entry(entry, load_recipe_with, folder, get_results)
+        if entry_result is not None:
+            entry_results.append(entry_result)
         elif done:
-            say(f"{entry.name}: left out: nothing of it is done, or the plan is another by now")
-    leave()
-    answer = _answer(plan.title, scale, folder, outcomes)
-    if page is not None and is_first_rank():
-        text = page_of(plan, path, outcomes, notice=SMOKE if small else None)
-        write_atomically(Path(page), text)
-    return {**answer, "page": page and str(page)}
+            logger.info(
+                f"{entry.name}: skipped: it has no finished run, or the plan has changed since"
+            )
+    destroy_process_group()
+    result = _write_summary(plan.title, scale, folder, entry_results)
+    if page is not None and is_main_process():
+        page_text = render_page(
+            plan, path, entry_results, disclaimer=SMOKE_NOTICE if is_smoke else None
+        )
+        write_atomically(Path(page), page_text)
+    return {**result, "page": page and str(page)}
 
 
-def _check_request(path: Path, known: Sequence[str], only: Sequence[str], scale: str) -> None:
+def _check_arguments(
+    path: Path, entry_names: Sequence[str], only: Sequence[str], scale: str
+) -> None:
     if scale not in ("full", "smoke"):
         raise RecipeError(
-            f"--scale: unknown '{scale}'{nearest(scale, ['full', 'smoke'])}",
+            f"--scale: unknown '{scale}'{did_you_mean(scale, ['full', 'smoke']) or '.'} Choose "
+            "from full, smoke",
             code="recipe.unknown_name",
         )
     for wanted in only:
-        if wanted not in known:
+        if wanted not in entry_names:
             raise RecipeError(
-                f"--only: {path} has no run '{wanted}'{nearest(wanted, known)}",
+                f"--only: {path} has no run '{wanted}'"
+                f"{did_you_mean(wanted, entry_names) or '; give a name from this file'}",
                 code="recipe.unknown_name",
             )
 
 
-def _outcome(
-    entry: Entry,
-    recipe_with: Callable[[Sequence[str]], Recipe],
+def _run_entry(
+    entry: PlanEntry,
+    load_recipe_with: Callable[[Sequence[str]], Recipe],
     folder: Path,
-    results_of: Callable[[Path, Recipe], _Results | None],
-) -> Outcome | None:
-    """Choose if there is a grid, then train once for each seed; or measure features.
+    get_results: Callable[[Path, Recipe], _Results | None],
+) -> EntryResult | None:
+    """Search the grid if the entry has one, then train once per seed; or probe features.
 
     Args:
-        recipe_with: of one run, from further overrides.
-        results_of: trains a run in a folder, or only looks for it there.
-    Returns: None if one of the runs is not done; of copied ones, if none is.
+        load_recipe_with: loads the recipe of one run from additional overrides.
+        get_results: trains a run in a folder, or only reads its results.
+    Returns: None if a run is not finished; for copied runs, if none is finished.
     """
     if entry.probe is not None:
-        return _probed(entry, recipe_with(()), folder / entry.name, anew=results_of is _trained)
+        return _probe_or_load(
+            entry,
+            load_recipe_with(()),
+            folder / entry.name,
+            run_missing=get_results is _train_or_resume,
+        )
     chosen: Sequence[str] = ()
     choices: list[dict[str, Any]] = []
-    for changes in entry.combinations() if entry.grid else ():
-        path = folder / f"{entry.name}-choose" / entry.folder_of(changes)
-        recipe = recipe_with([*changes, "run.test=false", f"run.seed={entry.seeds[0]}"])
-        results = results_of(path, recipe)
+    for combination in entry.grid_combinations() if entry.grid else ():
+        path = folder / f"{entry.name}-choose" / entry.combination_folder(combination)
+        recipe = load_recipe_with([*combination, "run.test=false", f"run.seed={entry.seeds[0]}"])
+        results = get_results(path, recipe)
         if results is None:
             return None
-        by = entry.by or f"val.{main_figure(results.get('val', {}))}"
-        split, _, key = by.partition(".")
-        figure = results.get(split, {}).get(key)
-        if figure is None:
+        metric = entry.by or f"val.{primary_metric(results.get('val', {}))}"
+        split, _, key = metric.partition(".")
+        value = results.get(split, {}).get(key)
+        if value is None:
             raise RecipeError(
-                f"{entry.name}: nothing to choose by: {path.relative_to(folder)} has no {by}; "
-                "set data.val_fraction",
+                f"{entry.name}: the grid has no metric to choose by: {path.relative_to(folder)} "
+                f"has no {metric}; set data.val_fraction",
                 code="recipe.conflict",
             )
-        choices.append({"overrides": list(changes), by: figure, "run": str(path)})
+        choices.append({"overrides": list(combination), metric: value, "run": str(path)})
     if choices:
-        best = (min if key == "loss" else max)(choices, key=lambda row: row[by])
+        best = (min if key == "loss" else max)(choices, key=lambda row: row[metric])
         choices = [{**row, "chosen": row is best} for row in choices]
         chosen = best["overrides"]
-    done: dict[Path, _Results] = {}
+    finished_runs: dict[Path, _Results] = {}
     for seed in entry.seeds:
         path = folder / f"{entry.name}-s{seed}"
-        recipe = recipe_with([*chosen, *entry.final, f"run.seed={seed}"])
+        recipe = load_recipe_with([*chosen, *entry.final, f"run.seed={seed}"])
         try:
-            results = results_of(path, recipe)
+            results = get_results(path, recipe)
         except RecipeError as error:
             if not chosen or not path.exists():
                 raise
             raise RecipeError(
-                f"{error}; the grid chooses {' '.join(chosen)}: remove {path} to train that",
+                f"{error}; the grid chose {' '.join(chosen)}: remove {path} to train with it",
                 code="recipe.not_this_run",
             ) from None
         if results is not None:
-            done[path] = results
-        elif results_of is not _copied:
+            finished_runs[path] = results
+        elif get_results is not _load_finished_copy:
             return None
-    return Outcome(entry, list(done), list(done.values()), choices) if done else None
+    return (
+        EntryResult(entry, list(finished_runs), list(finished_runs.values()), choices)
+        if finished_runs
+        else None
+    )
 
 
-def _trained(folder: Path, recipe: Recipe) -> _Results:
-    """Train one run of a plan, go on with it, or take it as it is.
+def _train_or_resume(folder: Path, recipe: Recipe) -> _Results:
+    """Train a run of a plan, resume it, or read its results if it is finished.
 
-    A run that is done and has no model/ was copied without it, and is not trained again for it.
+    A finished run without model/ was copied without it, and is not trained again.
     """
-    results = finished(folder, recipe)
+    results = read_finished_results(folder, recipe)
     if results is None:
-        gc.collect()  # the network of the run before, which Accelerate's wrappers hold
-        torch.cuda.empty_cache()  # for those who ask the device what is free
+        gc.collect()  # frees the previous run's network, which Accelerate's wrappers hold
+        torch.cuda.empty_cache()  # for code that asks the device for its free memory
     elif not (folder / "model").is_dir():
         return results
     try:
-        return train(recipe, folder, resume=True, stay=True)
+        return train(recipe, folder, resume=True, keep_process_group=True)
     except Interrupted as error:
-        message = str(error).replace("continue with --resume", "repeat the command to go on")
+        message = str(error).replace("continue with --resume", "repeat the command to continue")
         raise Interrupted(message, error.signal_number) from None
 
 
-def _copied(folder: Path, recipe: Recipe) -> _Results | None:
-    """A run that is done, there or on another machine, where the images may lie elsewhere."""
-    before = recipe_of(folder)
-    return None if before is None else finished(folder, with_source_of(recipe, before))
+def _load_finished_copy(folder: Path, recipe: Recipe) -> _Results | None:
+    """Read a finished run, which may come from a machine with the images at another path."""
+    run_recipe = load_run_recipe(folder)
+    return (
+        None
+        if run_recipe is None
+        else read_finished_results(folder, use_source_of_run(recipe, run_recipe))
+    )
 
 
-def _probed(entry: Entry, recipe: Recipe, folder: Path, *, anew: bool) -> Outcome | None:
-    """Measure the features of a recipe's weights, unless that is done."""
-    wanted, model = entry.probe, recipe.model.name
-    assert wanted is not None
+def _probe_or_load(
+    entry: PlanEntry, recipe: Recipe, folder: Path, *, run_missing: bool
+) -> EntryResult | None:
+    """Probe the features of a recipe's weights, unless a finished probe exists."""
+    settings, model = entry.probe, recipe.model.name
+    assert settings is not None
     file = folder / "probe.json"
     probe = load_json(file) if file.is_file() else {}
     shots = {int(count): row for count, row in probe.get("shots", {}).items()}
-    same = probe.get("model") == model and tuple(shots) == wanted.shots
-    if same and all(len(row["seeds"]) == wanted.draws for row in shots.values()):
+    has_same_settings = probe.get("model") == model and tuple(shots) == settings.shots
+    if has_same_settings and all(len(row["seeds"]) == settings.draws for row in shots.values()):
         probe["shots"] = shots
-    elif anew:
-        data, draws = recipe.data.source, wanted.draws
-        probe = probe_model(model, data=data, shots=wanted.shots, seeds=draws, out=folder)
+    elif run_missing:
+        data, num_draws = recipe.data.source, settings.draws
+        probe = probe_model(model, data=data, shots=settings.shots, seeds=num_draws, out=folder)
     else:
         return None
-    return Outcome(entry, [folder], probe=probe)
+    return EntryResult(entry, [folder], probe=probe)
 
 
-def _answer(title: str, scale: str, folder: Path, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Write the table, and the page that compares the runs."""
-    from finetune.report.page import compare  # brings matplotlib
+def _write_summary(
+    title: str, scale: str, folder: Path, entry_results: Sequence[EntryResult]
+) -> dict[str, Any]:
+    """Write the table and the comparison page. Returns: the results of the plan."""
+    from finetune.report.page import write_comparison  # imports matplotlib
 
-    trained = [one for one in outcomes if not one.probe]
-    every = [done for one in trained for done in zip(one.paths, one.results, strict=True)]
-    answer: dict[str, Any] = {
+    trained = [entry_result for entry_result in entry_results if not entry_result.probe]
+    finished_runs = [
+        pair
+        for entry_result in trained
+        for pair in zip(entry_result.paths, entry_result.results, strict=True)
+    ]
+    summary: dict[str, Any] = {
         "title": title,
         "scale": scale,
-        "runs": [_summary(one) for one in trained],
-        "choices": {one.entry.name: one.choices for one in trained if one.choices},
+        "runs": [_summarize_entry(entry_result) for entry_result in trained],
+        "choices": {
+            entry_result.entry.name: entry_result.choices
+            for entry_result in trained
+            if entry_result.choices
+        },
         "claims": [
             {**claim, "run": path.name}
-            for path, results in every
+            for path, results in finished_runs
             for claim in results.get("claims") or []
         ],
-        "probes": {one.entry.name: one.probe for one in outcomes if one.probe},
+        "probes": {
+            entry_result.entry.name: entry_result.probe
+            for entry_result in entry_results
+            if entry_result.probe
+        },
     }
-    tasks = {"map" in (results.get("test") or results.get("val") or {}) for _, results in every}
-    page = folder / "comparison.html" if len(every) > 1 and len(tasks) == 1 else None
-    if is_first_rank():
+    is_multilabel_values = {
+        "map" in (results.get("test") or results.get("val") or {}) for _, results in finished_runs
+    }
+    page = (
+        folder / "comparison.html"
+        if len(finished_runs) > 1 and len(is_multilabel_values) == 1
+        else None
+    )
+    if is_main_process():
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "table.md", describe(answer))
+        write_atomically(folder / "table.md", format_plan_results(summary))
         if page:
-            compare([path for path, _ in every], page)
-    return {**answer, "table": str(folder / "table.md"), "comparison": page and str(page)}
+            write_comparison([path for path, _ in finished_runs], page)
+    return {**summary, "table": str(folder / "table.md"), "comparison": page and str(page)}
 
 
-def _summary(outcome: Outcome) -> dict[str, Any]:
-    """Mean and spread over the seeds of one entry."""
-    tests = [results["test"] for results in outcome.results if results.get("test")]
-    paths = [str(path) for path in outcome.paths]
-    row: dict[str, Any] = {"name": outcome.entry.name, "paths": paths, "seeds": len(paths)}
-    row["reported"] = outcome.entry.reported
+def _summarize_entry(entry_result: EntryResult) -> dict[str, Any]:
+    """Return the mean and standard deviation of an entry's metrics over its seeds."""
+    tests = [results["test"] for results in entry_result.results if results.get("test")]
+    paths = [str(path) for path in entry_result.paths]
+    row: dict[str, Any] = {"name": entry_result.entry.name, "paths": paths, "seeds": len(paths)}
+    row["reported"] = entry_result.entry.reported
     if tests:
         row["examples"] = tests[0]["examples"]
-        for key in [key for key in _FIGURES if key in tests[0]]:
+        for key in [key for key in _METRIC_TITLES if key in tests[0]]:
             mean, std, _ = mean_std(test[key] for test in tests)
             row[key] = {"mean": mean, "std": std}
     return row
 
 
-def describe(answer: Mapping[str, Any]) -> str:
-    """The result of a plan as Markdown: runs, choices and claims.
+def format_plan_results(result: Mapping[str, Any]) -> str:
+    """Format the results of a plan as Markdown: runs, choices and claims.
 
     Args:
-        answer: of `reproduce`.
+        answer: the result of `run_plan`.
     """
-    lines = [f"# {answer['title']}", ""]
-    smoke = answer["scale"] == "smoke"
-    if smoke:
-        lines += [f"**{SMOKE}**", ""]
-    reported = ["reported"] if any(row.get("reported") for row in answer["runs"]) else []
-    measured = [key for key in _FIGURES if any(key in row for row in answer["runs"])]
+    lines = [f"# {result['title']}", ""]
+    is_smoke = result["scale"] == "smoke"
+    if is_smoke:
+        lines += [f"**{SMOKE_NOTICE}**", ""]
+    reported = ["reported"] if any(row.get("reported") for row in result["runs"]) else []
+    metrics = [key for key in _METRIC_TITLES if any(key in row for row in result["runs"])]
     rows = [
         [
             row["name"],
             str(row["seeds"]),
             f"{row['examples']:,}" if "examples" in row else MISSING,
-            *(_cell(key, row[key]) if key in row else MISSING for key in measured),
+            *(_format_metric(key, row[key]) if key in row else MISSING for key in metrics),
             *(row[key] or MISSING for key in reported),
         ]
-        for row in answer["runs"]
+        for row in result["runs"]
     ]
-    heads = ["run", "seeds", "images", *(_FIGURES[key] for key in measured), *reported]
-    lines += markdown_table(heads, rows)
-    for name, choices in answer["choices"].items():
-        by = next(key for key in choices[0] if key.startswith("val."))
+    header = ["run", "seeds", "images", *(_METRIC_TITLES[key] for key in metrics), *reported]
+    lines += markdown_table(header, rows)
+    for name, choices in result["choices"].items():
+        metric = next(key for key in choices[0] if key.startswith("val."))
         rows = [
-            [", ".join(row["overrides"]), f"{row[by]:.4f}", "chosen" if row["chosen"] else ""]
+            [", ".join(row["overrides"]), f"{row[metric]:.4f}", "chosen" if row["chosen"] else ""]
             for row in choices
         ]
-        lines += ["", f"Chosen for {name}, without reading the test split:", ""]
-        lines += markdown_table(["settings", by, ""], rows)
-    for name, probe in answer["probes"].items():
-        lines += ["", f"Features of {name}:", "", "```", describe_probe(probe), "```"]
-    if claims := answer["claims"]:
-        met = sum(claim["verdict"] == VERDICTS[0] for claim in claims)
-        of_what = f"{met} of {len(claims)} met"
-        if smoke:
-            of_what = "of another experiment than this"
+        lines += ["", f"Grid search for {name}, without reading the test split:", ""]
+        lines += markdown_table(["settings", metric, ""], rows)
+    for name, probe in result["probes"].items():
+        lines += ["", f"Features of {name}:", "", "```", format_probe(probe), "```"]
+    if claims := result["claims"]:
+        num_met = sum(claim["verdict"] == VERDICTS[0] for claim in claims)
+        status = f"{num_met} of {len(claims)} met"
+        if is_smoke:
+            status = "not judged in a smoke test"
             claims = [{**claim, "verdict": MISSING} for claim in claims]
-        lines += ["", f"## Claims: {of_what}", "", table(claims)]
+        lines += ["", f"## Claims: {status}", "", claims_table(claims)]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def _cell(key: str, figure: Mapping[str, Any]) -> str:
-    """A mean with its spread, accuracies in per cent."""
+def _format_metric(key: str, mean_std_row: Mapping[str, Any]) -> str:
+    """Format a mean with its standard deviation, accuracies in percent."""
     factor, digits = (100, 2) if key.startswith(("top", "map")) else (1, 4)
-    mean, std = figure["mean"], figure["std"]
-    return mean_and_std(factor * mean, None if std is None else factor * std, digits)
+    mean, std = mean_std_row["mean"], mean_std_row["std"]
+    return format_mean_std(factor * mean, None if std is None else factor * std, digits)

@@ -1,8 +1,9 @@
-"""The page that stands beside the recipes: what their sources report, and what was measured.
+"""Write the recipes' page: the results that their sources report, and the results measured here.
 
-It is written from run directories alone; they need neither checkpoints nor model/. Figures whose
-run directories are gone stand in `earlier.md` beside the plan. A smaller run, of another network or
-fewer images, answers no claim; a plan may ask it which way the figures go.
+The page is written from run directories only; they need neither checkpoints nor model/. Results
+whose run directories no longer exist are kept in `earlier.md` next to the plan. A smaller run, with
+another network or fewer images, answers no claim, but a plan may ask it for the direction of a
+metric.
 """
 
 from __future__ import annotations
@@ -17,49 +18,50 @@ from pathlib import Path
 from typing import Any
 
 from finetune.commands.reproduce_plan import (
-    PLAN,
+    PLAN_FILENAME,
     Direction,
-    Entry,
     Plan,
+    PlanEntry,
+    load_entry_recipe,
     load_plan,
-    recipe_for,
-    with_source_of,
+    use_source_of_run,
 )
 from finetune.errors import CheckpointError
-from finetune.evaluation.claims import ACCURACIES, VERDICTS, answer, wording
+from finetune.evaluation.claims import PERCENT_METRICS, VERDICTS, check_claims, format_claim
 from finetune.evaluation.metrics import mean_std
-from finetune.recipe.identity import without_seed
-from finetune.recipe.load import Claim, Recipe, load_recipe
+from finetune.formatting import MISSING, format_mean_std, markdown_table, pluralize
+from finetune.recipe.load import Claim, load_recipe
+from finetune.recipe.schema import Recipe
+from finetune.recipe.training_keys import training_keys_without_seed
 from finetune.report.run_data import Run, read_run
-from finetune.text import MISSING, counted, markdown_table, mean_and_std
 
 __all__ = [
     "RUN_FILES",
-    "Outcome",
+    "EntryResult",
     "directions_table",
-    "in_words",
-    "page_of",
-    "place_of",
+    "hardware_and_commit",
+    "render_page",
     "run_hash",
+    "summarize_recipe",
 ]
 
 RUN_FILES = ("recipe.yaml", "run.json", "metrics.jsonl", "results.json")
-_EXPECTED = "expected before the run"  # how the source of such a claim begins
+_EXPECTED_PREFIX = "expected before the run"  # start of the source of a claim made before its run
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The outcome of an entry of a plan.
+class EntryResult:
+    """The results of a plan's entry.
 
     Attributes:
         entry: of the plan.
-        paths: a run directory for each seed, or the folder of its probe.json.
-        results: the content of results.json, for each run.
-        choices: the rows of its grid, if it has one.
-        probe: the content of probe.json, if it is one.
+        paths: a run directory per seed, or the folder of probe.json.
+        results: the content of results.json, per run.
+        choices: the rows of the grid search, if the entry has a grid.
+        probe: the content of probe.json, if the entry is a probe.
     """
 
-    entry: Entry
+    entry: PlanEntry
     paths: Sequence[Path]
     results: Sequence[Mapping[str, Any]] = ()
     choices: Sequence[dict[str, Any]] = ()
@@ -67,7 +69,7 @@ class Outcome:
 
     @cached_property
     def runs(self) -> list[Run]:
-        """Its run directories; none for a probe."""
+        """The run directories; empty for a probe."""
         return [] if self.probe else [read_run(path) for path in self.paths]
 
     @property
@@ -76,226 +78,270 @@ class Outcome:
         return [self.probe["machine"]] if self.probe else [run.record for run in self.runs]
 
 
-def page_of(
-    plan: Plan, path: Path, outcomes: Sequence[Outcome], *, notice: str | None = None
+def render_page(
+    plan: Plan, path: Path, entry_results: Sequence[EntryResult], *, disclaimer: str | None = None
 ) -> str:
-    """Write the page as Markdown.
+    """Render the page as Markdown.
 
     Args:
-        plan: whose runs are shown.
-        path: its file; the recipes are those of the folder `recipes` that it lies in.
-        outcomes: of the entries that are done.
-        notice: what a reader must know first; nothing is judged then.
-    Raises: CheckpointError if a run directory is damaged.
+        plan: whose runs the page shows.
+        path: of the plan's file; the page lists all recipes of the `recipes` folder above it.
+        entry_results: of the finished entries.
+        disclaimer: shown first; with it, no claim is judged.
+    Raises: CheckpointError if a run directory is corrupt.
     """
-    root = next((one for one in path.parents if one.name == "recipes"), path.parent)
+    root = next((item for item in path.parents if item.name == "recipes"), path.parent)
     files = [file for file in sorted(root.rglob("*.yaml")) if file.parent.name != "accelerate"]
-    recipes = {file: load_recipe(file) for file in files if file.name != PLAN}
+    recipes = {file: load_recipe(file) for file in files if file.name != PLAN_FILENAME}
     earlier = path.parent / "earlier.md"
-    before = earlier.read_text(encoding="utf-8") if earlier.is_file() else ""
-    parts: dict[str, list[str]] = {
-        "What was run": _runs_table(outcomes, path, judged=notice is None),
-        "Few training images": _probe_table(outcomes, path),
-        "Beside other programs": [] if notice else _beside_table(plan, outcomes),
+    earlier_text = earlier.read_text(encoding="utf-8") if earlier.is_file() else ""
+    sections: dict[str, list[str]] = {
+        "What was run": _runs_table(entry_results, path, with_verdicts=disclaimer is None),
+        "Few training images": _probe_table(entry_results, path),
+        "Comparison with other programs": []
+        if disclaimer
+        else _other_programs_table(plan, entry_results),
         "The review's three experiments, on a smaller network": directions_table(
-            plan.directions, outcomes
+            plan.directions, entry_results
         ),
-        "What the sources report": _claims_table(root, recipes, path, outcomes, before),
+        "What the sources report": _claims_table(root, recipes, path, entry_results, earlier_text),
         "All recipes": _recipes_table(root, recipes),
-        "Earlier runs": before.strip().splitlines(),
-        "The run directories": _directories_table(outcomes),
+        "Earlier runs": earlier_text.strip().splitlines(),
+        "Run directories": _directories_table(entry_results),
     }
     command = f"finetune reproduce {path.parent.name} --page {root.name}/README.md"
-    lines = ["# Recipes, what their sources report and what was measured", ""]
-    lines += [f"**{notice}**", ""] if notice else []
+    lines = ["# Recipes: reported and measured results", ""]
+    lines += [f"**{disclaimer}**", ""] if disclaimer else []
     lines += [
-        f"`{command}` writes this page from the run directories at its end; with `--done` it "
-        "trains nothing. Figures are means ± standard deviations over seeds.",
+        f"`{command}` writes this page from the run directories when it finishes; with `--done` it "
+        "trains nothing. Values are means ± standard deviations over seeds.",
         "",
     ]
-    notes = {run.recipe.run.note for one in outcomes for run in one.runs} - {None, notice}
+    notes = {run.recipe.run.note for item in entry_results for run in item.runs} - {
+        None,
+        disclaimer,
+    }
     lines += [line for note in sorted(map(str, notes)) for line in (note, "")]
-    for title, part in parts.items():
-        lines += [f"## {title}", "", *part, ""] if part else []
+    for title, section_lines in sections.items():
+        lines += [f"## {title}", "", *section_lines, ""] if section_lines else []
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
 # --- the runs ------------------------------------------------------------------------------------
 
 
-def _runs_table(outcomes: Sequence[Outcome], path: Path, *, judged: bool) -> list[str]:
+def _runs_table(
+    entry_results: Sequence[EntryResult], path: Path, *, with_verdicts: bool
+) -> list[str]:
     rows = []
-    for one in outcomes:
-        if one.probe:
+    for entry_result in entry_results:
+        if entry_result.probe:
             continue
-        split = one.runs[0].shown_split
-        figures = [run.figures(split) for run in one.runs]
-        shares = [row.get("top1", row.get("map")) for row in figures]
-        name = "mAP " if one.runs[0].is_multilabel else ""
-        images = [row.get("examples") for row in figures]
-        seconds = [run.figures("train").get("seconds") for run in one.runs]
-        named = recipe_for(one.entry, path).data.source
+        split = entry_result.runs[0].reported_split
+        metrics = [run.metrics(split) for run in entry_result.runs]
+        accuracies = [row.get("top1", row.get("map")) for row in metrics]
+        name = "mAP " if entry_result.runs[0].is_multilabel else ""
+        num_images = [row.get("examples") for row in metrics]
+        seconds = [run.metrics("train").get("seconds") for run in entry_result.runs]
+        planned_source = load_entry_recipe(entry_result.entry, path).data.source
         rows.append(
             [
-                f"`{one.entry.name}`",
-                in_words(one.runs[0].recipe, named=named),
-                _expected(one.runs, judged=judged),
-                f"{name}{_percent(shares)} on {_joined(images)} {split} images",
-                _joined(run.recipe.run.seed for run in one.runs),
-                _spread(seconds, 0),
-                _joined((", ".join(place_of(machine)) for machine in one.machines), "; "),
+                f"`{entry_result.entry.name}`",
+                summarize_recipe(entry_result.runs[0].recipe, planned_source=planned_source),
+                _format_expectations(entry_result.runs, with_verdicts=with_verdicts),
+                f"{name}{_format_percent_mean(accuracies)} on {_join_unique(num_images)} {split} "
+                "images",
+                _join_unique(run.recipe.run.seed for run in entry_result.runs),
+                _format_mean(seconds, 0),
+                _join_unique(
+                    (", ".join(hardware_and_commit(machine)) for machine in entry_result.machines),
+                    "; ",
+                ),
             ]
         )
-    heads = ["run", "what", _EXPECTED, "top-1, %", "seeds", "training, s", "on, at commit"]
-    return _table(heads, rows)
+    header = [
+        "run",
+        "what",
+        _EXPECTED_PREFIX,
+        "top-1, %",
+        "seeds",
+        "training, s",
+        "hardware, commit",
+    ]
+    return _table_lines(header, rows)
 
 
-def _expected(runs: Sequence[Run], *, judged: bool) -> str:
-    """The claims of the first run's own recipe.yaml, and how many of the runs met them."""
+def _format_expectations(runs: Sequence[Run], *, with_verdicts: bool) -> str:
+    """Format the claims of the first run's recipe.yaml, and how many runs met them."""
     expectations = []
     for claim in runs[0].recipe.claims:
-        if claim.source.startswith(_EXPECTED):
-            rows = [_answer(claim.model_dump(), run) for run in runs]
-            what, reported, _ = wording(rows[0])
-            expectations.append(f"{what}: {reported}" + (f"; {_met(rows)}" if judged else ""))
+        if claim.source.startswith(_EXPECTED_PREFIX):
+            rows = [_answer_claim(claim.model_dump(), run) for run in runs]
+            what, reported, _ = format_claim(rows[0])
+            expectations.append(
+                f"{what}: {reported}" + (f"; {_format_num_met(rows)}" if with_verdicts else "")
+            )
     return "; ".join(expectations) or MISSING
 
 
-def _probe_table(outcomes: Sequence[Outcome], path: Path) -> list[str]:
-    probed = [(one, one.entry.probe, one.probe) for one in outcomes if one.probe]
-    shots = sorted({count for _, _, measured in probed for count in measured["shots"]})
+def _probe_table(entry_results: Sequence[EntryResult], path: Path) -> list[str]:
+    probed = [
+        (entry_result, entry_result.entry.probe, entry_result.probe)
+        for entry_result in entry_results
+        if entry_result.probe
+    ]
+    shots = sorted({count for _, _, probe_result in probed for count in probe_result["shots"]})
     rows = []
-    for one, probe, measured in probed:
-        assert probe is not None
-        name = f"`{one.entry.name}`: `{measured['model']}`, "
-        cells = [name + recipe_for(one.entry, path).data.source]
-        expected = dict(zip(probe.shots, probe.expected, strict=False))
+    for entry_result, settings, probe_result in probed:
+        assert settings is not None
+        name = f"`{entry_result.entry.name}`: `{probe_result['model']}`, "
+        cells = [name + load_entry_recipe(entry_result.entry, path).data.source]
+        expected = dict(zip(settings.shots, settings.expected, strict=False))
         for count in shots:
-            text = _percent(measured["shots"].get(count, {}).get("seeds", ()))
+            text = _format_percent_mean(probe_result["shots"].get(count, {}).get("seeds", ()))
             if count in expected:
-                low, high = expected[count]
-                text += f" (expected {100 * low:.1f} to {100 * high:.1f})"
+                lowest, highest = expected[count]
+                text += f" (expected {100 * lowest:.1f} to {100 * highest:.1f})"
             cells.append(text)
-        cells += [f"{measured['protocol']['test_images']:,}", str(probe.draws)]
-        rows.append([*cells, ", ".join(place_of(measured["machine"]))])
-    heads = ["run", *(f"{count} of each class" for count in shots)]
-    table = _table([*heads, "test images", "draws", "on, at commit"], rows)
+        cells += [f"{probe_result['protocol']['test_images']:,}", str(settings.draws)]
+        rows.append([*cells, ", ".join(hardware_and_commit(probe_result["machine"]))])
+    header = ["run", *(f"{count} per class" for count in shots)]
+    table = _table_lines([*header, "test images", "draws", "hardware, commit"], rows)
     caption = (
-        "Top-1 in per cent of a linear classifier on frozen features, at the weights' own size."
+        "Top-1 in percent of a linear classifier on frozen features, at the weights' own image "
+        "size."
     )
     return [caption, "", *table] if table else []
 
 
-def _beside_table(plan: Plan, outcomes: Sequence[Outcome]) -> list[str]:
-    """Measurements of other programs, and the commands that made them."""
-    known = {one.entry.name: one.runs for one in outcomes}
+def _other_programs_table(plan: Plan, entry_results: Sequence[EntryResult]) -> list[str]:
+    """Tabulate the measurements of other programs, with their commands."""
+    runs_by_entry = {entry_result.entry.name: entry_result.runs for entry_result in entry_results}
     rows, commands = [], []
     for entry in plan.runs:
-        own = known.get(entry.name, [])
-        top1 = _percent(run.figures(own[0].shown_split).get("top1") for run in own)
+        own = runs_by_entry.get(entry.name, [])
+        top1 = _format_percent_mean(run.metrics(own[0].reported_split).get("top1") for run in own)
         for other in entry.beside:
-            cells = [f"`{entry.name}`", other.program, _percent(other.top1), top1]
-            cells += [_spread(other.seconds, 0), _spread(other.our_seconds, 0)]
-            on = other.machine + (f"; {other.note}" if other.note else "")
-            rows.append([*cells, _joined(other.seeds), on])
+            cells = [f"`{entry.name}`", other.program, _format_percent_mean(other.top1), top1]
+            cells += [_format_mean(other.seconds, 0), _format_mean(other.our_seconds, 0)]
+            where = other.machine + (f"; {other.note}" if other.note else "")
+            rows.append([*cells, _join_unique(other.seeds), where])
             commands += ["", f"`{entry.name}`, {other.program}:", ""]
             commands += ["```bash", other.command, "```"]
-    heads = ["run", "program", "top-1, %", "finetune's", "wall-clock, s", "finetune's"]
-    return [*_table([*heads, "seeds", "on"], rows), *commands]
+    header = ["run", "program", "top-1, %", "finetune's", "wall-clock, s", "finetune's"]
+    return [*_table_lines([*header, "seeds", "hardware"], rows), *commands]
 
 
 # --- claims --------------------------------------------------------------------------------------
 
 
-def directions_table(directions: Sequence[Direction], outcomes: Sequence[Outcome]) -> list[str]:
-    """Answer which way figures go, for each seed.
+def directions_table(
+    directions: Sequence[Direction], entry_results: Sequence[EntryResult]
+) -> list[str]:
+    """Answer a plan's questions about the direction of metrics, for each seed.
 
     Args:
         directions: of a plan.
-        outcomes: of the entries that they name; what is not there stays open.
-    Returns: the lines of a table, in Markdown.
+        entry_results: of the entries that they name; an entry without results leaves its question
+            open.
+    Returns: the lines of a Markdown table.
     """
-    known = {one.entry.name: one.runs for one in outcomes}
+    runs_by_entry = {value.entry.name: value.runs for value in entry_results}
     rows = []
-    for asked in directions:
-        claim = asked.model_dump(include={"metric", "when", "trend"})
+    for direction in directions:
+        claim = direction.model_dump(include={"metric", "when", "trend"})
         ours, theirs = (
-            {run.recipe.run.seed: _answer(claim, run)["measured"] for run in known.get(name, ())}
-            for name in (asked.run, asked.below or "")
+            {
+                run.recipe.run.seed: _answer_claim(claim, run)["measured"]
+                for run in runs_by_entry.get(name, ())
+            }
+            for name in (direction.run, direction.below or "")
         )
-        if asked.trend:
-            sign = 1 if asked.trend == "rising" else -1
-            answers = [sign * one > 0 for one in ours.values() if one is not None]
-            shown = f"{asked.metric}, slope an epoch: {_spread(ours.values(), 4, signed=True)}"
+        if direction.trend:
+            slope_sign = 1 if direction.trend == "rising" else -1
+            answers = [slope_sign * value > 0 for value in ours.values() if value is not None]
+            slope = _format_mean(ours.values(), 4, signed=True)
+            measured = f"{direction.metric}, slope per epoch: {slope}"
         else:
-            pairs = [(one, theirs.get(seed)) for seed, one in ours.items()]
-            answers = [one < other for one, other in pairs if None not in (one, other)]
-            both = (_as_is(asked.metric, part.values()) for part in (ours, theirs))
-            shown = f"{asked.metric}: {' and '.join(both)}"
+            pairs = [(value, theirs.get(seed)) for seed, value in ours.items()]
+            answers = [value < other for value, other in pairs if None not in (value, other)]
+            both = (_format_metric_mean(direction.metric, part.values()) for part in (ours, theirs))
+            measured = f"{direction.metric}: {' and '.join(both)}"
         verdict = f"yes for {sum(answers)} of {len(answers)} seeds" if answers else "open"
-        names = f"`{asked.run}`" + (f", `{asked.below}`" if asked.below else "")
-        cells = [asked.question, asked.source, asked.expected or MISSING, verdict]
-        rows.append([*cells, shown if answers else MISSING, names])
-    heads = ["question", "yes is claimed by", _EXPECTED, "answer", "measured", "runs"]
-    return _table(heads, rows)
+        names = f"`{direction.run}`" + (f", `{direction.below}`" if direction.below else "")
+        cells = [direction.question, direction.source, direction.expected or MISSING, verdict]
+        rows.append([*cells, measured if answers else MISSING, names])
+    header = ["question", "claimed by", _EXPECTED_PREFIX, "answer", "measured", "runs"]
+    return _table_lines(header, rows)
 
 
 def _claims_table(
     root: Path,
     recipes: Mapping[Path, Recipe],
     path: Path,
-    outcomes: Sequence[Outcome],
-    earlier: str,
+    entry_results: Sequence[EntryResult],
+    earlier_text: str,
 ) -> list[str]:
-    """Every claim of every recipe, and who has answered it."""
+    """Tabulate every claim of every recipe, with the runs that answer it."""
     rows = []
     for file, recipe in recipes.items():
-        used = [
-            one
-            for one in outcomes
-            if one.runs and (path.parent / one.entry.recipe).resolve() == file.resolve()
+        matching = [
+            entry_result
+            for entry_result in entry_results
+            if entry_result.runs
+            and (path.parent / entry_result.entry.recipe).resolve() == file.resolve()
         ]
         name = file.relative_to(root).as_posix()
-        see = "; for an earlier run see below" if f"{root.name}/{name}" in earlier else ""
-        unanswered = [f"open{see}", MISSING, in_words(recipe)]
+        hint = "; see the earlier run below" if f"{root.name}/{name}" in earlier_text else ""
+        unanswered = [f"open{hint}", MISSING, summarize_recipe(recipe)]
         for claim in recipe.claims:
-            if not claim.source.startswith(_EXPECTED):
-                what, reported, _ = wording(claim.model_dump())
-                head = [f"`{name}`", what, claim.source, reported]
-                answers = [_answered(claim, recipe, one) for one in used] or [unanswered]
-                rows += [[*head, *cells] for cells in answers]
-    for file in sorted(root.rglob(PLAN)):
+            if not claim.source.startswith(_EXPECTED_PREFIX):
+                what, reported, _ = format_claim(claim.model_dump())
+                claim_cells = [f"`{name}`", what, claim.source, reported]
+                answers = [
+                    _format_answer(claim, recipe, entry_result) for entry_result in matching
+                ] or [unanswered]
+                rows += [[*claim_cells, *cells] for cells in answers]
+    for file in sorted(root.rglob(PLAN_FILENAME)):
         for entry in load_plan(file).runs:
             if entry.reported:
                 name = f"`{file.parent.relative_to(root).as_posix()}: {entry.name}`"
                 row = [name, "reported", "its plan", entry.reported, "open", MISSING]
-                rows.append([*row, in_words(recipe_for(entry, file))])
-    heads = ["recipe", "claim", "source", "reported", "answered", "measured"]
-    return _table([*heads, "a full answer needs"], rows)
+                rows.append([*row, summarize_recipe(load_entry_recipe(entry, file))])
+    header = ["recipe", "claim", "source", "reported", "answered", "measured"]
+    return _table_lines([*header, "full experiment"], rows)
 
 
-def _answered(claim: Claim, recipe: Recipe, one: Outcome) -> list[str]:
-    """Who answers a claim of a recipe, with what, and what is missing."""
-    rows = [_answer(claim.model_dump(), run) for run in one.runs]
+def _format_answer(claim: Claim, recipe: Recipe, entry_result: EntryResult) -> list[str]:
+    """Format the answer to a recipe's claim: the run, its values, and the full experiment."""
+    rows = [_answer_claim(claim.model_dump(), run) for run in entry_result.runs]
     values = [row["measured"] for row in rows if row["measured"] is not None]
-    shown = _as_is(claim.metric, values)
+    measured = _format_metric_mean(claim.metric, values)
     if claim.trend:
-        shown = f"{_spread(values, 4, signed=True)} an epoch"
+        measured = f"{_format_mean(values, 4, signed=True)} per epoch"
     if claim.below and all("measured_other" in row for row in rows):
-        shown += f" and {_as_is(claim.below, [row['measured_other'] for row in rows])}"
-    shown = f"{shown} ({len(values)} runs)" if values else MISSING
-    own = one.runs[0].recipe
-    if without_seed(with_source_of(recipe, own)) == without_seed(own):
-        return [f"by a run, `{one.entry.name}`: {_met(rows)}", shown, MISSING]
-    return [f"by a smaller run, `{one.entry.name}`", shown, in_words(recipe)]
+        measured += (
+            f" and {_format_metric_mean(claim.below, [row['measured_other'] for row in rows])}"
+        )
+    measured = f"{measured} ({len(values)} runs)" if values else MISSING
+    run_recipe = entry_result.runs[0].recipe
+    if training_keys_without_seed(
+        use_source_of_run(recipe, run_recipe)
+    ) == training_keys_without_seed(run_recipe):
+        return [
+            f"by a run, `{entry_result.entry.name}`: {_format_num_met(rows)}",
+            measured,
+            MISSING,
+        ]
+    return [f"by a smaller run, `{entry_result.entry.name}`", measured, summarize_recipe(recipe)]
 
 
-def _answer(claim: Mapping[str, Any], run: Run) -> dict[str, Any]:
-    """A claim, also one that the run did not have, answered from its files; see `claims.answer`."""
-    return answer([claim], run.history, run.results, run.steps_per_epoch or 1.0)[0]
+def _answer_claim(claim: Mapping[str, Any], run: Run) -> dict[str, Any]:
+    """Answer a claim from a run's files, even if the run's recipe does not contain it."""
+    return check_claims([claim], run.history, run.results, run.steps_per_epoch or 1.0)[0]
 
 
-def _met(rows: Sequence[Mapping[str, Any]]) -> str:
+def _format_num_met(rows: Sequence[Mapping[str, Any]]) -> str:
     met = sum(row["verdict"] == VERDICTS[0] for row in rows)
     return f"met by {met} of {len(rows)}"
 
@@ -307,111 +353,121 @@ def _recipes_table(root: Path, recipes: Mapping[Path, Recipe]) -> list[str]:
     rows = []
     for file, recipe in recipes.items():
         name = file.relative_to(root).as_posix()
-        rows.append([f"[`{name}`]({name})", in_words(recipe), _source_of(file)])
-    return _table(["recipe", "what", "source"], rows)
+        rows.append([f"[`{name}`]({name})", summarize_recipe(recipe), _read_recipe_source(file)])
+    return _table_lines(["recipe", "what", "source"], rows)
 
 
-def _source_of(file: Path) -> str:
-    """The first sentence of a recipe's "# Source: …"."""
+def _read_recipe_source(file: Path) -> str:
+    """Return the first sentence of a recipe's "# Source: …" comment."""
     lines = file.read_text(encoding="utf-8").splitlines()
-    head = " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
-    match = re.search(r"Source: (.+?[.;])(?= |$)", head)
+    comments = " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
+    match = re.search(r"Source: (.+?[.;])(?= |$)", comments)
     return match[1].rstrip(".;") if match else MISSING
 
 
-def _directories_table(outcomes: Sequence[Outcome]) -> list[str]:
-    places = [place for one in outcomes for place in zip(one.paths, one.machines, strict=True)]
-    rows = [[f"`{path.name}`", *place_of(on), f"`{run_hash(path)}`"] for path, on in places]
+def _directories_table(entry_results: Sequence[EntryResult]) -> list[str]:
+    directories = [
+        directory
+        for entry_result in entry_results
+        for directory in zip(entry_result.paths, entry_result.machines, strict=True)
+    ]
+    rows = [
+        [f"`{path.name}`", *hardware_and_commit(machine), f"`{run_hash(path)}`"]
+        for path, machine in directories
+    ]
     if not rows:
         return []
     caption = (
-        f"`cat {' '.join(RUN_FILES)} | sha256sum` (of a probe: `probe.json`) gives the last column."
+        f"`cat {' '.join(RUN_FILES)} | sha256sum` gives the last column (for a probe, of "
+        "`probe.json`)."
     )
-    table = _table(["directory", "on", "at commit", "sha256"], rows)
-    versions = Counter(", ".join(map(" ".join, on["versions"].items())) for _, on in places)
-    made_with = [f"{number} with {text}." for text, number in versions.items()]
+    table = _table_lines(["directory", "hardware", "commit", "sha256"], rows)
+    versions = Counter(
+        ", ".join(map(" ".join, machine["versions"].items())) for _, machine in directories
+    )
+    made_with = [f"{count} with {text}." for text, count in versions.items()]
     return [caption, "", *table, "", *made_with]
 
 
 def run_hash(path: Path) -> str:
-    """The sha256 over the files of a run directory, one after another, or over its probe.json.
+    """Compute the sha256 of a run directory's concatenated files, or of its probe.json.
 
     Args:
         path: of the folder.
-    Raises: CheckpointError if one of the files is missing.
+    Raises: CheckpointError if a file is missing.
     """
     probe = path / "probe.json"
     files = [probe] if probe.is_file() else [path / name for name in RUN_FILES]
     for file in files:
         if not file.is_file():
             raise CheckpointError(
-                f"{file}: is missing, and the hash of a run is over it; copy it with the others",
+                f"{file}: is missing, but the run's hash includes it; copy all files of the run",
                 code="checkpoint.not_found",
             )
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-# --- in words ------------------------------------------------------------------------------------
+# --- text ----------------------------------------------------------------------------------------
 
 
-def in_words(recipe: Recipe, *, named: str | None = None) -> str:
-    """Network, data and length of a training.
+def summarize_recipe(recipe: Recipe, *, planned_source: str | None = None) -> str:
+    """Summarize a recipe: network, data and length of the training.
 
     Args:
-        named: the data source that the plan names, where a copy of it may have been read.
+        planned_source: the plan's data source; the run may have read a copy of it.
     """
     model, data, optim = recipe.model, recipe.data, recipe.optim
     length = f"{optim.steps} steps"
     if optim.epochs:
         length = f"{optim.epochs:g} epoch{'s' if optim.epochs != 1 else ''}"
     weights = "" if model.pretrained else ", random weights"
-    frozen = ", classifier alone" if model.freeze == "backbone" else ""
-    size = "" if model.image_size is None else f" at {model.image_size} px"
-    some = "" if data.num_train is None else f"{data.num_train:,} images of "
-    source = data.source if named in (None, data.source) else f"{named}, a copy"
+    frozen = ", classifier only" if model.freeze == "backbone" else ""
+    image_size = "" if model.image_size is None else f" at {model.image_size} px"
+    subset = "" if data.num_train is None else f"{data.num_train:,} images of "
+    source = data.source if planned_source in (None, data.source) else f"{planned_source}, a copy"
     return (
-        f"`{model.name}`{size}{weights}{frozen}; {some}{source}; {length} of batch "
+        f"`{model.name}`{image_size}{weights}{frozen}; {subset}{source}; {length} of batch "
         f"{data.batch_size}, {optim.name} at {optim.lr:g}"
     )
 
 
-def place_of(machine: Mapping[str, Any]) -> tuple[str, str]:
-    """Hardware and commit.
+def hardware_and_commit(machine: Mapping[str, Any]) -> tuple[str, str]:
+    """Return hardware and commit.
 
     Args:
-        machine: a run.json, or the "machine" of a probe.json.
+        machine: the content of run.json, or the "machine" of probe.json.
     """
     device, commit = machine.get("device", {}), machine.get("commit") or ""
     name = str(device.get("name", MISSING))
     if device.get("type") == "cpu":
-        name += f", {counted(device.get('threads', 1), 'thread')}"
+        name += f", {pluralize(device.get('threads', 1), 'thread')}"
     return name, f"{commit[:7]}{'+changes' if '+' in commit else ''}" or "not known"
 
 
-def _as_is(metric: str, values: Iterable[float | None]) -> str:
-    """Mean and spread of a metric, accuracies in per cent."""
-    is_share = metric.endswith(ACCURACIES)
-    return f"{_percent(values)} %" if is_share else _spread(values, 4)
+def _format_metric_mean(metric: str, values: Iterable[float | None]) -> str:
+    """Format mean and standard deviation of a metric, accuracies in percent."""
+    is_percent = metric.endswith(PERCENT_METRICS)
+    return f"{_format_percent_mean(values)} %" if is_percent else _format_mean(values, 4)
 
 
-def _percent(values: Iterable[float | None]) -> str:
-    return _spread((None if one is None else 100 * one for one in values), 2)
+def _format_percent_mean(values: Iterable[float | None]) -> str:
+    return _format_mean((None if value is None else 100 * value for value in values), 2)
 
 
-def _spread(values: Iterable[float | None], digits: int, *, signed: bool = False) -> str:
-    """Mean and standard deviation over the runs whose figure is known."""
-    known = [one for one in values if one is not None]
+def _format_mean(values: Iterable[float | None], digits: int, *, signed: bool = False) -> str:
+    """Format mean and standard deviation over the runs with a known value."""
+    known = [value for value in values if value is not None]
     if not known:
         return MISSING
     mean, std, _ = mean_std(known)
-    return ("+" if signed and mean >= 0 else "") + mean_and_std(mean, std, digits)
+    return ("+" if signed and mean >= 0 else "") + format_mean_std(mean, std, digits)
 
 
-def _joined(values: Iterable[Any], sign: str = ", ") -> str:
-    """Different values, in their order."""
-    return sign.join(dict.fromkeys(map(str, values)))
+def _join_unique(values: Iterable[Any], separator: str = ", ") -> str:
+    """Join the distinct values in order."""
+    return separator.join(dict.fromkeys(map(str, values)))
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a Markdown table; none without rows."""
-    return markdown_table(heads, rows) if rows else []
+def _table_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table; none without rows."""
+    return markdown_table(header, rows) if rows else []

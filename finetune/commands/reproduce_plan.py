@@ -1,6 +1,6 @@
-"""Plans: files that say which runs belong together, with grids, seeds and what sources report.
+"""Plans: YAML files that list related runs, with grids, seeds and the results of their sources.
 
-A plan is a YAML file `plan.yaml` beside the recipes that it runs.
+A plan is a file `plan.yaml` next to the recipes that it runs.
 """
 
 from __future__ import annotations
@@ -15,115 +15,140 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from finetune.errors import RecipeError, nearest
-from finetune.recipe import yaml as recipe_yaml
-from finetune.recipe.load import Claim, Recipe, Section, load_recipe
-from finetune.recipe.types import Arguments, Metric, Range, Real, Score, Text, When, Whole
-from finetune.recipe.validate import validate
+from finetune.errors import RecipeError, did_you_mean
+from finetune.recipe import strict_yaml as recipe_yaml
+from finetune.recipe.field_types import (
+    ClaimTime,
+    FiniteFloat,
+    Integer,
+    KeywordArguments,
+    MetricName,
+    NonEmptyString,
+    NumberRange,
+    SelectionMetric,
+)
+from finetune.recipe.load import Claim, Section, load_recipe
+from finetune.recipe.schema import Recipe
+from finetune.recipe.validate import validate_document
 
 __all__ = [
-    "PLAN",
-    "Beside",
+    "PLAN_FILENAME",
     "Direction",
-    "Entry",
+    "OtherProgramResult",
     "Plan",
-    "Probe",
-    "check_runs",
+    "PlanEntry",
+    "ProbeSettings",
+    "check_plan_recipes",
     "find_plan",
+    "load_entry_recipe",
     "load_plan",
-    "made_small",
-    "recipe_for",
-    "with_source_of",
+    "to_smoke_plan",
+    "use_source_of_run",
 ]
 
-PLAN = "plan.yaml"
-_SMALL = 2  # values of a grid's key and seeds that a smoke test takes
+PLAN_FILENAME = "plan.yaml"
+_NUM_SMOKE_VALUES = 2  # number of seeds, and of values per grid key, in a smoke test
 
 
-def _folder_name(value: str) -> str:
+def _check_folder_name(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
         problem = "expected a folder's name: letters, digits, '.', '_' and '-'"
         raise PydanticCustomError("name", "{cause}", {"cause": problem})
     return value
 
 
-FolderName = Annotated[Text, AfterValidator(_folder_name)]
+FolderName = Annotated[NonEmptyString, AfterValidator(_check_folder_name)]
 
 
-class Probe(Section):
-    """Few-shot accuracy of the frozen features, in the place of training; see `finetune probe`."""
+class ProbeSettings(Section):
+    """Few-shot accuracy of frozen features, instead of training; see `finetune probe`."""
 
-    shots: tuple[Whole, ...] = Field((1, 5, 10, 25), description="training images of each class")
-    draws: Whole = Field(3, ge=1, description="of the shots: seeds 0, 1, …")
-    expected: tuple[Range, ...] = Field(
-        (), description="[lowest, highest] accuracy for each of the shots"
+    shots: tuple[Integer, ...] = Field((1, 5, 10, 25), description="training images per class")
+    draws: Integer = Field(3, ge=1, description="number of draws of the shots: seeds 0, 1, …")
+    expected: tuple[NumberRange, ...] = Field(
+        (), description="[lowest, highest] accuracy for each number of shots"
     )
-    source: Text | None = Field(None, description="where the expectation comes from")
+    source: NonEmptyString | None = Field(None, description="source of the expectation")
 
 
-class Beside(Section):
-    """A measurement of another program, beside an entry's own."""
+class OtherProgramResult(Section):
+    """A measurement of another program, to compare with an entry's own."""
 
-    program: Text = Field(description="its name and version")
-    command: Text = Field(description="as it was called")
-    machine: Text = Field(description="hardware and versions")
-    seeds: tuple[Whole, ...] = Field(min_length=1, description="one figure for each")
-    top1: tuple[Real, ...] = Field(description="fractions")
-    seconds: tuple[Real, ...] = Field((), description="wall-clock of each command")
-    our_seconds: tuple[Real, ...] = Field((), description="wall-clock of ours, on that machine")
-    note: Text | None = Field(None, description="what differs")
+    program: NonEmptyString = Field(description="its name and version")
+    command: NonEmptyString = Field(description="the command that was run")
+    machine: NonEmptyString = Field(description="hardware and versions")
+    seeds: tuple[Integer, ...] = Field(min_length=1, description="one result for each")
+    top1: tuple[FiniteFloat, ...] = Field(description="fractions")
+    seconds: tuple[FiniteFloat, ...] = Field((), description="wall-clock time of each command")
+    our_seconds: tuple[FiniteFloat, ...] = Field(
+        (), description="wall-clock time of ours, on that machine"
+    )
+    note: NonEmptyString | None = Field(None, description="differences to our run")
 
 
 class Direction(Section):
-    """A claim about which way a figure goes, asked of runs that are smaller than its source's."""
+    """A claim about the direction of a metric, for runs smaller than those of its source."""
 
-    question: Text = Field(description="answered by yes or no for each seed")
-    source: Text = Field(description="where yes is claimed")
-    expected: Text | None = Field(None, description="of this run, written before it")
-    run: FolderName = Field(description="the entry that is asked")
-    metric: Metric = Field(description="as in a claim: val.loss, test.top1, …")
-    when: When = Field("end", description="as in a claim; 'after epoch N' for a trend")
-    trend: Literal["rising", "falling"] | None = Field(None, description="over evaluations")
+    question: NonEmptyString = Field(description="a yes/no question, answered for each seed")
+    source: NonEmptyString = Field(description="where the claim is made")
+    expected: NonEmptyString | None = Field(
+        None, description="expected answer, written before the run"
+    )
+    run: FolderName = Field(description="the entry that answers")
+    metric: MetricName = Field(description="as in a claim: val.loss, test.top1, …")
+    when: ClaimTime = Field("end", description="as in a claim; 'after epoch N' for a trend")
+    trend: Literal["rising", "falling"] | None = Field(
+        None, description="direction over the evaluations"
+    )
     below: FolderName | None = Field(
-        None, description="another entry, whose figure with the same seed is the larger one"
+        None, description="another entry, whose value with the same seed should be larger"
     )
 
 
-class Entry(Section):
-    """One run of a plan, or a grid of runs and the one that it chooses."""
+class PlanEntry(Section):
+    """A run of a plan, or a grid search and the run with its best setting."""
 
-    name: FolderName = Field(description="the run's folder in the plan's, with its seed behind it")
-    recipe: Text = Field(description="a recipe, from the plan's folder")
-    probe: Probe | None = Field(
-        None, description="measure the features of the recipe's weights on its data; no training"
+    name: FolderName = Field(description="start of the run folder's name, followed by the seed")
+    recipe: NonEmptyString = Field(description="path of the recipe, relative to the plan's folder")
+    probe: ProbeSettings | None = Field(
+        None, description="evaluate features of the recipe's weights on its data; no training"
     )
-    overrides: tuple[Text, ...] = Field((), description="key=value, as on the command line")
-    grid: Arguments = Field({}, description="keys and the values to choose among")
-    by: Score | None = Field(
-        None, description="what chooses among the grid; null: val.top1, of task multilabel val.map"
+    overrides: tuple[NonEmptyString, ...] = Field(
+        (), description="key=value, as on the command line"
     )
-    final: tuple[Text, ...] = Field(
-        (), description="overrides once the grid has chosen; data.val_fraction=0 trains on it all"
+    grid: KeywordArguments = Field({}, description="recipe keys with the values to try")
+    by: SelectionMetric | None = Field(
+        None,
+        description="metric that selects the best setting; null: val.top1, for multilabel val.map",
     )
-    seeds: tuple[Whole, ...] = Field((0,), description="a run for each; the first one chooses")
+    final: tuple[NonEmptyString, ...] = Field(
+        (), description="overrides after the grid search; data.val_fraction=0 trains on all images"
+    )
+    seeds: tuple[Integer, ...] = Field(
+        (0,), description="one run for each; the grid search uses the first"
+    )
     claims: tuple[Claim, ...] | None = Field(
-        None, description="what a source reports of this run; null: what the recipe says"
+        None, description="results that a source reports for this run; null: the recipe's claims"
     )
-    reported: Text | None = Field(
-        None, description="a figure that stands beside the run's own without being a claim"
+    reported: NonEmptyString | None = Field(
+        None, description="a reported result to show next to the run's own, not a claim"
     )
-    beside: tuple[Beside, ...] = Field((), description="of other programs, for the page")
-    smoke: tuple[Text, ...] | None = Field(None, description="in the place of the plan's smoke")
+    beside: tuple[OtherProgramResult, ...] = Field(
+        (), description="results of other programs, for the page"
+    )
+    smoke: tuple[NonEmptyString, ...] | None = Field(
+        None, description="overrides that replace the plan's smoke"
+    )
 
-    def combinations(self) -> Iterator[tuple[str, ...]]:
-        """The overrides of every combination of the grid's values; a single () without a grid."""
+    def grid_combinations(self) -> Iterator[tuple[str, ...]]:
+        """Yield the overrides of every combination of grid values; one () without a grid."""
         for values in itertools.product(*self.grid.values()):
             pairs = zip(self.grid, values, strict=True)
-            yield tuple(f"{key}={_written(value)}" for key, value in pairs)
+            yield tuple(f"{key}={_format_override_value(value)}" for key, value in pairs)
 
-    def folder_of(self, changes: Sequence[str]) -> str:
-        """A folder's name for one of the combinations: the keys' last parts with their values."""
-        pairs = [change.partition("=") for change in changes]
+    def combination_folder(self, combination: Sequence[str]) -> str:
+        """Return a folder name for a combination, from its values and short keys."""
+        pairs = [change.partition("=") for change in combination]
         short = [key.rpartition(".")[2] for key, _, _ in pairs]
         keys = short if len(set(short)) == len(short) else [key for key, _, _ in pairs]
         text = ",".join(f"{key}={pair[2]}" for key, pair in zip(keys, pairs, strict=True))
@@ -131,171 +156,182 @@ class Entry(Section):
 
 
 class Plan(Section):
-    """Runs that belong together."""
+    """A set of related runs."""
 
-    title: Text = Field(description="what the runs are about")
-    runs: tuple[Entry, ...] = Field(min_length=1, description="in this order")
-    directions: tuple[Direction, ...] = Field((), description="for the page of all recipes")
-    smoke: tuple[Text, ...] = Field(
-        (), description="overrides that make each run one of minutes, for --scale smoke"
+    title: NonEmptyString = Field(description="title of the results")
+    runs: tuple[PlanEntry, ...] = Field(min_length=1, description="run in this order")
+    directions: tuple[Direction, ...] = Field(
+        (), description="questions for the page of all recipes"
+    )
+    smoke: tuple[NonEmptyString, ...] = Field(
+        (), description="overrides that shorten each run to minutes, for --scale smoke"
     )
 
 
 def find_plan(name: str, root: str | Path = "recipes") -> Path:
-    """The file of a plan.
+    """Find the file of a plan.
 
     Args:
-        name: a file, a folder that holds a plan.yaml, or the name of such a folder below `root`.
+        name: a file, a folder with a plan.yaml, or the name of such a folder below `root`.
         root: the folder of the recipes.
-    Raises: RecipeError with the nearest name if there is no such plan, or more than one.
+    Raises: RecipeError if no plan or several plans match; it suggests the nearest name.
     """
-    for path in (Path(name), Path(name) / PLAN):
+    for path in (Path(name), Path(name) / PLAN_FILENAME):
         if path.is_file():
             return path
-    paths = sorted(Path(root).rglob(PLAN))
+    paths = sorted(Path(root).rglob(PLAN_FILENAME))
     matches = [path for path in paths if path.parent.name == name]
     if len(matches) > 1:
         raise RecipeError(
-            f"{name}: {matches[0]} or {matches[1]}? Give the file", code="recipe.unknown_name"
+            f"{name}: matches {matches[0]} and {matches[1]}; give the file",
+            code="recipe.unknown_name",
         )
     if not matches:
         known = [path.parent.name for path in paths]
-        there = f"there is: {', '.join(known)}"
+        hint = f"Known: {', '.join(known)}"
         if not known:
-            there = f"there is none below {root}/, so run it in a copy of the repository, or give "
-            there += "a plan's file"
+            hint = f"No plan exists below {root}/; run the command in a copy of the repository, or "
+            hint += "give a plan's file"
         raise RecipeError(
-            f"{name}: no such plan{nearest(name, known)}; {there}", code="recipe.not_found"
+            f"{name}: no such plan{did_you_mean(name, known) or '.'} {hint}",
+            code="recipe.not_found",
         )
     return matches[0]
 
 
 def load_plan(path: str | Path) -> Plan:
-    """Read a plan. Raises: RecipeError with one line for every problem."""
-    text = recipe_yaml.read_text(path)
+    """Load a plan. Raises: RecipeError with one line per problem."""
+    text = recipe_yaml.read_recipe_text(path)
     if not text.strip():
         raise RecipeError(
-            f"{path}: empty; a plan needs a title and runs", code="recipe.missing_key"
+            f"{path}: is empty; a plan needs a title and runs", code="recipe.missing_key"
         )
-    plan = validate(recipe_yaml.read_document(text, name=str(path)), Plan)
-    if problems := [f"{path}: {problem}" for problem in _problems(plan)]:
+    plan = validate_document(recipe_yaml.parse_document(text, name=str(path)), Plan)
+    if problems := [f"{path}: {problem}" for problem in _find_plan_problems(plan)]:
         raise RecipeError("\n".join(problems), code="recipe.wrong_value")
     return plan
 
 
-def check_runs(
+def check_plan_recipes(
     plan: Plan,
     path: Path,
-    added: Sequence[str] = (),
+    extra_overrides: Sequence[str] = (),
     sources: Mapping[str, str] | None = None,
 ) -> None:
-    """Check every recipe that a plan trains, with all its overrides, before the first one runs.
+    """Check every recipe that a plan trains, with all overrides, before the first run starts.
 
     Args:
-        added, sources: as for `recipe_for`; each source must stand in one of the recipes.
-    Raises: RecipeError with one line for every problem.
+        extra_overrides, sources: see `load_entry_recipe`; a recipe must use each of the sources.
+    Raises: RecipeError with one line per problem.
     """
-    problems, named = [], set()
+    problems, used_sources = [], set()
     for entry in plan.runs:
-        for chosen in entry.combinations():
-            for last in ((), entry.final):
+        for combination in entry.grid_combinations():
+            for final in ((), entry.final):
                 try:
-                    recipe = recipe_for(entry, path, [*chosen, *last], added=added)
-                    named.add(recipe.data.source)
+                    recipe = load_entry_recipe(
+                        entry, path, [*combination, *final], extra_overrides=extra_overrides
+                    )
+                    used_sources.add(recipe.data.source)
                 except RecipeError as error:
                     problems.append(str(error))
     for name in sources or ():
-        if not problems and name not in named:
-            known = ", ".join(sorted(named))
+        if not problems and name not in used_sources:
+            known = ", ".join(sorted(used_sources))
             problems.append(
-                f"--data: no run reads '{name}'{nearest(name, sorted(named))}; there is: {known}"
+                f"--data: no run reads '{name}'{did_you_mean(name, sorted(used_sources)) or '.'} "
+                f"Known: {known}"
             )
     if problems:
         raise RecipeError("\n".join(dict.fromkeys(problems)), code="recipe.wrong_value")
 
 
-def recipe_for(
-    entry: Entry,
+def load_entry_recipe(
+    entry: PlanEntry,
     path: Path,
     overrides: Sequence[str] = (),
     *,
-    added: Sequence[str] = (),
+    extra_overrides: Sequence[str] = (),
     sources: Mapping[str, str] | None = None,
 ) -> Recipe:
-    """The recipe of one run of an entry of the plan in `path`.
+    """Load the recipe of one run of an entry.
 
     Args:
+        entry: of the plan in `path`.
+        path: of the plan's file.
         overrides: of this run.
-        added: overrides of every run.
-        sources: data sources and what is read in their place.
+        extra_overrides: of every run.
+        sources: data sources, and the copy to read instead of each.
     """
-    settings = [*entry.overrides, *added, *overrides]
+    settings = [*entry.overrides, *extra_overrides, *overrides]
     recipe = load_recipe(path.parent / entry.recipe, settings)
-    if copy := (sources or {}).get(recipe.data.source):
-        recipe = load_recipe(path.parent / entry.recipe, [*settings, f"data.source={copy}"])
+    if copied_source := (sources or {}).get(recipe.data.source):
+        recipe = load_recipe(
+            path.parent / entry.recipe, [*settings, f"data.source={copied_source}"]
+        )
     return recipe if entry.claims is None else recipe.model_copy(update={"claims": entry.claims})
 
 
-def with_source_of(recipe: Recipe, run: Recipe) -> Recipe:
-    """The recipe with the data source and the note of one of its runs, which may read a copy."""
+def use_source_of_run(recipe: Recipe, run: Recipe) -> Recipe:
+    """Return the recipe with the data source and note of one of its runs, which may read a copy."""
     data = recipe.data.model_copy(update={"source": run.data.source})
     note = recipe.run.model_copy(update={"note": run.run.note})
     return recipe.model_copy(update={"data": data, "run": note})
 
 
-def made_small(plan: Plan) -> Plan:
-    """The plan of a smoke test: its overrides, and of every grid and of the seeds the first two."""
+def to_smoke_plan(plan: Plan) -> Plan:
+    """Return the plan for a smoke test: its overrides, two seeds, and two values per grid key."""
     runs = []
     for entry in plan.runs:
-        small: dict[str, Any] = {"seeds": entry.seeds[:_SMALL]}
-        small["grid"] = {key: values[:_SMALL] for key, values in entry.grid.items()}
+        changes: dict[str, Any] = {"seeds": entry.seeds[:_NUM_SMOKE_VALUES]}
+        changes["grid"] = {key: values[:_NUM_SMOKE_VALUES] for key, values in entry.grid.items()}
         smoke = plan.smoke if entry.smoke is None else entry.smoke
-        runs.append(entry.model_copy(update={**small, "overrides": (*entry.overrides, *smoke)}))
+        runs.append(entry.model_copy(update={**changes, "overrides": (*entry.overrides, *smoke)}))
     return plan.model_copy(update={"runs": tuple(runs)})
 
 
-def _problems(plan: Plan) -> Iterator[str]:
+def _find_plan_problems(plan: Plan) -> Iterator[str]:
     names = [entry.name for entry in plan.runs]
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
             yield f"two runs are called '{name}'; rename one"
     for entry in plan.runs:
-        yield from (f"{entry.name}.{problem}" for problem in _problems_of(entry))
+        yield from (f"{entry.name}.{problem}" for problem in _find_entry_problems(entry))
     trained = [entry.name for entry in plan.runs if entry.probe is None]
     for number, direction in enumerate(plan.directions, 1):
         if (direction.trend is None) == (direction.below is None):
             yield f"directions, {number}: give trend or below"
         for run in (direction.run, direction.below):
             if run is not None and run not in trained:
-                hint = nearest(run, trained)
+                hint = did_you_mean(run, trained)
                 yield f"directions, {number}: no run '{run}' is trained here{hint}"
 
 
-def _problems_of(entry: Entry) -> Iterator[str]:
+def _find_entry_problems(entry: PlanEntry) -> Iterator[str]:
     if not entry.seeds:
         yield "seeds: is empty; give at least one"
     elif len(set(entry.seeds)) < len(entry.seeds):
-        yield "seeds: one stands there twice; remove it"
+        yield "seeds: contains a duplicate; remove it"
     if entry.probe is not None:
         if entry.probe.expected and len(entry.probe.expected) != len(entry.probe.shots):
             yield "probe.expected: give a range for each of the shots"
         if entry.grid:
-            yield "probe: chooses nothing; remove the grid"
+            yield "probe: cannot have a grid; remove the grid"
     for other in entry.beside:
         if {len(other.top1), len(other.seconds or other.seeds)} != {len(other.seeds)}:
-            yield f"beside: {other.program}: give one figure for each of the seeds"
+            yield f"beside: {other.program}: give one result for each seed"
     for key, values in entry.grid.items():
         if not isinstance(values, list) or not values:
             yield f"grid.{key}: expected a list of values"
-        elif len({_written(value) for value in values}) < len(values):
-            yield f"grid.{key}: one value stands there twice; remove it"
+        elif len({_format_override_value(value) for value in values}) < len(values):
+            yield f"grid.{key}: contains a duplicate value; remove it"
     if all(isinstance(values, list) for values in entry.grid.values()):
-        folders = [entry.folder_of(changes) for changes in entry.combinations()]
+        folders = [entry.combination_folder(changes) for changes in entry.grid_combinations()]
         for folder in {name for name in folders if folders.count(name) > 1}:
             yield f"grid: two combinations would both be called '{folder}'; make two entries"
 
 
-def _written(value: Any) -> str:
-    """A value as an override has it."""
+def _format_override_value(value: Any) -> str:
+    """Format a value as in an override."""
     plain = isinstance(value, str) and recipe_yaml.parse_value(value) == value
     return value if plain else json.dumps(value)

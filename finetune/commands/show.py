@@ -1,4 +1,4 @@
-"""Look into a network: `finetune show` draws where it looks and what its first layers learned."""
+"""Visualize a network: attention rollout, attention distances, filters, position embeddings."""
 
 # B batch, C channels, H W pixels, h w patches
 
@@ -16,35 +16,41 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from finetune.commands.predict_io import find_files
-from finetune.data.decode import decode, planes
+from finetune.data.decode import decode_image, hwc_to_chw
+from finetune.data.image_paths import find_images
 from finetune.errors import DataError, WeightsError
-from finetune.files import make_folder
-from finetune.models.attention import (
+from finetune.files import make_writable_folder
+from finetune.models.build import build_model
+from finetune.models.interpretability import (
     attention_distances,
     attention_rollout,
-    even_distance,
     patch_filters,
     position_similarity,
+    uniform_attention_distance,
 )
-from finetune.models.build import build
-from finetune.report.style import COLORS, blank, legible, save_png, style
-from finetune.report.thumbnails import visible
-from finetune.run.pipeline import pipeline_of
+from finetune.report.figure_style import (
+    COLORS,
+    create_figure,
+    matplotlib_style,
+    save_png,
+    shorten_label,
+)
+from finetune.report.thumbnails import denormalize
+from finetune.run.eval_pipeline import load_eval_pipeline
 from finetune.transforms.pipeline import Pipeline
 
 __all__ = [
-    "draw_distances",
-    "draw_filters",
-    "draw_positions",
-    "draw_rollout",
+    "draw_attention_distances",
+    "draw_attention_rollout",
+    "draw_patch_filters",
+    "draw_position_similarity",
     "read_images",
-    "show",
+    "show_model",
 ]
 
-MOST_IMAGES = 12
-# From unlike over nothing to alike: of COLORS, seen apart with every kind of colour vision.
-_SIGNED = LinearSegmentedColormap.from_list(
+MAX_IMAGES = 12
+# from dissimilar to similar through white; distinguishable with every type of color vision
+_DIVERGING_COLORMAP = LinearSegmentedColormap.from_list(
     "signed",
     [
         (0.0, COLORS["val"]),
@@ -55,40 +61,42 @@ _SIGNED = LinearSegmentedColormap.from_list(
         (1.0, "#0b2f5c"),
     ],
 )
-_DIMMED = 0.12  # what remains of a part of the image that was not looked at
+_MIN_BRIGHTNESS = 0.12  # brightness of image parts without attention
 
 
-def show(
+def show_model(
     model: str | Path, images: Sequence[str | Path] = (), *, out: str | Path
 ) -> dict[str, Any]:
-    """Draw the pictures that this network has, one PNG for each.
+    """Draw all figures that this network supports, one PNG each.
 
     Args:
         model: run directory, model folder, `hf-hub:owner/name@revision` or timm name.
-        images: files, folders and patterns, the first 12 of them; without any there are only the
-            pictures of the weights.
+        images: files, folders and patterns; the first 12 images are used. Without images, only the
+            figures of the weights are drawn.
         out: folder for filters.png, positions.png, rollout.png and distances.png.
-    Returns: {"files": what was written, "skipped": picture to why there is none, "images"}.
-    Raises: WeightsError for a network without any of these pictures; DataError for an image that
-        cannot be read; SetupError if the folder cannot be written.
+    Returns: {"files": the written files, "skipped": figure name to reason, "images"}.
+    Raises: WeightsError if the network supports none of these figures; DataError for an unreadable
+        image; SetupError if the folder cannot be written.
     """
-    built = build(str(model))
+    built = build_model(str(model))
     network = built.model.eval()
-    pipeline = pipeline_of(model, built.preprocessing)
+    pipeline = load_eval_pipeline(model, built.preprocessing)
     paths, batch_BCHW = read_images(images, pipeline)
-    prepared = built.preprocessing
+    preprocessing = built.preprocessing
     drawings: dict[str, Callable[[], Figure]] = {
-        "filters": lambda: draw_filters(network),
-        "positions": lambda: draw_positions(network),
+        "filters": lambda: draw_patch_filters(network),
+        "positions": lambda: draw_position_similarity(network),
     }
     skipped: dict[str, str] = {}
     if paths:
         names = [path.name for path in paths]
-        pixels = visible(batch_BCHW, mean=prepared.mean, std=prepared.std)
-        drawings["rollout"] = lambda: draw_rollout(network, batch_BCHW, pixels, names=names)
-        drawings["distances"] = lambda: draw_distances(network, batch_BCHW)
+        pixels = denormalize(batch_BCHW, mean=preprocessing.mean, std=preprocessing.std)
+        drawings["rollout"] = lambda: draw_attention_rollout(
+            network, batch_BCHW, pixels, names=names
+        )
+        drawings["distances"] = lambda: draw_attention_distances(network, batch_BCHW)
     else:
-        skipped |= dict.fromkeys(("rollout", "distances"), "needs images; name some")
+        skipped |= dict.fromkeys(("rollout", "distances"), "needs images; give image files")
     folder, files = Path(out), []
     for name, draw in drawings.items():
         try:
@@ -96,7 +104,7 @@ def show(
         except WeightsError as error:
             skipped[name] = str(error)
             continue
-        make_folder(folder, option="--out")
+        make_writable_folder(folder, option="--out")
         save_png(figure, folder / f"{name}.png")
         files.append(str(folder / f"{name}.png"))
     if not files:
@@ -107,65 +115,70 @@ def show(
 
 
 def read_images(images: Sequence[str | Path], pipeline: Pipeline) -> tuple[list[Path], Tensor]:
-    """Read the first 12 images, as the network takes them.
+    """Read and preprocess the first 12 images.
 
     Args:
         images: files, folders and patterns.
-        pipeline: of the network, see `make_pipeline`.
+        pipeline: of the network, see `build_pipeline`.
     Returns: their paths, and (B, C, H, W) on the CPU.
-    Raises: DataError for an image that cannot be read.
+    Raises: DataError for an unreadable image.
     """
-    files = find_files(images)[:MOST_IMAGES] if images else []
+    files = find_images(images)[:MAX_IMAGES] if images else []
     prepared = []
     for path, error in files:
         if error is not None:
-            raise DataError(f"{path}: {error}; name another", code="data.unreadable")
+            raise DataError(f"{path}: {error}; choose another image", code="data.unreadable")
         try:
-            pixels_CHW = planes(decode(path, size=pipeline.decode_size))
+            pixels_CHW = hwc_to_chw(decode_image(path, decode_size=pipeline.decode_size))
         except DataError as cause:
-            raise DataError(f"{cause}; name another", code="data.unreadable") from None
+            raise DataError(f"{cause}; choose another image", code="data.unreadable") from None
         prepared.append(pipeline(pixels_CHW[None], device=torch.device("cpu"))[0])
     batch_BCHW = torch.stack(prepared) if prepared else torch.empty(0, 3, 1, 1)
     return [Path(path) for path, _ in files], batch_BCHW
 
 
-# --- the pictures --------------------------------------------------------------------------------
+# --- figures -------------------------------------------------------------------------------------
 
 
-def draw_rollout(
+def draw_attention_rollout(
     network: Any, images_BCHW: Tensor, pixels_BHWC: np.ndarray, *, names: Sequence[str] = ()
 ) -> Figure:
-    """Draw each image beside itself, lit where the classifier reads it, by the square root.
+    """Draw each image next to its attention rollout: brighter where the classifier attends.
+
+    Brightness is the square root of the rollout.
 
     Args:
         network: in evaluation mode.
-        images_BCHW: as the network takes them.
+        images_BCHW: the network's input.
         pixels_BHWC: the same images in [0, 1].
-        names: under the images.
+        names: titles of the images.
     Raises: WeightsError for a network without attention between all patches.
     Source: Abnar and Zuidema 2020; ViT paper, figure 6.
     """
-    seen = attention_rollout(network, images_BCHW)
-    if seen is None:
-        kind = type(network).__name__
+    rollout = attention_rollout(network, images_BCHW)
+    if rollout is None:
+        class_name = type(network).__name__
         raise WeightsError(
-            f"{kind}: its patches do not all attend to one another", code="weights.unsupported"
+            f"{class_name}: its patches do not all attend to one another; choose a ViT",
+            code="weights.unsupported",
         )
     height, width = pixels_BHWC.shape[1:3]
-    smooth_B1HW = torch.nn.functional.interpolate(
-        seen[:, None], size=(height, width), mode="bicubic", align_corners=False
+    upsampled_B1HW = torch.nn.functional.interpolate(
+        rollout[:, None], size=(height, width), mode="bicubic", align_corners=False
     )
-    light_BHW = smooth_B1HW[:, 0].clamp_min(0).numpy()
-    # From the least to the most, since the residual connections light every part a little; the
-    # root keeps one strong patch from leaving the rest in the dark.
-    light_BHW = light_BHW - light_BHW.min(axis=(1, 2), keepdims=True)
-    light_BHW = np.sqrt(light_BHW / np.maximum(light_BHW.max(axis=(1, 2), keepdims=True), 1e-12))
+    brightness_BHW = upsampled_B1HW[:, 0].clamp_min(0).numpy()
+    # scaled from minimum to maximum, because residual connections give every patch some attention;
+    # the square root keeps one strong patch from darkening the rest
+    brightness_BHW = brightness_BHW - brightness_BHW.min(axis=(1, 2), keepdims=True)
+    brightness_BHW = np.sqrt(
+        brightness_BHW / np.maximum(brightness_BHW.max(axis=(1, 2), keepdims=True), 1e-12)
+    )
     count = len(pixels_BHWC)
     columns = min(3, count)
     rows = math.ceil(count / columns)
-    tall = 190 * height / width
-    with style():
-        figure = blank(columns * 2 * 196, rows * (tall + 34) + 30)
+    image_height = 190 * height / width
+    with matplotlib_style():
+        figure = create_figure(columns * 2 * 196, rows * (image_height + 34) + 30)
         figure.suptitle(
             "Attention rollout", x=0.012, ha="left", size=13.5, weight="bold", color=COLORS["ink"]
         )
@@ -174,29 +187,32 @@ def draw_rollout(
             axes.set_axis_off()
         for index in range(count):
             left, right = grid[index // columns, 2 * (index % columns) :][:2]
-            plain, light = pixels_BHWC[index], light_BHW[index][..., None]
-            for axes, image in ((left, plain), (right, plain * (_DIMMED + (1 - _DIMMED) * light))):
+            original, brightness = pixels_BHWC[index], brightness_BHW[index][..., None]
+            for axes, image in (
+                (left, original),
+                (right, original * (_MIN_BRIGHTNESS + (1 - _MIN_BRIGHTNESS) * brightness)),
+            ):
                 axes.imshow(image, interpolation="nearest", vmin=0, vmax=1)
             if names:
-                left.set_title(legible(names[index], 24), size=11, weight="normal", pad=5)
-        figure.set_label(f"Attention rollout over {count} images: bright where the network looks")
+                left.set_title(shorten_label(names[index], 24), size=11, weight="normal", pad=5)
+        figure.set_label(f"Attention rollout over {count} images: brighter where it attends")
     return figure
 
 
-def draw_filters(network: Any, *, components: int = 28) -> Figure:
-    """Draw the principal components of the filters that read the patches.
+def draw_patch_filters(network: Any, *, num_components: int = 28) -> Figure:
+    """Draw the principal components of the patch embedding filters.
 
     Args:
-        network: any whose first layer reads RGB patches.
-        components: how many, the strongest first.
-    Raises: WeightsError for another first layer.
+        network: with a first layer that reads RGB patches.
+        num_components: number of components, the strongest first.
+    Raises: WeightsError for any other first layer.
     Source: ViT paper, figure 7 (left).
     """
-    filters = patch_filters(network, components=components)
+    filters = patch_filters(network, num_components=num_components)
     columns = min(7, len(filters))
     rows = math.ceil(len(filters) / columns)
-    with style():
-        figure = blank(columns * 72 + 16, rows * 72 + 44)
+    with matplotlib_style():
+        figure = create_figure(columns * 72 + 16, rows * 72 + 44)
         figure.set_layout_engine("constrained", wspace=0.04, hspace=0.04)
         height, width = filters.shape[1:3]
         figure.suptitle(
@@ -212,66 +228,75 @@ def draw_filters(network: Any, *, components: int = 28) -> Figure:
     return figure
 
 
-def draw_positions(network: Any) -> Figure:
-    """Draw, for each patch, how much alike its position embedding is to all others.
+def draw_position_similarity(network: Any) -> Figure:
+    """Draw the similarity of each patch's position embedding to all others.
 
     Args:
         network: with a table of position embeddings on a grid.
-    Raises: WeightsError if it has none.
+    Raises: WeightsError if the network has no such table.
     Source: ViT paper, figure 7 (middle).
     """
-    alike = position_similarity(network)
-    height, width = alike.shape[:2]
-    # one picture instead of a hundred axes: each patch's map with a white line around it
+    similarity = position_similarity(network)
+    height, width = similarity.shape[:2]
+    # one image instead of a hundred axes: each patch's map with a white border
     gap = 1 if max(height, width) <= 16 else 2
     board = np.full((height * (height + gap) - gap, width * (width + gap) - gap), np.nan)
     for row, column in np.ndindex(height, width):
         top, left = row * (height + gap), column * (width + gap)
-        board[top : top + height, left : left + width] = alike[row, column]
-    with style():
-        figure = blank(620, 560 * height / width + 20)
+        board[top : top + height, left : left + width] = similarity[row, column]
+    with matplotlib_style():
+        figure = create_figure(620, 560 * height / width + 20)
         axes = figure.subplots()
-        image = axes.imshow(board, cmap=_SIGNED, vmin=-1, vmax=1, interpolation="nearest")
+        image = axes.imshow(
+            board, cmap=_DIVERGING_COLORMAP, vmin=-1, vmax=1, interpolation="nearest"
+        )
         axes.set_title("Similarity of position embeddings")
         for axis, count in ((axes.xaxis, width), (axes.yaxis, height)):
-            every = max(1, math.ceil(count / 12))
-            places = range(0, count, every)
-            axis.set_ticks([place * (count + gap) + (count - 1) / 2 for place in places])
-            axis.set_ticklabels([str(place + 1) for place in places])
+            tick_step = max(1, math.ceil(count / 12))
+            positions = range(0, count, tick_step)
+            axis.set_ticks([position * (count + gap) + (count - 1) / 2 for position in positions])
+            axis.set_ticklabels([str(position + 1) for position in positions])
         axes.set(xlabel="column of the patch", ylabel="row of the patch")
         axes.spines[:].set_visible(False)
-        bar = figure.colorbar(image, ax=axes, shrink=0.82, aspect=28, ticks=[-1, -0.5, 0, 0.5, 1])
-        bar.outline.set_visible(False)
-        bar.set_label("cosine", color=COLORS["muted"])
+        colorbar = figure.colorbar(
+            image, ax=axes, shrink=0.82, aspect=28, ticks=[-1, -0.5, 0, 0.5, 1]
+        )
+        colorbar.outline.set_visible(False)
+        colorbar.set_label("cosine", color=COLORS["muted"])
         figure.set_label(f"Cosine between the position embeddings of {height} x {width} patches")
     return figure
 
 
-def draw_distances(network: Any, images_BCHW: Tensor) -> Figure:
-    """Draw how far each head of each block looks.
+def draw_attention_distances(network: Any, images_BCHW: Tensor) -> Figure:
+    """Draw the mean attention distance of each head in each block.
 
     Args:
         network: in evaluation mode.
-        images_BCHW: as the network takes them.
+        images_BCHW: the network's input.
     Raises: WeightsError for a network without attention between all patches.
     Source: ViT paper, figure 7 (right).
     """
     distances = attention_distances(network, images_BCHW)
     blocks, heads = distances.shape
-    with style():
-        figure = blank(560, 380)
+    with matplotlib_style():
+        figure = create_figure(560, 380)
         axes = figure.subplots()
-        places = np.arange(1, blocks + 1)
+        block_numbers = np.arange(1, blocks + 1)
         axes.plot(
-            *(places, distances.mean(axis=1)), color=COLORS["val"], linewidth=1.6, label="mean"
+            *(block_numbers, distances.mean(axis=1)),
+            color=COLORS["val"],
+            linewidth=1.6,
+            label="mean",
         )
-        dots: Any = {"s": 26, "alpha": 0.6, "linewidth": 0, "label": "a head", "zorder": 3}
-        each = np.sort(distances, axis=1).ravel()
-        axes.scatter(np.repeat(places, heads), each, color=COLORS["train"], **dots)
-        even = even_distance(network, images_BCHW)
-        dashes: Any = {"linewidth": 1, "linestyle": (0, (3, 3)), "label": "even attention"}
-        axes.axhline(even, color=COLORS["muted"], **dashes)
-        axes.set_ylim(0, 1.18 * max(even, float(distances.max())))
+        dot_style: Any = {"s": 26, "alpha": 0.6, "linewidth": 0, "label": "a head", "zorder": 3}
+        sorted_distances = np.sort(distances, axis=1).ravel()
+        axes.scatter(
+            np.repeat(block_numbers, heads), sorted_distances, color=COLORS["train"], **dot_style
+        )
+        uniform_distance = uniform_attention_distance(network, images_BCHW)
+        line_style: Any = {"linewidth": 1, "linestyle": (0, (3, 3)), "label": "even attention"}
+        axes.axhline(uniform_distance, color=COLORS["muted"], **line_style)
+        axes.set_ylim(0, 1.18 * max(uniform_distance, float(distances.max())))
         axes.set_title("Mean attention distance")
         axes.set(xlabel="block", ylabel="pixels")
         axes.grid(axis="y")

@@ -1,4 +1,4 @@
-"""Sheets of images: those of a source by class, and those of training as the network sees them."""
+"""Draw image sheets: a source's images by class, or training images as the network sees them."""
 
 # H W pixels
 
@@ -13,213 +13,233 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from finetune.commands.contact_sheet import (
-    GREY,
-    INK,
-    MOUNT,
-    PAGE,
-    Fonts,
-    card,
-    enlarged,
-    fitted,
+from finetune.commands.sheet_drawing import (
+    IMAGE_BACKGROUND,
+    MUTED_COLOR,
+    PAGE_COLOR,
+    TEXT_COLOR,
+    FontSet,
+    draw_empty_card,
+    make_thumbnail,
     save_sheet,
-    small_copy,
-    wrapped,
+    truncate_middle,
+    upscale_by_integer,
+    wrap_text,
 )
-from finetune.commands.predict_io import check_target, one_line
-from finetune.console import say
-from finetune.data.decode_all import expected_size
-from finetune.data.source import Source, Split, open_source
+from finetune.data.decode_split import estimate_common_size
+from finetune.data.open_source import open_source
+from finetune.data.source import Source, Split
 from finetune.errors import DataError
-from finetune.recipe.load import Recipe
-from finetune.run.environment import DTYPES, pick_precision
-from finetune.text import counted
-from finetune.training.setup import open_setup
-from finetune.training.training_images import EPOCHS, augmented, one_of_each
+from finetune.files import check_output_file
+from finetune.formatting import escape_to_one_line, pluralize
+from finetune.precision import DTYPES, resolve_precision
+from finetune.recipe.schema import Recipe
+from finetune.training.setup import build_setup
+from finetune.training.training_images import NUM_EPOCHS, augment_images, pick_one_per_class
 
-__all__ = ["Strip", "draw_strips", "show_source", "show_training"]
+__all__ = ["ImageRow", "draw_image_rows", "show_source", "show_training"]
 
-SUFFIXES = (".png", ".jpg", ".jpeg")
-_CLASSES, _EACH = 24, 8  # of a source
-_SHOWN = 6  # training images
-_BOX, _GAP, _PAD, _MARGIN, _SIDE = 128, 8, 12, 32, 190  # pixels; the side is for the name
+SHEET_SUFFIXES = (".png", ".jpg", ".jpeg")
+_MAX_CLASSES, _IMAGES_PER_CLASS = 24, 8  # of a source sheet
+_NUM_TRAINING_IMAGES = 6  # training images of a sheet
+# pixels; _LABEL_WIDTH is the width of the row's name
+_THUMBNAIL_PIXELS, _GAP, _PADDING, _MARGIN, _LABEL_WIDTH = 128, 8, 12, 32, 190
 
 
-class Strip(NamedTuple):
-    """A row of pictures under one name, with a remark; None is one that cannot be read."""
+class ImageRow(NamedTuple):
+    """A named row of images with a note; None stands for an unreadable image."""
 
     name: str
-    remark: str
-    pictures: Sequence[NDArray[np.uint8] | Image.Image | None]
+    note: str
+    images: Sequence[NDArray[np.uint8] | Image.Image | None]
 
 
 def show_source(
     source: str, out: str | Path, *, option: str = "--out", multilabel: bool = False
 ) -> Path:
-    """Draw some images of each class of a source, spread over it, with the numbers of images.
+    """Draw evenly spaced images of each class of a source, with image counts.
 
     Args:
-        source: as `data.source` takes it; of its splits the first is shown, train where it is.
-        out: a .png or .jpg file, replaced in one step.
-        option: what the user wrote it behind.
-        multilabel: an image has any number of labels; it stands beside each of them.
+        source: a source string as in `data.source`; its first split is shown, which is train if it
+            exists.
+        out: a .png or .jpg file, written atomically.
+        option: the command-line option of `out`.
+        multilabel: the data is multi-label; an image appears in the row of each of its labels.
     Returns: the file.
     Raises: DataError if the source cannot be opened; RecipeError or SetupError if the sheet cannot
         be written.
     """
-    path = check_target(out, option=option, suffixes=SUFFIXES)
-    opened = open_source(source, decode_size=_BOX, multilabel=multilabel)
-    strips = _by_class(opened)
-    facts = [counted(len(opened.class_names), "class", "classes")]
-    facts += [f"{len(split):,} {name}" for name, split in opened.splits.items()]
-    if len(opened.class_names) > len(strips):
-        facts.append(f"the first {len(strips)} classes are shown")
-    save_sheet(draw_strips(strips, title=opened.name, facts=facts), path, option=option)
+    path = check_output_file(out, option=option, suffixes=SHEET_SUFFIXES)
+    loaded_source = open_source(source, decode_size=_THUMBNAIL_PIXELS, multilabel=multilabel)
+    rows = _rows_by_class(loaded_source)
+    subtitle_parts = [pluralize(len(loaded_source.class_names), "class", "classes")]
+    subtitle_parts += [f"{len(split):,} {name}" for name, split in loaded_source.splits.items()]
+    if len(loaded_source.class_names) > len(rows):
+        subtitle_parts.append(f"showing the first {len(rows)} classes")
+    save_sheet(
+        draw_image_rows(rows, title=loaded_source.name, facts=subtitle_parts), path, option=option
+    )
     return path
 
 
-def _by_class(source: Source) -> list[Strip]:
+def _rows_by_class(source: Source) -> list[ImageRow]:
     split = next(iter(source.splits.values()))
-    strips = []
-    for label, name in enumerate(source.class_names[:_CLASSES]):
-        members = np.flatnonzero(_has(split, label))
-        places = np.linspace(0, len(members) - 1, min(_EACH, len(members))).round().astype(int)
-        pictures: list[Image.Image | None] = []
-        for index in members[places].tolist():
+    rows = []
+    for label, name in enumerate(source.class_names[:_MAX_CLASSES]):
+        members = np.flatnonzero(_class_mask(split, label))
+        positions = (
+            np.linspace(0, len(members) - 1, min(_IMAGES_PER_CLASS, len(members)))
+            .round()
+            .astype(int)
+        )
+        thumbnails: list[Image.Image | None] = []
+        for index in members[positions].tolist():
             try:
-                pictures.append(small_copy(split.read(index), _BOX))
+                thumbnails.append(make_thumbnail(split.decode(index), _THUMBNAIL_PIXELS))
             except DataError:
-                pictures.append(None)
-        of_splits = [
-            f"{int(_has(one, label).sum()):,} {name}" for name, one in source.splits.items()
+                thumbnails.append(None)
+        counts = [
+            f"{int(_class_mask(other_split, label).sum()):,} {name}"
+            for name, other_split in source.splits.items()
         ]
-        strips.append(Strip(name, " · ".join(of_splits), pictures))
-    return strips
+        rows.append(ImageRow(name, " · ".join(counts), thumbnails))
+    return rows
 
 
-def _has(split: Split, label: int) -> NDArray[np.bool_]:
-    """True for the images of a class, (N,)."""
+def _class_mask(split: Split, label: int) -> NDArray[np.bool_]:
+    """Return a mask (N,) of the images with a class."""
     return split.labels[:, label] == 1 if split.is_multilabel else split.labels == label
 
 
 def show_training(recipe: Recipe, out: str | Path) -> Path:
-    """Draw training images of a recipe before and after its augmentation, in eight epochs.
+    """Draw training images of a recipe before and after augmentation, in eight epochs.
 
-    The pixels are those that the training on this machine computes; weights are not read.
+    The pixels are identical to those of training on this machine. Weights are not read.
 
     Args:
         recipe: checked and complete.
-        out: a .png or .jpg file, replaced in one step.
+        out: a .png or .jpg file, written atomically.
     Returns: the file.
-    Raises: FinetuneError for data that cannot be read, or what does not fit together.
+    Raises: FinetuneError for unreadable data or a recipe that does not fit it.
     """
-    path = check_target(out, option="--out", suffixes=SUFFIXES)
+    path = check_output_file(out, option="--out", suffixes=SHEET_SUFFIXES)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    untrained = recipe.model.model_copy(update={"pretrained": False})
-    recipe = recipe.model_copy(update={"model": untrained})
-    setup = open_setup(recipe, device=device, notice=say, progress=True)
+    model_section = recipe.model.model_copy(update={"pretrained": False})
+    recipe = recipe.model_copy(update={"model": model_section})
+    setup = build_setup(recipe, device=device, show_progress=True)
     split = setup.source.splits["train"]
-    if recipe.data.unreadable == "quarantine":  # which changes the numbers of the images
-        split = setup.loader(split, train=True).store.split
+    if recipe.data.unreadable == "quarantine":  # quarantine changes the indices of the images
+        split = setup.build_loader(split, train=True).store.split
         setup = setup.with_num_samples(len(split), split.labels)
     try:
-        images = augmented(
+        images = augment_images(
             setup,
             split,
-            one_of_each(split, _SHOWN),
-            one_size=expected_size(split) is not None,
-            dtype=DTYPES[pick_precision(recipe.run.precision, device)],
+            pick_one_per_class(split, _NUM_TRAINING_IMAGES),
+            same_size=estimate_common_size(split) is not None,
+            dtype=DTYPES[resolve_precision(recipe.run.precision, device)],
         )
     except DataError as error:
-        hint = f"see all with: finetune data scan {recipe.data.source}"
+        hint = f"list all with: finetune data scan {recipe.data.source}"
         raise DataError(f"{error}; {hint}", code="data.unreadable") from None
     strips = [
-        Strip(
-            ", ".join(setup.source.class_names[label] for label in one.labels),
-            one.name,
-            [one.decoded, *one.epochs, one.evaluation],
+        ImageRow(
+            ", ".join(setup.source.class_names[label] for label in training_image.labels),
+            training_image.name,
+            [training_image.decoded, *training_image.trained, training_image.evaluated],
         )
-        for one in images
+        for training_image in images
     ]
-    epochs = [f"epoch {number}" for number in range(1, EPOCHS + 1)]
-    is_random = setup.train_pipeline.random
+    epochs = [f"epoch {number}" for number in range(1, NUM_EPOCHS + 1)]
+    is_augmented = setup.train_pipeline.is_random
     height, width = setup.preprocessing.image_size
-    sheet = draw_strips(
+    sheet = draw_image_rows(
         strips,
         title=f"{recipe.model.name} on {recipe.data.source}",
-        facts=[f"seen at {width} × {height} pixels", setup.train_pipeline.sentence],
-        heads=["decoded", *(epochs if is_random else ["every epoch"]), "evaluation"],
+        facts=[f"network input {width} × {height} pixels", setup.train_pipeline.transform_spec],
+        column_titles=["decoded", *(epochs if is_augmented else ["every epoch"]), "evaluation"],
     )
     save_sheet(sheet, path, option="--out")
     return path
 
 
-def draw_strips(
-    strips: Sequence[Strip], *, title: str, facts: Sequence[str], heads: Sequence[str] = ()
+def draw_image_rows(
+    rows: Sequence[ImageRow], *, title: str, facts: Sequence[str], column_titles: Sequence[str] = ()
 ) -> Image.Image:
-    """Draw rows of pictures below one another.
+    """Draw rows of images.
 
     Args:
-        strips: at least one.
-        title: over the sheet.
-        facts: below the title.
-        heads: over the pictures, if they have names.
+        rows: at least one.
+        title: of the sheet.
+        facts: shown below the title.
+        column_titles: shown above the columns, if given.
     Returns: an RGB image.
     """
-    columns = max(max(len(strip.pictures) for strip in strips), 4)
-    wide = _SIDE + columns * (_BOX + _GAP) - _GAP + 2 * _PAD
-    high = _BOX + 2 * _PAD
-    fonts = Fonts([title, *facts, *heads, *(text for strip in strips for text in strip[:2])])
-    bold, small = fonts.size(24, bold=True), fonts.size(15)
-    lines = wrapped(one_line(" · ".join(facts)), small, wide, lines=4)
-    top = _MARGIN + 44 + 22 * len(lines) + (30 if heads else 8)
-    bottom = top + len(strips) * (high + _GAP) - _GAP + _MARGIN
-    page = Image.new("RGB", (wide + 2 * _MARGIN, bottom), PAGE)
+    columns = max(max(len(row.images) for row in rows), 4)
+    row_width = _LABEL_WIDTH + columns * (_THUMBNAIL_PIXELS + _GAP) - _GAP + 2 * _PADDING
+    row_height = _THUMBNAIL_PIXELS + 2 * _PADDING
+    fonts = FontSet([title, *facts, *column_titles, *(text for row in rows for text in row[:2])])
+    bold, small = fonts.at_size(24, bold=True), fonts.at_size(15)
+    lines = wrap_text(escape_to_one_line(" · ".join(facts)), small, row_width, max_lines=4)
+    top = _MARGIN + 44 + 22 * len(lines) + (30 if column_titles else 8)
+    bottom = top + len(rows) * (row_height + _GAP) - _GAP + _MARGIN
+    page = Image.new("RGB", (row_width + 2 * _MARGIN, bottom), PAGE_COLOR)
     draw = ImageDraw.Draw(page)
-    heading = fitted(one_line(title), bold, wide)
-    draw.text((_MARGIN, _MARGIN - 6), heading, INK, bold(heading))
+    heading = truncate_middle(escape_to_one_line(title), bold, row_width)
+    draw.text((_MARGIN, _MARGIN - 6), heading, TEXT_COLOR, bold(heading))
     for number, line in enumerate(lines):
-        draw.text((_MARGIN, _MARGIN + 38 + 22 * number), line, GREY, small(line))
-    left = _MARGIN + _PAD + _SIDE
-    for column, head in enumerate(heads):
-        middle = left + column * (_BOX + _GAP) + _BOX // 2
-        draw.text((middle, top - 8), head, GREY, small(head), anchor="ms")
-    paper = card(wide, high)
-    for number, strip in enumerate(strips):
-        y = top + number * (high + _GAP)
-        page.paste(paper, (_MARGIN, y))
-        _write(draw, fonts, strip, _MARGIN + _PAD, y + _PAD)
-        for column, picture in enumerate(strip.pictures):
-            _put(page, draw, picture, left + column * (_BOX + _GAP), y + _PAD)
+        draw.text((_MARGIN, _MARGIN + 38 + 22 * number), line, MUTED_COLOR, small(line))
+    left = _MARGIN + _PADDING + _LABEL_WIDTH
+    for column, column_title in enumerate(column_titles):
+        center = left + column * (_THUMBNAIL_PIXELS + _GAP) + _THUMBNAIL_PIXELS // 2
+        draw.text((center, top - 8), column_title, MUTED_COLOR, small(column_title), anchor="ms")
+    empty_card = draw_empty_card(row_width, row_height)
+    for number, row in enumerate(rows):
+        y = top + number * (row_height + _GAP)
+        page.paste(empty_card, (_MARGIN, y))
+        _draw_row_label(draw, fonts, row, _MARGIN + _PADDING, y + _PADDING)
+        for column, image in enumerate(row.images):
+            _paste_image(
+                page, draw, image, left + column * (_THUMBNAIL_PIXELS + _GAP), y + _PADDING
+            )
     return page
 
 
-def _write(draw: ImageDraw.ImageDraw, fonts: Fonts, strip: Strip, x: int, y: int) -> None:
-    """Write the name of a strip and its remark in front of the pictures."""
-    room = _SIDE - 2 * _GAP
-    bold, small = fonts.size(15, bold=True), fonts.size(13)
-    for line in wrapped(one_line(strip.name), bold, room, lines=2):
-        draw.text((x, y), line, INK, bold(line))
+def _draw_row_label(
+    draw: ImageDraw.ImageDraw, fonts: FontSet, row: ImageRow, x: int, y: int
+) -> None:
+    """Draw the name and note of a row to the left of its images."""
+    max_width = _LABEL_WIDTH - 2 * _GAP
+    bold, small = fonts.at_size(15, bold=True), fonts.at_size(13)
+    for line in wrap_text(escape_to_one_line(row.name), bold, max_width, max_lines=2):
+        draw.text((x, y), line, TEXT_COLOR, bold(line))
         y += 20
-    for line in wrapped(one_line(strip.remark), small, room, lines=4):
-        draw.text((x, y + 4), line, GREY, small(line))
+    for line in wrap_text(escape_to_one_line(row.note), small, max_width, max_lines=4):
+        draw.text((x, y + 4), line, MUTED_COLOR, small(line))
         y += 18
 
 
-def _put(
+def _paste_image(
     page: Image.Image,
     draw: ImageDraw.ImageDraw,
-    picture: NDArray[np.uint8] | Image.Image | None,
+    thumbnail: NDArray[np.uint8] | Image.Image | None,
     x: int,
     y: int,
 ) -> None:
-    """Put a picture into the middle of its square."""
-    frame = (x, y, x + _BOX - 1, y + _BOX - 1)
-    draw.rectangle(frame, fill=MOUNT)
-    if picture is None:
-        draw.line(frame, fill=GREY)
-        draw.line((x, y + _BOX - 1, x + _BOX - 1, y), fill=GREY)
+    """Paste an image into the center of its square."""
+    frame = (x, y, x + _THUMBNAIL_PIXELS - 1, y + _THUMBNAIL_PIXELS - 1)
+    draw.rectangle(frame, fill=IMAGE_BACKGROUND)
+    if thumbnail is None:
+        draw.line(frame, fill=MUTED_COLOR)
+        draw.line((x, y + _THUMBNAIL_PIXELS - 1, x + _THUMBNAIL_PIXELS - 1, y), fill=MUTED_COLOR)
         return
-    image = picture if isinstance(picture, Image.Image) else small_copy(picture, _BOX)
-    image = enlarged(image, _BOX)
-    page.paste(image, (x + (_BOX - image.width) // 2, y + (_BOX - image.height) // 2))
+    image = (
+        thumbnail
+        if isinstance(thumbnail, Image.Image)
+        else make_thumbnail(thumbnail, _THUMBNAIL_PIXELS)
+    )
+    image = upscale_by_integer(image, _THUMBNAIL_PIXELS)
+    page.paste(
+        image,
+        (x + (_THUMBNAIL_PIXELS - image.width) // 2, y + (_THUMBNAIL_PIXELS - image.height) // 2),
+    )

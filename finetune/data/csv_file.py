@@ -1,10 +1,10 @@
-"""CSV files of images: a header, and for each image a line with its path and its label.
+"""Read CSV files of images: a header, then one line per image with its path and label.
 
-Where an image has several, the label is `cat|dog`, or `[]` for none of them, and lines of the same
-path are joined; or each class has a column of 0 and 1.
+Multi-label files write the labels of an image as `cat|dog`, or `[]` for none, and merge the labels
+of lines with the same path; or they have one column of 0 and 1 per class.
 
-Paths start at the folder of the file and must stay in it: a table from elsewhere is not to name any
-file of this machine. Links in that folder are followed, as those of a folder of classes are.
+Paths are relative to the CSV file's folder and must stay inside it: a downloaded table must not
+name arbitrary local files. Symlinks in this folder are followed, as in class folders.
 """
 
 from __future__ import annotations
@@ -16,189 +16,222 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from finetune.data.columns import SPLITS, in_order
-from finetune.data.decode import open_data
-from finetune.data.notices import notice
-from finetune.errors import DataError, nearest
-from finetune.text import byte_size, counted, printable
+from finetune.data.decode import open_dataset_file
+from finetune.data.split_names import SPLIT_ALIASES, sort_splits
+from finetune.errors import DataError, did_you_mean
+from finetune.formatting import format_bytes, pluralize, printable_path
+from finetune.log import warn_once
 
-__all__ = ["Label", "labels_file", "read_csv"]
+__all__ = ["ClassNames", "find_labels_file", "read_csv"]
 
-_IMAGE_NAMES = ("path", "image", "file_name", "filename", "file", "filepath", "image_path", "img")
-_LABEL_NAMES = ("label", "labels", "class", "class_name", "target", "category")
-_FILES = ("metadata.csv", "labels.csv")  # in a folder of images
-_MOST_BYTES = 2**28  # of a file: millions of lines
-# pandas writes the latter
-_FLAGS = {"0": False, "1": True, "0.0": False, "1.0": True, "False": False, "True": True}
-_SEVERAL = 0.05  # of the images: with | in more labels than that, it may well be a separator
-_LISTED = 60  # characters of a text in a message
+_IMAGE_COLUMN_NAMES = (
+    "path",
+    "image",
+    "file_name",
+    "filename",
+    "file",
+    "filepath",
+    "image_path",
+    "img",
+)
+_LABEL_COLUMN_NAMES = ("label", "labels", "class", "class_name", "target", "category")
+_LABEL_FILE_NAMES = ("metadata.csv", "labels.csv")  # in a folder of images
+_MAX_FILE_BYTES = 2**28  # enough for millions of lines
+# pandas writes 0.0 and False
+_INDICATOR_VALUES = {"0": False, "1": True, "0.0": False, "1.0": True, "False": False, "True": True}
+_SEPARATOR_FRACTION = 0.05  # if | is in a larger share of the labels, it probably is a separator
+_MAX_SHOWN_CHARS = 60  # characters of a value in a message
 
 
-Columns: TypeAlias = tuple[str | None, str | tuple[str, ...] | None]
-Label: TypeAlias = str | tuple[str, ...]  # a class, or all those of an image, sorted
+ColumnNames: TypeAlias = tuple[str | None, str | tuple[str, ...] | None]
+ClassNames: TypeAlias = (
+    str | tuple[str, ...]
+)  # a class name, or all class names of an image, sorted
 
 
-class _Row(NamedTuple):
+class _ImageRow(NamedTuple):
     path: str
-    label: Label
+    label: ClassNames
     split: str
     line: int
 
 
-def labels_file(folder: Path) -> Path | None:
-    """The CSV file that names the images of a folder, as `datasets` has it; None without one."""
-    return next((folder / name for name in _FILES if (folder / name).is_file()), None)
+def find_labels_file(folder: Path) -> Path | None:
+    """Return the CSV file with the labels of a folder's images; None without one.
+
+    `metadata.csv` is the file name of ImageFolder in `datasets`.
+    """
+    return next((folder / name for name in _LABEL_FILE_NAMES if (folder / name).is_file()), None)
 
 
 def read_csv(
     file: Path,
-    columns: Columns = (None, None),
+    columns: ColumnNames = (None, None),
     *,
     split: str | None = None,
     multilabel: bool = False,
-) -> tuple[dict[str, list[tuple[str, Label]]], tuple[str, ...]]:
-    """Read the paths and the labels of images.
+) -> tuple[dict[str, list[tuple[str, ClassNames]]], tuple[str, ...]]:
+    """Read the paths and labels of images.
 
     Args:
-        file: UTF-8, with commas, semicolons or tabs between fields.
-        columns: of paths and of labels; None to find them by their usual names.
-        split: that all images belong to; None for that of the column `split`, or train.
-        multilabel: an image has any number of labels.
-    Returns: (path in the file's folder, label) by split, sorted; and the columns of 0 and 1.
+        file: UTF-8, with fields separated by commas, semicolons or tabs.
+        columns: path column, and label column or columns; None to find them by usual names.
+        split: the split of all images; None to read the column `split`, with train as default.
+        multilabel: allow any number of labels per image.
+    Returns: (path relative to the file's folder, label) of each image, by split, sorted; and the
+        names of the indicator columns, () unless there are several.
     Raises: DataError naming the line.
     """
-    records = _records(file, _text(file))
+    records = _parse_records(file, _read_text(file))
     _, header = next(records, (0, []))
     header = [name.strip() for name in header]
     if not header:
-        message = "has no rows; expected a header such as path,label and a line for each image"
-        raise DataError(f"{printable(file)}: {message}", code="data.empty")
-    image, chooser, labels = _places(file, header, columns, multilabel=multilabel)
+        message = "has no rows; expected a header such as path,label and one line per image"
+        raise DataError(f"{printable_path(file)}: {message}", code="data.empty")
+    image_column, split_column, label_columns = _find_columns(
+        file, header, columns, multilabel=multilabel
+    )
     folder = os.path.join(os.path.abspath(file.parent), "")
-    rows: dict[str, _Row] = {}
+    rows: dict[str, _ImageRow] = {}
     repeated = 0
     for line, fields in records:
         if len(fields) != len(header):
-            message = f"{counted(len(fields), 'field')}, and the header has {len(header)}; quote "
-            message += "fields that have a separator in them"
-            raise _refused(file, line, message, "data.wrong_format")
-        row = _Row(
-            _inside(file, line, folder, fields[image]),
-            _labels(file, line, header, fields, labels, multilabel=multilabel),
-            split or "train" if chooser is None else _split(file, line, fields[chooser], split),
+            message = f"{pluralize(len(fields), 'field')}, but the header has {len(header)}; quote "
+            message += "fields that contain a separator"
+            raise _line_error(file, line, message, "data.wrong_format")
+        row = _ImageRow(
+            _normalize_image_path(file, line, folder, fields[image_column]),
+            _parse_label(file, line, header, fields, label_columns, multilabel=multilabel),
+            split or "train"
+            if split_column is None
+            else _parse_split(file, line, fields[split_column], split),
             line,
         )
-        if (other := rows.setdefault(row.path, row)) is not row:
-            if multilabel and len(labels) == 1 and row.label and other.label:
-                rows[row.path] = other = other._replace(label=_joined(row.label, other.label))
-                row = row._replace(label=other.label)
-            _refuse_contradiction(file, row, other)
+        if (first_row := rows.setdefault(row.path, row)) is not row:
+            if multilabel and len(label_columns) == 1 and row.label and first_row.label:
+                rows[row.path] = first_row = first_row._replace(
+                    label=_union_labels(row.label, first_row.label)
+                )
+                row = row._replace(label=first_row.label)
+            _check_duplicate_row(file, row, first_row)
             repeated += not multilabel
     if not rows:
-        message = "has no rows below its header; add a line for each image"
-        raise DataError(f"{printable(file)}: {message}", code="data.empty")
-    _refuse_missing(file, list(rows.values()))
-    names = tuple(header[place] for place in labels)
-    _check_labels(file, names, [row.label for row in rows.values()])
+        message = "has no rows below its header; add one line per image"
+        raise DataError(f"{printable_path(file)}: {message}", code="data.empty")
+    _check_files_exist(file, list(rows.values()))
+    names = tuple(header[column] for column in label_columns)
+    _check_label_usage(file, names, [row.label for row in rows.values()])
     if repeated:
-        lines = counted(repeated, "repeated line")
-        notice(f"{printable(file)}: {lines} left out; each image counts once")
-    found: dict[str, list[tuple[str, Label]]] = {}
+        lines = pluralize(repeated, "repeated line")
+        warn_once(f"{printable_path(file)}: {lines} ignored; each image counts once")
+    found: dict[str, list[tuple[str, ClassNames]]] = {}
     for row in sorted(rows.values()):
         found.setdefault(row.split, []).append((row.path, row.label))
-    return in_order(found), names if len(names) > 1 else ()
+    return sort_splits(found), names if len(names) > 1 else ()
 
 
-def _check_labels(file: Path, columns: Sequence[str], labels: Sequence[Label]) -> None:
-    """Give notice of labels that may be meant otherwise.
+def _check_label_usage(file: Path, columns: Sequence[str], labels: Sequence[ClassNames]) -> None:
+    """Warn about class names that look like several joined by |, and about unused columns.
 
-    Raises: DataError for a lone column of 0 and 1.
+    Raises: DataError for a single column of 0 and 1.
     """
-    joined = [label for label in labels if isinstance(label, str) and "|" in label]
-    if len(joined) > len(labels) * _SEVERAL:
-        notice(
-            f"{printable(file)}: {joined[0][:_LISTED]!r} is one class, and {len(joined):,} of "
-            f"{counted(len(labels), 'image')} have such a label; set data.task=multilabel if | "
-            "stands between several"
+    with_separator = [label for label in labels if isinstance(label, str) and "|" in label]
+    if len(with_separator) > len(labels) * _SEPARATOR_FRACTION:
+        warn_once(
+            f"{printable_path(file)}: {with_separator[0][:_MAX_SHOWN_CHARS]!r} is one class, and "
+            f"{len(with_separator):,} of {pluralize(len(labels), 'image')} have such a label; set "
+            "data.task=multilabel if | separates several labels"
         )
-    sets = [label for label in labels if not isinstance(label, str)]
+    label_sets = [label for label in labels if not isinstance(label, str)]
     if len(columns) > 1:
-        if unused := sorted({*columns}.difference(*sets)):
+        if unused := sorted({*columns}.difference(*label_sets)):
             names = ", ".join(unused[:5])
-            notice(f"{printable(file)}: columns without a 1 are no classes: {names}")
-    elif columns[0].lower() not in _LABEL_NAMES and {*sets} and {*sets} <= {(n,) for n in _FLAGS}:
+            warn_once(f"{printable_path(file)}: columns without a 1 are ignored: {names}")
+    elif (
+        columns[0].lower() not in _LABEL_COLUMN_NAMES
+        and {*label_sets}
+        and {*label_sets} <= {(n,) for n in _INDICATOR_VALUES}
+    ):
         raise DataError(
-            f"{printable(file)}: only one class, the column {columns[0]!r} of 0 and 1; add a "
-            f"column of another, or set data.task=multiclass and data.label_column={columns[0]} "
-            "for the classes 0 and 1",
+            f"{printable_path(file)}: only one class, the column {columns[0]!r} of 0 and 1; add a "
+            "column for another class, or set data.task=multiclass and "
+            f"data.label_column={columns[0]} for the classes 0 and 1",
             code="data.one_class",
         )
 
 
-def _labels(
+def _parse_label(
     file: Path,
     line: int,
     header: Sequence[str],
     fields: Sequence[str],
-    places: Sequence[int],
+    label_columns: Sequence[int],
     *,
     multilabel: bool,
-) -> Label:
-    """The label of a line, or with `multilabel` all of them. Raises: DataError for what is none."""
-    texts = [fields[place].strip() for place in places]
-    if len(places) > 1:
-        wrong = [place for place, text in zip(places, texts, strict=True) if text not in _FLAGS]
+) -> ClassNames:
+    """Parse the label of a line, or all its labels. Raises: DataError for an invalid label."""
+    texts = [fields[place].strip() for place in label_columns]
+    if len(label_columns) > 1:
+        wrong = [
+            place
+            for place, text in zip(label_columns, texts, strict=True)
+            if text not in _INDICATOR_VALUES
+        ]
         if wrong:
-            column, got = header[wrong[0]], fields[wrong[0]][:_LISTED]
-            message = f"column {column!r} holds {got!r}; expected 0 or 1 for each class, or a "
-            message += "column of labels named by data.label_column"
-            raise _refused(file, line, message, "data.wrong_labels")
-        pairs = zip(places, texts, strict=True)
-        return tuple(sorted(header[place] for place, text in pairs if _FLAGS[text]))
+            column, got = header[wrong[0]], fields[wrong[0]][:_MAX_SHOWN_CHARS]
+            message = f"column {column!r} holds {got!r}; expected 0 or 1 in each class column; if "
+            message += "one column holds the labels, name it with data.label_column"
+            raise _line_error(file, line, message, "data.wrong_labels")
+        pairs = zip(label_columns, texts, strict=True)
+        return tuple(sorted(header[place] for place, text in pairs if _INDICATOR_VALUES[text]))
     (text,) = texts
     if not text:
-        none = ", write [] for an image without any" if multilabel else ""
+        none = ", write [] for an image without labels" if multilabel else ""
         message = f"the label is missing; fill it{none} or remove the line"
-        raise _refused(file, line, message, "data.no_labels")
+        raise _line_error(file, line, message, "data.no_labels")
     if not multilabel:
         return text
     names = () if text == "[]" else tuple(name.strip() for name in text.split("|"))
     if not all(names):
-        message = f"the labels {text[:_LISTED]!r} have an empty name; write them as cat|dog"
-        raise _refused(file, line, message, "data.wrong_labels")
+        message = (
+            f"the labels {text[:_MAX_SHOWN_CHARS]!r} contain an empty name; write them as cat|dog"
+        )
+        raise _line_error(file, line, message, "data.wrong_labels")
     return tuple(sorted({*names}))
 
 
-def _joined(*labels: Label) -> Label:
+def _union_labels(*labels: ClassNames) -> ClassNames:
     return tuple(sorted({name for each in labels for name in each}))
 
 
-def _refused(file: Path, line: int, message: str, code: str) -> DataError:
-    return DataError(f"{printable(file)}: line {line}: {message}", code=code)
+def _line_error(file: Path, line: int, message: str, code: str) -> DataError:
+    return DataError(f"{printable_path(file)}: line {line}: {message}", code=code)
 
 
-def _text(file: Path) -> str:
-    """The text of a file. Raises: DataError if it is too large, or no text."""
+def _read_text(file: Path) -> str:
+    """Read a text file. Raises: DataError if it is too large, or not text."""
     try:
-        with open_data(file) as stream:
-            body = stream.read(_MOST_BYTES + 1)
+        with open_dataset_file(file) as stream:
+            body = stream.read(_MAX_FILE_BYTES + 1)
     except DataError as error:
-        raise DataError(f"{printable(file)}: {error}; check the path", code=error.code) from None
-    if len(body) > _MOST_BYTES:
-        message = f"more than {byte_size(_MOST_BYTES)}; convert it to parquet"
-        raise DataError(f"{printable(file)}: {message}", code="data.too_large")
+        raise DataError(
+            f"{printable_path(file)}: {error}; check the path", code=error.code
+        ) from None
+    if len(body) > _MAX_FILE_BYTES:
+        message = f"more than {format_bytes(_MAX_FILE_BYTES)}; convert it to parquet"
+        raise DataError(f"{printable_path(file)}: {message}", code="data.too_large")
     try:
         text, bad = body.decode("utf-8-sig"), body.find(b"\0")
     except UnicodeDecodeError as error:
         text, bad = "", error.start
     if bad >= 0:
         line = body.count(b"\n", 0, bad) + 1
-        raise _refused(file, line, "not UTF-8 text; save the file as UTF-8", "data.wrong_format")
+        raise _line_error(file, line, "not UTF-8 text; save the file as UTF-8", "data.wrong_format")
     return text
 
 
-def _records(file: Path, text: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield each record that is not empty, with the number of its last line."""
+def _parse_records(file: Path, text: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield each non-empty record with the number of its last line."""
     head = text.lstrip().partition("\n")[0]
     delimiter = max(",;\t", key=head.count)
     stream = io.StringIO(text, newline="")
@@ -208,114 +241,133 @@ def _records(file: Path, text: str) -> Iterator[tuple[int, list[str]]]:
             if any(fields):
                 yield reader.line_num, fields
     except csv.Error as error:
-        message = f"{error}; check the quotes of this line and of those before"
-        raise _refused(file, reader.line_num, message, "data.wrong_format") from None
+        message = f"{error}; check the quotes of this and of earlier lines"
+        raise _line_error(file, reader.line_num, message, "data.wrong_format") from None
 
 
-def _find(
-    file: Path, header: Sequence[str], key: str, named: str | None, usual: Sequence[str]
+def _find_column(
+    file: Path,
+    header: Sequence[str],
+    recipe_key: str,
+    requested: str | None,
+    usual_names: Sequence[str],
 ) -> int:
-    """The place of a column: as named, else by its usual names."""
-    known = ", ".join(header)[: 2 * _LISTED]
-    if named is not None:
-        if named not in header:
-            message = f"data.{key}: no column {named!r}{nearest(named, header)}; there is: {known}"
-            raise _refused(file, 1, message, "data.no_column")
-        column = named
+    """Find the index of a column: as requested, else by its usual names."""
+    known = ", ".join(header)[: 2 * _MAX_SHOWN_CHARS]
+    if requested is not None:
+        if requested not in header:
+            message = (
+                f"data.{recipe_key}: no column {requested!r}"
+                f"{did_you_mean(requested, header) or '.'} The columns are: {known}"
+            )
+            raise _line_error(file, 1, message, "data.no_column")
+        column = requested
     else:
         by_name = {name.lower(): name for name in reversed(header)}
-        column = next((by_name[name] for name in usual if name in by_name), "")
+        column = next((by_name[name] for name in usual_names if name in by_name), "")
         if not column:
-            flags = ", or data.task=multilabel for columns of 0 and 1"
-            flags = flags if key == "label_column" else ""
-            raise _refused(
+            flags = ", set data.task=multilabel for columns of 0 and 1"
+            flags = flags if recipe_key == "label_column" else ""
+            raise _line_error(
                 file,
                 1,
-                f"data.{key}: not found; expected a header with {usual[0]!r}{flags}, or name one "
-                f"of the columns: {known}",
+                f"data.{recipe_key}: not set, and the header has no {usual_names[0]!r}; rename a "
+                f"column{flags}, or set the key to one of: {known}",
                 "data.no_column",
             )
     if header.count(column) > 1:
-        message = f"two columns are called {column!r}; rename one"
-        raise _refused(file, 1, message, "data.ambiguous")
+        message = f"two columns are named {column!r}; rename one"
+        raise _line_error(file, 1, message, "data.ambiguous")
     return header.index(column)
 
 
-def _places(
-    file: Path, header: Sequence[str], columns: Columns, *, multilabel: bool
+def _find_columns(
+    file: Path, header: Sequence[str], columns: ColumnNames, *, multilabel: bool
 ) -> tuple[int, int | None, list[int]]:
-    """The places of the path, of the split if there is one, and of the labels."""
-    image = _find(file, header, "image_column", columns[0], _IMAGE_NAMES)
-    lowered, named = [name.lower() for name in header], columns[1]
-    chooser = lowered.index("split") if "split" in lowered else None
-    if multilabel and named is None and not {*lowered} & {*_LABEL_NAMES}:
-        named = tuple(name for n, name in enumerate(header) if n not in (image, chooser))
-    wanted: list[str | None] = [named] if isinstance(named, str) else [*(named or (None,))]
-    labels = [_find(file, header, "label_column", one, _LABEL_NAMES) for one in wanted]
-    return image, chooser, labels
+    """Find the indices of the path column, the split column or None, and the label columns."""
+    image_column = _find_column(file, header, "image_column", columns[0], _IMAGE_COLUMN_NAMES)
+    lowered, requested = [name.lower() for name in header], columns[1]
+    split_column = lowered.index("split") if "split" in lowered else None
+    if multilabel and requested is None and not {*lowered} & {*_LABEL_COLUMN_NAMES}:
+        requested = tuple(
+            name for n, name in enumerate(header) if n not in (image_column, split_column)
+        )
+    label_names: list[str | None] = (
+        [requested] if isinstance(requested, str) else [*(requested or (None,))]
+    )
+    label_columns = [
+        _find_column(file, header, "label_column", one, _LABEL_COLUMN_NAMES) for one in label_names
+    ]
+    return image_column, split_column, label_columns
 
 
-def _split(file: Path, line: int, text: str, only: str | None) -> str:
-    """The split that a line names. Raises: DataError for an unknown one, or another than `only`."""
-    split = SPLITS.get(text.strip().lower())
-    if split is None or only not in (None, split):
-        expected = only or "train, val (or validation) or test"
-        message = f"split {text[:_LISTED]!r}; expected {expected}"
-        raise _refused(file, line, message, "data.no_split")
+def _parse_split(file: Path, line: int, text: str, expected_split: str | None) -> str:
+    """Parse the split of a line. Raises: DataError if it is unknown or not `expected_split`."""
+    split = SPLIT_ALIASES.get(text.strip().lower())
+    if split is None or expected_split not in (None, split):
+        expected = expected_split or "train, val (or validation) or test"
+        message = f"split {text[:_MAX_SHOWN_CHARS]!r}; expected {expected}"
+        raise _line_error(file, line, message, "data.no_split")
     return split
 
 
-def _inside(file: Path, line: int, folder: str, path: str) -> str:
-    """The path of an image from the file's folder, in its shortest form.
+def _normalize_image_path(file: Path, line: int, folder: str, path: str) -> str:
+    """Normalize an image path relative to the CSV file's folder.
 
     Args:
-        folder: absolute, with a slash at its end.
-    Raises: DataError if it is empty or leads elsewhere.
+        folder: absolute path of the CSV file's folder, with a trailing slash.
+    Raises: DataError if the path is empty or leads outside the folder.
     """
     if not path:
         message = "the path is missing; fill it or remove the line"
-        raise _refused(file, line, message, "data.no_image")
+        raise _line_error(file, line, message, "data.no_image")
     if "://" in path:
-        message = f"{path[:_LISTED]!r} is an address; download the images, and write their paths"
-        raise _refused(file, line, message, "data.no_image")
-    whole = os.path.normpath(os.path.join(folder, path))
-    if not whole.startswith(folder):
-        raise _refused(
+        message = f"{path[:_MAX_SHOWN_CHARS]!r} is a URL; download the images and write their paths"
+        raise _line_error(file, line, message, "data.no_image")
+    full_path = os.path.normpath(os.path.join(folder, path))
+    if not full_path.startswith(folder):
+        raise _line_error(
             file,
             line,
-            f"the path {path[:_LISTED]!r} leads outside {printable(folder)} and is not read; put "
-            "the CSV file above the images, or a link to them beside it",
+            f"the path {path[:_MAX_SHOWN_CHARS]!r} leads outside {printable_path(folder)}; put the "
+            "CSV file above the images, or a symlink to them next to it",
             "data.unsafe",
         )
-    return whole[len(folder) :]
+    return full_path[len(folder) :]
 
 
-def _refuse_contradiction(file: Path, row: _Row, other: _Row) -> None:
-    """Refuse an image that has two labels, or is in two splits."""
-    name = row.path[:_LISTED]
+def _check_duplicate_row(file: Path, row: _ImageRow, other: _ImageRow) -> None:
+    """Raise a DataError if an image has two labels or is in two splits."""
+    name = row.path[:_MAX_SHOWN_CHARS]
     if row.label != other.label:
         this, that = (
             one.label if isinstance(one.label, str) else "|".join(one.label) or "[]"
             for one in (row, other)
         )
-        both = f"{this[:_LISTED]!r}, and {that[:_LISTED]!r} in line {other.line}"
-        message = f"{name!r} is {both}; keep one"
-        raise _refused(file, row.line, message, "data.wrong_labels")
+        both = (
+            f"{this[:_MAX_SHOWN_CHARS]!r} here, but {that[:_MAX_SHOWN_CHARS]!r} in line "
+            f"{other.line}"
+        )
+        message = f"{name!r} has the label {both}; keep one"
+        raise _line_error(file, row.line, message, "data.wrong_labels")
     if row.split != other.split:
-        message = f"{name!r} is in {row.split}, and in {other.split} in line {other.line}; keep one"
-        raise _refused(file, row.line, message, "data.ambiguous")
+        message = f"{name!r} is in {row.split}, but in {other.split} in line {other.line}; keep one"
+        raise _line_error(file, row.line, message, "data.ambiguous")
 
 
-def _refuse_missing(file: Path, rows: Sequence[_Row]) -> None:
-    """Refuse paths that no file has. A link to nothing, or a pipe, is named when it is read."""
+def _check_files_exist(file: Path, rows: Sequence[_ImageRow]) -> None:
+    """Raise a DataError for missing files; broken links and pipes raise when they are read."""
     missing = [row for row in rows if not os.path.lexists(file.parent / row.path)]
     if not missing:
         return
     first = missing[0]
-    wanted = file.parent / first.path
+    expected = file.parent / first.path
     hint = "; write / for \\" if "\\" in first.path else ""
-    if not hint and wanted.parent.is_dir():
-        hint = nearest(wanted.name, os.listdir(wanted.parent)[:1000])
+    if not hint and expected.parent.is_dir():
+        hint = did_you_mean(expected.name, os.listdir(expected.parent)[:1000])
     more = f" (and {len(missing) - 1:,} more)" if len(missing) > 1 else ""
-    message = f"no such file {first.path[:_LISTED]!r}{more}{hint}; correct the path, or remove it"
-    raise _refused(file, first.line, message, "data.not_found")
+    message = (
+        f"no such file {first.path[:_MAX_SHOWN_CHARS]!r}{more}{hint}; fix the path or remove the "
+        "line"
+    )
+    raise _line_error(file, first.line, message, "data.not_found")

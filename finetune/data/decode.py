@@ -1,11 +1,11 @@
 """One decoder for train, evaluation and prediction: the same file always gives the same pixels.
 
-Canonical form: uint8, (H, W, 3), RGB, turned upright. What is done to get there:
-  - EXIF orientation is applied; colour profiles are not (no ViT was trained with them applied);
-  - transparency of any kind (alpha, transparent palette entry or colour) is laid on white;
-  - 16-bit grey is scaled to 8 bit (65535 -> 255), where a plain conversion would clip it to white;
-  - float pixels must lie in 0..1 and are scaled; CMYK, YCbCr, palettes and 1-bit are converted;
-  - of an animation or a file of several pages the first is taken, with one notice.
+Canonical form: (H, W, 3) uint8 RGB, upright. To get there, the decoder
+  - applies EXIF orientation, but no color profile (no ViT was trained with profiles applied);
+  - composites any transparency (alpha, transparent palette entry or color) over white;
+  - scales 16-bit gray to 8 bit (65535 -> 255), because a plain conversion would clip it to white;
+  - scales float pixels, which must be in 0..1, and converts CMYK, YCbCr, palettes and 1-bit;
+  - takes the first frame of an animation or the first of several pages, and warns once.
 """
 
 # H W pixels, C channels
@@ -28,84 +28,83 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from finetune.data.notices import notice
 from finetune.errors import DataError
-from finetune.files import open_regular
-from finetune.text import printable
+from finetune.files import open_regular_file
+from finetune.formatting import printable_path
+from finetune.log import warn_once
 
-__all__ = ["LIMIT_PIXELS", "decode", "open_data", "planes", "read_jpeg"]
+__all__ = ["MAX_PIXELS", "decode_image", "decode_jpeg", "hwc_to_chw", "open_dataset_file"]
 
-LIMIT_PIXELS = 64_000_000
-# An allow-list: PIL would also start Ghostscript for an EPS, guess at unsigned files, and decode
-# the picture inside an ICO while opening it, before its size can be looked at.
-_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "MPO")
-_ADDRESSES = {"http:", "https:", "ftp:", "s3:", "gs:", "hf:", "file:"}
-_LEAST_SIDE = 4  # pixels of a JPEG; below, 5/8 of a side can be as many pixels as half of it
-_MOST_BYTES = 2**26  # of a JPEG; of a longer one PIL reads a piece at a time
-_ORIENTATION = 0x0112
+MAX_PIXELS = 64_000_000
+# An allow-list: PIL would also start Ghostscript for an EPS, guess the format of files without a
+# signature, and decode the picture inside an ICO while opening it, before its size can be checked.
+_ALLOWED_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "MPO")
+_URL_SCHEMES = {"http:", "https:", "ftp:", "s3:", "gs:", "hf:", "file:"}
+_MIN_JPEG_SIDE = 4  # PIL decodes smaller JPEGs: 5/8 of a side can round to the same size as 1/2
+_MAX_JPEG_BYTES = 2**26  # PIL decodes larger files, which it reads in pieces
+_ORIENTATION_TAG = 0x0112
 _TILE_TAGS = (322, 323)  # TIFF's TileWidth and TileLength
-_TIFF_NUMBERS = {3: 2, 4: 4}  # bytes of a SHORT and of a LONG, the types that TIFF 6.0 allows them
+_TIFF_INTEGER_BYTES = {3: 2, 4: 4}  # bytes of SHORT and LONG, the types that TIFF 6.0 allows
 _EXIF_KEYS = ("exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif")
-# the limit here is lower and an error; PIL's warning would come besides it
+# our own limit is lower and raises an error; PIL's warning would only repeat it
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
-# its others are of metadata, and come with the path and the line of PIL's source
+# PIL's other warnings concern metadata, and print the path and line of PIL's source
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
-# decoded pixels may lie in read-only memory, such as a mapped file; nobody writes to them
+# decoded pixels may be in read-only memory, such as a mapped file; nothing writes to them
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 
-def decode(
+def decode_image(
     data: bytes | str | Path | Image.Image,
     *,
-    size: int | None = None,
-    limit_pixels: int = LIMIT_PIXELS,
+    decode_size: int | None = None,
+    max_pixels: int = MAX_PIXELS,
     name: str | Callable[[], str] | None = None,
-    room: np.ndarray | None = None,
+    buffer: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Turn an encoded image, a file or a PIL image into canonical RGB.
+    """Decode an encoded image, a file or a PIL image to canonical RGB.
 
     Args:
-        data: the file's content as bytes, its path, or a PIL image (its current frame is taken).
-        size: a JPEG is decoded at an eighth, a quarter or half of its size if no side falls below
-            this then, which skips most of the work; other formats are not affected.
-        limit_pixels: H*W above which the image is refused, read from its header.
-        name: what to call it in errors; a function is called only then.
-        room: (n,) uint8, memory that is free to decode into; the result lies at its start, or
-            elsewhere.
+        data: the file's content as bytes, its path, or a PIL image (decodes its current frame).
+        decode_size: minimum side in pixels. Decodes a JPEG at 1/8, 1/4 or 1/2 of its size if both
+            sides keep this length, which skips most of the work. Ignored for other formats.
+        max_pixels: limit for H*W, checked before decoding.
+        name: name of the image in errors; a function is called only when an error occurs.
+        buffer: memory to decode into, (n,) uint8. The result is at its start or in new memory.
     Returns: (H, W, 3) uint8, contiguous; read-only.
     Raises: DataError for any image that cannot be decoded.
     """
     try:
         if isinstance(data, Image.Image):
-            return _pixels(data, None, limit_pixels)
+            return _decode_pil_image(data, None, max_pixels)
         if isinstance(data, bytes):
-            return _from_stream(io.BytesIO(data), size, limit_pixels, room)
-        with open_data(Path(data)) as stream:
-            return _from_stream(stream, size, limit_pixels, room)
+            return _decode_stream(io.BytesIO(data), decode_size, max_pixels, buffer)
+        with open_dataset_file(Path(data)) as stream:
+            return _decode_stream(stream, decode_size, max_pixels, buffer)
     except DataError as error:
         cause, code = str(error), error.code
-    # PIL's readers raise nearly everything on damaged files: a bare struct.error, KeyError, ...
+    # PIL's readers raise nearly anything on damaged files: a bare struct.error, KeyError, ...
     except Exception as error:
         cause, code = f"cannot be decoded ({type(error).__name__}: {error})", "data.damaged"
     if name is None:
-        name = printable(data) if isinstance(data, str | Path) else "image"
+        name = printable_path(data) if isinstance(data, str | Path) else "image"
     raise DataError(f"{name() if callable(name) else name}: {cause}", code=code)
 
 
-def planes(image: NDArray[np.uint8]) -> Tensor:
-    """Return an image (H, W, C) as a (C, H, W) tensor of the same memory."""
+def hwc_to_chw(image: NDArray[np.uint8]) -> Tensor:
+    """Return an image (H, W, C) as a (C, H, W) tensor that shares its memory."""
     return torch.from_numpy(image).permute(2, 0, 1)
 
 
-def open_data(path: Path) -> IO[bytes]:
-    """Open a file of a data set. Raises: DataError if there is none, or it cannot be opened."""
+def open_dataset_file(path: Path) -> IO[bytes]:
+    """Open a file of a dataset. Raises: DataError if it does not exist or cannot be opened."""
     try:
-        return open_regular(path)
+        return open_regular_file(path)
     except FileNotFoundError:
-        if _ADDRESSES.intersection(path.parts):  # Path makes one slash of two
-            message = "addresses are not read; download it and give its path"
+        if _URL_SCHEMES.intersection(path.parts):  # pathlib collapses "//" to "/"
+            message = "is a URL, which is not supported here; download the file and give its path"
             raise DataError(message, code="data.not_a_file") from None
-        cause = "a link to nothing" if path.is_symlink() else "no such file"
+        cause = "a broken link" if path.is_symlink() else "no such file"
         raise DataError(cause, code="data.not_found") from None
     except OSError as error:
         message = f"cannot be opened ({error.strerror or error})"
@@ -115,60 +114,64 @@ def open_data(path: Path) -> IO[bytes]:
 
 
 @functools.lru_cache(maxsize=1)
-def _formats() -> list[str]:
+def _available_formats() -> list[str]:
     """List the formats that the installed PIL was built with."""
     Image.init()
-    return [name for name in _FORMATS if name in Image.OPEN]
+    return [name for name in _ALLOWED_FORMATS if name in Image.OPEN]
 
 
-def _from_stream(
-    stream: IO[bytes], size: int | None, limit_pixels: int, room: np.ndarray | None
+def _decode_stream(
+    stream: IO[bytes], decode_size: int | None, max_pixels: int, buffer: np.ndarray | None
 ) -> np.ndarray:
     """Decode an open file. Returns: (H, W, 3) uint8."""
     try:
-        image = Image.open(stream, formats=_formats())
+        image = Image.open(stream, formats=_available_formats())
     except UnidentifiedImageError:
         stream.seek(0)
-        raise _not_an_image(stream.read(256)) from None
+        raise _not_an_image_error(stream.read(256)) from None
     except Image.DecompressionBombError as error:
         raise DataError(f"too large to be decoded ({error})", code="data.too_large") from None
     with image:
         frames = 1 if image.format in ("JPEG", "MPO") else getattr(image, "n_frames", 1)
         if frames > 1:
-            notice("of animated images and files of several pages only the first frame is used")
-        return _pixels(image, size, limit_pixels, functools.partial(_read_jpeg, stream, room))
+            warn_once("animated images and multi-page files: only the first frame is used")
+        return _decode_pil_image(
+            image, decode_size, max_pixels, functools.partial(_decode_jpeg_stream, stream, buffer)
+        )
 
 
-def _read_jpeg(stream: IO[bytes], room: np.ndarray | None, image: Image.Image) -> np.ndarray | None:
-    """Decode an opened JPEG without PIL. Returns: (H, W, 3) uint8; None if PIL has to do it."""
+def _decode_jpeg_stream(
+    stream: IO[bytes], buffer: np.ndarray | None, image: Image.Image
+) -> np.ndarray | None:
+    """Decode an open JPEG without PIL. Returns: (H, W, 3) uint8; None if PIL has to decode it."""
     if image.format not in ("JPEG", "MPO") or image.mode not in ("RGB", "L"):
         return None
-    if stream.seek(0, os.SEEK_END) > _MOST_BYTES:
+    if stream.seek(0, os.SEEK_END) > _MAX_JPEG_BYTES:
         return None
     stream.seek(0)
-    return read_jpeg(stream.read(), image.size, room)
+    return decode_jpeg(stream.read(), image.size, buffer)
 
 
-def read_jpeg(
-    body: bytes, size: tuple[int, int], room: NDArray[np.uint8] | None
+def decode_jpeg(
+    body: bytes, size: tuple[int, int], buffer: NDArray[np.uint8] | None
 ) -> NDArray[np.uint8] | None:
-    """Decode a JPEG to the pixels that PIL would give.
+    """Decode a JPEG to the same pixels as PIL.
 
     Args:
-        body: the file, grey or in three colours; of several pictures in it the first is taken.
-        size: (W, H): its own, or an eighth, a quarter or half of that, rounded up.
-        room: (n,), to decode into where the pixels fit; contiguous.
-    Returns: (H, W, 3), not turned upright, read-only; None for anything damaged, even if much of it
-        could be decoded, and for a file of another size: PIL decides about these.
+        body: the file, gray or three colors; only its first picture is decoded.
+        size: (W, H): the full size, or 1/8, 1/4 or 1/2 of it, rounded up.
+        buffer: (n,) contiguous memory to decode into if the pixels fit.
+    Returns: (H, W, 3), EXIF orientation not applied, read-only. None for any damaged file, even if
+        part of it could be decoded, and for a file of another size: PIL then decodes it or raises.
     """
-    if max(size) < _LEAST_SIDE:
+    if max(size) < _MIN_JPEG_SIDE:
         return None
     width, height = size
     num_bytes = height * width * 3
-    buffer = room[:num_bytes] if room is not None and room.size >= num_bytes else None
+    out = buffer[:num_bytes] if buffer is not None and buffer.size >= num_bytes else None
     try:
         pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(
-            body, min_height=height, min_width=width, buffer=buffer
+            body, min_height=height, min_width=width, buffer=out
         )
     except ValueError:
         return None
@@ -176,8 +179,8 @@ def read_jpeg(
     return pixels if pixels.shape == (height, width, 3) else None
 
 
-def _not_an_image(head: bytes) -> DataError:
-    """Return the error for a file that is no image, recognised by its first bytes."""
+def _not_an_image_error(head: bytes) -> DataError:
+    """Return the error for a file that is not an image, recognized by its first bytes."""
     text = head.lstrip().lower()
     if not head:
         return DataError("zero bytes", code="data.damaged")
@@ -194,44 +197,44 @@ def _not_an_image(head: bytes) -> DataError:
     return DataError(cause, code="data.wrong_format")
 
 
-def _pixels(
+def _decode_pil_image(
     image: Image.Image,
-    size: int | None,
-    limit_pixels: int,
-    read: Callable[[Image.Image], np.ndarray | None] = lambda image: None,
+    decode_size: int | None,
+    max_pixels: int,
+    fast_decode: Callable[[Image.Image], np.ndarray | None] = lambda image: None,
 ) -> np.ndarray:
-    """Convert an opened PIL image. Returns: (H, W, 3) uint8.
+    """Convert an open PIL image. Returns: (H, W, 3) uint8.
 
     Args:
-        read: a faster decoder, tried before PIL; None if it cannot decode the image.
+        fast_decode: a faster decoder, tried before PIL; returns None if it cannot decode the image.
     """
     width, height = image.size
-    if width * height > limit_pixels:
+    if width * height > max_pixels:
         raise DataError(
-            f"{width} x {height} pixels, more than the limit of {limit_pixels:,}; make it smaller",
+            f"{width} x {height} pixels, more than the limit of {max_pixels:,}; make it smaller",
             code="data.too_large",
         )
     if image.format == "TIFF":
-        _check_tiles(image, limit_pixels)
+        _check_tiff_tiles(image, max_pixels)
     if width * height == 0:
-        raise DataError(f"an image of {width} x {height} pixels", code="data.damaged")
-    if size is not None:
-        image.draft(None, (size, size))
-    pixels = read(image)
+        raise DataError(f"the image has no pixels ({width} x {height})", code="data.damaged")
+    if decode_size is not None:
+        image.draft(None, (decode_size, decode_size))
+    pixels = fast_decode(image)
     if pixels is None:
         image.load()
         pixels = _to_rgb(image)
-    return np.ascontiguousarray(_turn(pixels, _orientation(image)))
+    return np.ascontiguousarray(_apply_orientation(pixels, _exif_orientation(image)))
 
 
-def _check_tiles(image: Image.Image, limit_pixels: int) -> None:
-    """Refuse a TIFF whose tiles are larger than an image may be: its reader unpacks whole tiles.
+def _check_tiff_tiles(image: Image.Image, max_pixels: int) -> None:
+    """Reject a TIFF whose tiles exceed the pixel limit: libtiff unpacks whole tiles.
 
-    Of a tag that comes twice libtiff takes the first and PIL the last, so PIL is not asked.
+    This parses the tags itself, because of duplicate tags libtiff uses the first and PIL the last.
 
-    Raises: DataError, also for sizes of another type than TIFF 6.0 allows.
+    Raises: DataError, also if a tile size has a type that TIFF 6.0 does not allow.
     """
-    if not getattr(image, "tile", None):  # the caller has decoded it already
+    if not getattr(image, "tile", None):  # the caller has already decoded it
         return
     fp = image.fp  # type: ignore[attr-defined]
     fp.seek(0)
@@ -246,29 +249,29 @@ def _check_tiles(image: Image.Image, limit_pixels: int) -> None:
         tag, kind = struct.unpack(order + "HH", entry[:4])
         if tag not in _TILE_TAGS:
             continue
-        if kind not in _TIFF_NUMBERS:
-            message = f"the size of its tiles is of TIFF's type {kind}; save it anew"
+        if kind not in _TIFF_INTEGER_BYTES:
+            message = f"the tile size has the unsupported TIFF type {kind}; save the image again"
             raise DataError(message, code="data.damaged")
-        value = entry[12 if is_big else 8 :][: _TIFF_NUMBERS[kind]]
+        value = entry[12 if is_big else 8 :][: _TIFF_INTEGER_BYTES[kind]]
         number = int.from_bytes(value, "little" if order == "<" else "big")
         largest[tag] = max(largest[tag], number)
     width, height = largest.values()
-    if width * height > limit_pixels:
+    if width * height > max_pixels:
         raise DataError(
-            f"tiles of {width} x {height} pixels, more than the limit of {limit_pixels:,}; save it "
-            "with smaller ones",
+            f"tiles of {width} x {height} pixels, more than the limit of {max_pixels:,}; save it "
+            "with smaller tiles",
             code="data.too_large",
         )
 
 
 def _to_rgb(image: Image.Image) -> np.ndarray:
-    """Bring any mode to RGB. Returns: (H, W, 3) uint8, not yet turned upright."""
+    """Convert any mode to RGB. Returns: (H, W, 3) uint8, EXIF orientation not yet applied."""
     if image.mode == "RGB" and "transparency" not in image.info:
         return np.asarray(image)
     if image.mode.startswith("I") or image.mode == "F":
-        return np.repeat(_scale_grey(np.asarray(image), image.mode)[:, :, None], 3, axis=2)
+        return np.repeat(_scale_gray(np.asarray(image), image.mode)[:, :, None], 3, axis=2)
     if image.has_transparency_data:
-        # premultiplied modes and transparent greys have no direct way to RGBA in every PIL
+        # not every PIL version converts premultiplied modes or transparent gray directly to RGBA
         straight = {"La": "LA", "RGBa": "RGBA"}.get(image.mode, image.mode)
         rgba = image.convert(straight).convert("RGBA")
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
@@ -276,48 +279,48 @@ def _to_rgb(image: Image.Image) -> np.ndarray:
     return np.asarray(image.convert("RGB"))
 
 
-def _scale_grey(grey: np.ndarray, mode: str) -> np.ndarray:
-    """Scale integer or float grey to 8 bit.
+def _scale_gray(gray: np.ndarray, mode: str) -> np.ndarray:
+    """Scale integer or float gray to 8 bit.
 
     Args:
-        grey: (H, W), integers in 0..65535 or floats in 0..1.
-        mode: PIL's name of the mode, for the message.
+        gray: (H, W), integers in 0..65535 or floats in 0..1.
+        mode: PIL's name of the mode.
     Returns: (H, W) uint8, rounded to nearest.
-    Raises: DataError outside these ranges: the true white would be a guess.
+    Raises: DataError for values outside these ranges: the white level would be a guess.
     """
     white = 1.0 if mode == "F" else 65535.0
-    low, high = float(grey.min()), float(grey.max())
+    low, high = float(gray.min()), float(gray.max())
     if not (low >= 0 and high <= white):  # written so that NaN fails too
         raise DataError(
-            f"grey values from {low:g} to {high:g}; expected 0 to {white:g}; save it as 8-bit",
+            f"gray values from {low:g} to {high:g}; expected 0 to {white:g}; save it as 8-bit",
             code="data.wrong_format",
         )
-    return np.rint(grey.astype(np.float64) * (255.0 / white)).astype(np.uint8)
+    return np.rint(gray.astype(np.float64) * (255.0 / white)).astype(np.uint8)
 
 
-def _orientation(image: Image.Image) -> int:
+def _exif_orientation(image: Image.Image) -> int:
     """Return the EXIF orientation to apply, 1 to 8 (PIL's TIFF reader applies it itself)."""
-    # parsing EXIF costs as much as decoding a small JPEG: only where there is some
+    # parsing EXIF costs as much as decoding a small JPEG, so skip images without any
     if image.format != "TIFF" and not any(key in image.info for key in _EXIF_KEYS):
         return 1
     try:
-        return int(image.getexif().get(_ORIENTATION, 1))
+        return int(image.getexif().get(_ORIENTATION_TAG, 1))
     except Exception as error:
-        notice(
-            f"damaged EXIF data is ignored, the image taken as upright ({error})",
+        warn_once(
+            f"damaged EXIF data is ignored and the image is assumed to be upright ({error})",
             key="damaged EXIF",
         )
         return 1
 
 
-def _turn(image: np.ndarray, orientation: int) -> np.ndarray:
-    """Undo the camera's orientation.
+def _apply_orientation(image: np.ndarray, orientation: int) -> np.ndarray:
+    """Apply the EXIF orientation, so that the image is upright.
 
     Args:
         image: (H, W, 3).
         orientation: EXIF tag 274; values outside 1..8 mean upright.
     Returns: (H, W, 3), or (W, H, 3) for 5 to 8.
-    Source: EXIF 2.32, tag 274 (where the 0th row and the 0th column are).
+    Source: EXIF 2.32, tag 274 (position of the 0th row and the 0th column).
     """
     if orientation in (5, 6, 7, 8):
         image = image.transpose(1, 0, 2)

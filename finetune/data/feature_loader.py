@@ -1,4 +1,4 @@
-"""Batches of features in the place of images; the samples of each step are those of `Loader`."""
+"""Loader of precomputed features instead of images, with the same samples in each step."""
 
 # B batch, N images, D width
 
@@ -12,76 +12,87 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from finetune.data.image_store import Store
-from finetune.data.loader import Batch, Loader, Sampler
+from finetune.data.loader import Batch, ImageLoader
+from finetune.data.pixel_store import PixelStore
+from finetune.data.sampler import DistributedBatchSampler
 from finetune.data.source import Split
-from finetune.transforms.random import on_device
+from finetune.transforms.sample_rng import to_device
 
 __all__ = ["AnyLoader", "FeatureLoader"]
 
-_DEVICE_SHARE = 0.25  # of what is free on the device
+_MAX_DEVICE_FRACTION = 0.25  # maximum share of the device's free memory
 
 
 class FeatureLoader:
-    """Makes batches of a split from the features of its images.
+    """Builds batches of a split from the features of its images.
 
     Args:
-        values_ND: their features, float32, which may be read-only.
-        device: of the batches; it holds all the features if it has room.
+        features_ND: features of the images, float32, may be read-only.
+        device: device of the batches; all features are kept on it if they fit.
 
     Attributes:
-        store: the split, whose pixels are never read.
+        store: the split, as a `PixelStore` whose pixels are never read.
         labels: (N,) int64 on the device, or (N, K) uint8; see `Batch`.
     """
 
     def __init__(
         self,
         split: Split,
-        values_ND: NDArray[np.float32],
+        features_ND: NDArray[np.float32],
         *,
         num_classes: int,
         device: torch.device,
     ) -> None:
-        self.store = Store(split, None)
+        self.store = PixelStore(split, None)
         self.num_classes = num_classes
         self.device = device
         self.labels = torch.from_numpy(np.array(split.labels)).to(device)
-        self._values_ND: NDArray[np.float32] | Tensor = values_ND
+        self._features_ND: NDArray[np.float32] | Tensor = features_ND
         if device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
-            if values_ND.nbytes < free * _DEVICE_SHARE:
-                self._values_ND = torch.from_numpy(np.array(values_ND)).to(device)
+            if features_ND.nbytes < free * _MAX_DEVICE_FRACTION:
+                self._features_ND = torch.from_numpy(np.array(features_ND)).to(device)
 
-    def train(
+    def train_steps(
         self,
-        sampler: Sampler,
+        sampler: DistributedBatchSampler,
         steps: range,
         *,
         rank: int = 0,
-        world: int = 1,
-        micro_batch: int | None = None,
+        world_size: int = 1,
+        micro_batch_size: int | None = None,
     ) -> Generator[tuple[int, Iterator[Batch]], None, None]:
-        """Yield each step's number of micro-batches, and the micro-batches; see `Loader.train`."""
+        """Yield for each step the number of micro-batches, and an iterator over them.
+
+        See `ImageLoader.train_steps`.
+        """
         for step in steps:
-            plan = sampler.micro_batches(step, rank=rank, world=world, micro_batch=micro_batch)
-            yield len(plan), (self._batch(indices) for _, indices in plan)
+            plan = sampler.micro_batches(
+                step, rank=rank, world_size=world_size, micro_batch_size=micro_batch_size
+            )
+            yield len(plan), (self._build_batch(indices) for _, indices in plan)
 
-    def once(self, *, rank: int = 0, world: int = 1, batch_size: int = 256) -> Iterator[Batch]:
-        """Yield this rank's share, each image exactly once over all ranks; see `Loader.once`."""
+    def eval_batches(
+        self, *, rank: int = 0, world_size: int = 1, batch_size: int = 256
+    ) -> Iterator[Batch]:
+        """Yield the batches of this rank; over all ranks, each image occurs exactly once.
+
+        See `ImageLoader.eval_batches`.
+        """
         total = len(self.labels)
-        first, last = total * rank // world, total * (rank + 1) // world
+        first, last = total * rank // world_size, total * (rank + 1) // world_size
         for start in range(first, last, batch_size):
-            yield self._batch(np.arange(start, min(start + batch_size, last)))
+            yield self._build_batch(np.arange(start, min(start + batch_size, last)))
 
-    def rows(self, indices: NDArray[np.int64]) -> Tensor:
-        """Return the features of some images by their places in the split, (B, D) on the device."""
-        if isinstance(self._values_ND, Tensor):
-            return self._values_ND[on_device(indices, self.device)]
-        return on_device(np.array(self._values_ND[indices]), self.device)
+    def get_features(self, indices: NDArray[np.int64]) -> Tensor:
+        """Return the features of the images at these indices of the split, (B, D) on the device."""
+        if isinstance(self._features_ND, Tensor):
+            return self._features_ND[to_device(indices, self.device)]
+        return to_device(np.array(self._features_ND[indices]), self.device)
 
-    def _batch(self, indices: NDArray[np.int64]) -> Batch:
-        labels_B = self.labels[on_device(indices, self.device)]
-        return Batch(self.rows(indices), labels_B, indices=indices)
+    def _build_batch(self, indices: NDArray[np.int64]) -> Batch:
+        labels_B = self.labels[to_device(indices, self.device)]
+        return Batch(self.get_features(indices), labels_B, indices=indices)
 
 
-AnyLoader: TypeAlias = Loader | FeatureLoader
+AnyLoader: TypeAlias = ImageLoader | FeatureLoader

@@ -1,77 +1,92 @@
-"""Open the data that a recipe or a command names, with the splits that the recipe takes."""
+"""Open the dataset of a recipe or a command, with the recipe's splits."""
 
 from __future__ import annotations
 
 import os
 
-from finetune.data.source import Source, open_source
-from finetune.data.splits import keep_classes, long_tail, merge_val, split_train, take
+from finetune.data.open_source import open_source
+from finetune.data.source import Source
+from finetune.data.splits import (
+    hold_out_validation,
+    make_long_tailed,
+    merge_val,
+    select_classes,
+    subsample,
+)
 from finetune.errors import DataError, RecipeError
-from finetune.recipe.load import DataSection, Recipe
+from finetune.recipe.load import DataSection
+from finetune.recipe.schema import Recipe
 
-__all__ = ["data_of", "section_of", "whole_data_of"]
+__all__ = ["open_data", "open_full_data", "resolve_data_section"]
 
 
-def data_of(section: DataSection, seed: int) -> Source:
-    """Open the data of a recipe as training sees it; no image is decoded yet.
+def open_data(section: DataSection, seed: int) -> Source:
+    """Open the dataset of a recipe, with the splits and subsets used in training. Decodes no image.
 
     Args:
-        section: names the source, and how its splits are made.
-        seed: the run's, for a section without `split_seed`.
-    Raises: DataError or HubError if the source cannot be opened or split, or of several labels an
-        image a split has none.
+        section: the recipe's `data` section.
+        seed: seed of the run, used if `split_seed` is not set.
+    Raises: DataError or HubError if the source cannot be opened or split, or if a multi-label split
+        has no label at all.
     """
-    source = whole_data_of(section, seed)
+    source = open_full_data(section, seed)
     seed = _split_seed(section, seed)
     if section.merge_val:
         source = merge_val(source)
-    source = take(source, "train", section.num_train, seed)
-    source = split_train(source, section.val_fraction, seed)
-    source = take(source, "val", section.num_val, seed)
+    source = subsample(source, "train", section.num_train, seed)
+    source = hold_out_validation(source, section.val_fraction, seed)
+    source = subsample(source, "val", section.num_val, seed)
     for split in source.splits.values():
         if split.is_multilabel and not split.labels.any():
             raise DataError(
-                f"split '{split.name}': no image has a label, so nothing can be measured; correct "
-                "the labels, or leave the split out",
+                f"split '{split.name}': no image has a label, so nothing can be measured; fix the "
+                "labels, or leave the split out",
                 code="data.no_labels",
             )
-    return long_tail(source, section.long_tail, seed)
+    return make_long_tailed(source, section.long_tail, seed)
 
 
-def section_of(model: str, recipe: Recipe | None, data: str | None) -> tuple[DataSection, int]:
-    """Return the data section and the seed with which a model is measured on `data`.
+def resolve_data_section(
+    model: str, recipe: Recipe | None, data: str | None
+) -> tuple[DataSection, int]:
+    """Return the data section and the seed for evaluating a model on `data`.
 
     Args:
-        recipe: of the run that the model is; None for any other model.
-        data: a source string; None for the run's own.
-    Returns: for the run's own data its section and seed, so that the splits are those of training;
-        for other data a section with the run's preprocessing, and 0.
-    Raises: RecipeError if no data is named.
+        model: the model argument as the user typed it, for the message.
+        recipe: recipe of the run if the model is a run directory, else None.
+        data: source string; None for the dataset of the run.
+    Returns: for the dataset of the run, the run's data section and seed, which give the same splits
+        as in training; for another dataset, a section with the run's preprocessing, and seed 0.
+    Raises: RecipeError if no data is given.
     """
-    if recipe is not None and (data is None or _place(data) == _place(recipe.data.source)):
+    if recipe is not None and (
+        data is None or _normalize_source(data) == _normalize_source(recipe.data.source)
+    ):
         return recipe.data, recipe.run.seed
     if data is None:
         raise RecipeError(
-            f"{model}: is not a run directory; say what to measure it on with --data",
+            f"{model}: not a run directory, so its dataset is unknown; set --data",
             code="recipe.missing_option",
         )
     preprocessing = recipe.data.model_dump(include={"eval", "decode_size"}) if recipe else {}
     return DataSection(source=data, **preprocessing), 0
 
 
-def _place(source: str) -> str:
-    """A source string by which two names of one path are equal, as photos and ./photos/."""
+def _normalize_source(source: str) -> str:
+    """Make the path of a source absolute, so that folder:photos equals folder:./photos/."""
     kind, _, path = source.partition(":")
     if kind not in ("folder", "csv", "parquet"):
         return source
     return f"{kind}:{os.path.abspath(os.path.expanduser(path))}"
 
 
-def whole_data_of(section: DataSection, seed: int) -> Source:
-    """Open the data of a recipe with the splits of its source: of its classes, and its test images.
+def open_full_data(section: DataSection, seed: int) -> Source:
+    """Open the dataset of a recipe with the splits of its source.
+
+    Selects the recipe's classes and subsamples the test split, but leaves train and val complete.
 
     Args:
-        section, seed: as for `data_of`.
+        section, seed: see `open_data`.
     """
     source = open_source(
         section.source,
@@ -81,8 +96,8 @@ def whole_data_of(section: DataSection, seed: int) -> Source:
         decode_size=section.decode_size,
         multilabel=section.task == "multilabel",
     )
-    source = keep_classes(source, section.classes)
-    return take(source, "test", section.num_test, _split_seed(section, seed))
+    source = select_classes(source, section.classes)
+    return subsample(source, "test", section.num_test, _split_seed(section, seed))
 
 
 def _split_seed(section: DataSection, seed: int) -> int:

@@ -1,8 +1,6 @@
-"""The samples of step s on rank r, and the batches made of them.
+"""Build batches of a split on the device: images after the transforms, and labels.
 
-Training is one endless stream: epoch after epoch, each in its own order. Step s takes positions
-[s*B, (s+1)*B) of it, and every rank a slice of those. So there is no sampler state and no padding,
-each sample comes exactly once per epoch, and any step can be reached at any number of processes.
+The sampler chooses the images of a training step; evaluation reads each image once.
 """
 
 # B batch, K classes, C channels, H W pixels
@@ -13,7 +11,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,130 +19,39 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from finetune.data.device_copy import Pixels
-from finetune.data.image_store import Store
-from finetune.data.sampling import ClassSampling
-from finetune.data.streaming.shuffle import Lanes
-from finetune.errors import RecipeError
+from finetune.data.device_prefetch import PixelBatch
+from finetune.data.pixel_store import PixelStore
+from finetune.data.sampler import DistributedBatchSampler
+from finetune.transforms.mixing import partner_rows
 from finetune.transforms.pipeline import Pipeline
-from finetune.transforms.random import on_device, sample_keys
+from finetune.transforms.sample_rng import sample_keys, to_device
 
-__all__ = ["Batch", "Loader", "Sampler", "crosses_epoch", "shares_of_classes"]
-
-
-def crosses_epoch(step: int, *, batch_size: int, num_samples: int) -> bool:
-    """True if the `step`-th optimiser step (counted from 1) completes an epoch."""
-    return step * batch_size // num_samples > (step - 1) * batch_size // num_samples
+__all__ = ["Batch", "ImageLoader", "one_hot_targets"]
 
 
-@dataclass(eq=False)
-class Sampler:
-    """The samples of each step and rank, computed from the seed; it has no state to save.
-
-    Attributes:
-        num_samples: images in the training split.
-        batch_size: images per optimiser step over all processes.
-        unit: 2 when images are mixed in pairs, so that a pair stays on one rank, else 1.
-        lanes: how images that come in row groups are mixed; None: any image at any place.
-        sampling: draws rare classes more often, from the same seed; None: each image once an epoch.
-    """
-
-    num_samples: int
-    _: KW_ONLY
-    batch_size: int
-    seed: int
-    unit: int = 1
-    lanes: Lanes | None = None
-    sampling: ClassSampling | None = None
-    _orders: dict[int, NDArray[np.int64]] = field(default_factory=dict, init=False, repr=False)
-
-    def order(self, epoch: int) -> NDArray[np.int64]:
-        """Return the images of an epoch, (num_samples,): each once, or what `sampling` draws."""
-        return self._draws(epoch) % self.num_samples
-
-    def _draws(self, epoch: int) -> NDArray[np.int64]:
-        """As `order`; where an image comes again, num_samples more, which gives it a key anew."""
-        if epoch not in self._orders:
-            # A batch touches two epochs, or more when it is larger than the data set.
-            self._orders = {e: o for e, o in self._orders.items() if e >= epoch - 1}
-            if self.sampling is not None:
-                order = self.sampling.draws(epoch)
-            elif self.lanes is None:
-                generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
-                order = generator.permutation(self.num_samples)
-            else:
-                sizes = {"batch_size": self.batch_size, "unit": self.unit}
-                order = self.lanes.order(self.seed, epoch, **sizes)
-            self._orders[epoch] = order
-        return self._orders[epoch]
-
-    def micro_batches(
-        self, step: int, *, rank: int = 0, world: int = 1, micro_batch: int | None = None
-    ) -> list[tuple[NDArray[np.uint64], NDArray[np.int64]]]:
-        """Return the samples of one rank in one step (counted from 0), in micro-batches.
-
-        Args:
-            step: number of optimiser steps done before.
-            rank, world: this process and how many there are.
-            micro_batch: largest number of images at once, one image (or pair) more if the shares
-                are uneven; None for the whole share.
-        Returns: for each micro-batch the keys of its augmentation (B,) uint64 and its sample
-            indices (B,) int64; the number of micro-batches is the same on every rank.
-        Raises: RecipeError if there is less than one image (or pair) for each process.
-        """
-        units = self.batch_size // self.unit
-        if units < world:
-            raise RecipeError(
-                f"data.batch_size: {self.batch_size} is too small for {world} processes; "
-                f"set at least {world * self.unit}",
-                code="recipe.wrong_value",
-            )
-        share = -(-units // world)
-        at_once = max((micro_batch or self.batch_size) // self.unit, 1)
-        chunks = min(-(-share // at_once), units // world)
-        edges = [
-            units * (rank * chunks + i) // (world * chunks) * self.unit for i in range(chunks + 1)
-        ]
-        if rank == world - 1:
-            edges[-1] = self.batch_size
-        return [self._at(step, first, last) for first, last in itertools.pairwise(edges)]
-
-    def _at(self, step: int, first: int, last: int) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-        """Return positions `first`..`last` of a step's global batch, as (keys, indices)."""
-        positions = np.arange(step * self.batch_size + first, step * self.batch_size + last)
-        epochs, places = np.divmod(positions, self.num_samples)
-        indices, keys = np.empty_like(places), np.empty(len(places), dtype=np.uint64)
-        for epoch in np.unique(epochs).tolist():
-            chosen = epochs == epoch
-            draws = self._draws(epoch)[places[chosen]]
-            indices[chosen] = draws % self.num_samples
-            keys[chosen] = sample_keys(self.seed, epoch, draws)
-        return keys, indices
-
-
-def shares_of_classes(labels_B: Tensor, num_classes: int) -> Tensor:
-    """Return labels as float32, (B, K): 1 for each class of an image, and else 0."""
+def one_hot_targets(labels_B: Tensor, num_classes: int) -> Tensor:
+    """Return labels as float32 (B, K): 1 for each class of an image, else 0."""
     if labels_B.ndim == 2:
         return labels_B.float()
     return torch.nn.functional.one_hot(labels_B, num_classes).to(torch.float32)
 
 
 @functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return one stream for all loaders of a device: cuBLAS keeps 32 MiB for each stream."""
+def _get_side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the side stream of a device, shared by all loaders: cuBLAS keeps 32 MiB per stream."""
     return torch.cuda.Stream(device, priority=-1)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch of the network's input.
+    """One batch of model inputs and labels.
 
     Attributes:
-        images_BCHW: normalised pixels on the device.
-        labels_B: class indices; fewer than images if some images only keep the ranks in step. Where
-            an image has any number of labels, (B, K) uint8, 1 for each of its classes.
-        targets_BK: class weights if images are mixed, else None.
-        indices: (B,), places in the split of the images that have a label.
+        images_BCHW: normalized pixels on the device.
+        labels_B: class indices, fewer than images if the last images are padding, which keeps the
+            ranks in step. Multi-label: (B, K) uint8, 1 for each class of an image.
+        targets_BK: soft targets with mixup or cutmix, else None.
+        indices: indices of the labeled images in the split, (B,).
     """
 
     images_BCHW: Tensor
@@ -153,12 +60,12 @@ class Batch:
     indices: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
-class Loader:
-    """Makes batches of a split: for training those of each step, for evaluation each image once."""
+class ImageLoader:
+    """Builds the batches of training steps, or one pass over a split for evaluation."""
 
     def __init__(
         self,
-        store: Store,
+        store: PixelStore,
         pipeline: Pipeline,
         *,
         num_classes: int,
@@ -171,85 +78,98 @@ class Loader:
         self.device = device
         self.dtype = dtype
         self.labels = torch.from_numpy(np.array(store.split.labels)).to(device)
-        self._side: torch.cuda.Stream | None = None
+        self._side_stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._side = _side_stream(device)
-            self._side.wait_stream(torch.cuda.current_stream(device))  # for pixels and labels
+            self._side_stream = _get_side_stream(device)
+            # wait for pixels and labels
+            self._side_stream.wait_stream(torch.cuda.current_stream(device))
 
-    def train(
+    def train_steps(
         self,
-        sampler: Sampler,
+        sampler: DistributedBatchSampler,
         steps: range,
         *,
         rank: int = 0,
-        world: int = 1,
-        micro_batch: int | None = None,
+        world_size: int = 1,
+        micro_batch_size: int | None = None,
     ) -> Generator[tuple[int, Iterator[Batch]], None, None]:
-        """Yield each step's number of micro-batches, and an iterator that makes them.
+        """Yield for each step the number of micro-batches, and an iterator over them.
 
-        Args: as for `Sampler.micro_batches`; `steps` are those still to be done.
-        Closing the generator ends the workers, once no micro-batch is held.
+        Closing the generator ends the workers, once the caller has dropped the iterators.
+
+        Args:
+            steps: the remaining steps of the run.
+            rank, world_size, micro_batch_size: see `DistributedBatchSampler.micro_batches`.
         """
         plans = (
-            sampler.micro_batches(step, rank=rank, world=world, micro_batch=micro_batch)
+            sampler.micro_batches(
+                step, rank=rank, world_size=world_size, micro_batch_size=micro_batch_size
+            )
             for step in steps
         )
-        read_ahead, current = itertools.tee(plans)  # workers are ahead of the step that is made
-        pixels = self.store.read_all(indices for plan in read_ahead for _, indices in plan)
+        plans_ahead, current = itertools.tee(plans)  # workers read ahead of the current step
+        pixels = self.store.read_batches(indices for plan in plans_ahead for _, indices in plan)
         for plan in current:
-            yield len(plan), (self._make(self._train_batch, pixels, *each) for each in plan)
+            yield (
+                len(plan),
+                (
+                    self._build_batch(self._train_batch, pixels, *micro_batch_plan)
+                    for micro_batch_plan in plan
+                ),
+            )
 
-    def _make(
-        self, make: Callable[..., Batch], pixels: Iterator[Pixels], *arguments: NDArray[Any]
+    def _build_batch(
+        self, build: Callable[..., Batch], pixels: Iterator[PixelBatch], *arguments: NDArray[Any]
     ) -> Batch:
-        """Make a batch; on a GPU in a side stream, parallel to the network's computation.
+        """Build a batch; on a GPU in a side stream, which overlaps with the model's computation.
 
-        Making a batch waits for small copies; in the main stream it would wait for the network.
+        Building a batch waits for small copies. In the main stream, these would wait for the model.
         """
-        if self._side is None:
-            return make(next(pixels), *arguments)
+        if self._side_stream is None:
+            return build(next(pixels), *arguments)
         main = torch.cuda.current_stream(self.device)
-        with torch.cuda.stream(self._side):
-            batch = make(next(pixels), *arguments)
-        main.wait_stream(self._side)
+        with torch.cuda.stream(self._side_stream):
+            batch = build(next(pixels), *arguments)
+        main.wait_stream(self._side_stream)
         for tensor in (batch.images_BCHW, batch.labels_B, batch.targets_BK):
             if tensor is not None:
-                tensor.record_stream(main)  # it was allocated in the side stream
+                tensor.record_stream(main)  # allocated in the side stream
         return batch
 
     def _train_batch(
-        self, pixels: Pixels, keys: NDArray[np.uint64], indices: NDArray[np.int64]
+        self, pixels: PixelBatch, keys: NDArray[np.uint64], indices: NDArray[np.int64]
     ) -> Batch:
         images = self.pipeline(pixels, keys=keys, dtype=self.dtype, device=self.device)
-        labels = self.labels[on_device(indices, self.device)]
-        if not self.pipeline.mixes:
+        labels = self.labels[to_device(indices, self.device)]
+        if not self.pipeline.has_mixing:
             return Batch(images, labels, indices=indices)
-        places = np.arange(len(labels))
-        partner = on_device(np.where(places ^ 1 < len(places), places ^ 1, places), self.device)
-        targets = shares_of_classes(labels, self.num_classes)
-        images, targets = self.pipeline.mix(images, targets, keys, partner)
+        partners = to_device(partner_rows(len(labels)), self.device)
+        targets = one_hot_targets(labels, self.num_classes)
+        images, targets = self.pipeline.mix_batch(images, targets, keys, partners)
         return Batch(images, labels, targets, indices)
 
-    def once(self, *, rank: int = 0, world: int = 1, batch_size: int = 256) -> Iterator[Batch]:
-        """Yield this rank's share of the split, each image exactly once over all ranks.
+    def eval_batches(
+        self, *, rank: int = 0, world_size: int = 1, batch_size: int = 256
+    ) -> Iterator[Batch]:
+        """Yield the batches of this rank; over all ranks, each image occurs exactly once.
 
-        Every rank yields the same number of batches, since the ranks of a sharded network compute
-        in step; a rank without images left yields the first image without a label.
+        Every rank yields the same number of batches, because the ranks of a sharded model must run
+        in step; a rank that has no images left yields the first image without a label.
         """
         total = len(self.labels)
-        largest_share = -(-total // world)
-        first, last = total * rank // world, total * (rank + 1) // world
-        starts = range(first, first + largest_share, batch_size)
+        max_share = -(-total // world_size)
+        first, last = total * rank // world_size, total * (rank + 1) // world_size
+        starts = range(first, first + max_share, batch_size)
         batches = [np.arange(start, min(start + batch_size, last)) for start in starts]
         padded = [batch if len(batch) else np.zeros(1, dtype=np.int64) for batch in batches]
-        with contextlib.closing(self.store.read_all(padded)) as pixels:
+        with contextlib.closing(self.store.read_batches(padded)) as pixels:
             for batch in batches:
-                yield self._make(self._eval_batch, pixels, batch)
+                yield self._build_batch(self._eval_batch, pixels, batch)
 
-    def _eval_batch(self, pixels: Pixels, indices: NDArray[np.int64]) -> Batch:
+    def _eval_batch(self, pixels: PixelBatch, indices: NDArray[np.int64]) -> Batch:
         keys = None
-        if self.pipeline.random:  # a corruption, which is the same for every model and run
+        if self.pipeline.is_random:  # an image corruption: the same for every model and run
             keys = sample_keys(0, 0, indices if len(indices) else [0])
         images = self.pipeline(pixels, keys=keys, dtype=torch.float32, device=self.device)
-        labels = self.labels[on_device(indices, self.device)]
+        labels = self.labels[to_device(indices, self.device)]
         return Batch(images, labels, indices=indices)

@@ -1,7 +1,7 @@
-"""Shared memory through which workers return images, used again and again.
+"""Shared memory buffers through which workers return images.
 
-A tensor that a worker sends takes a new piece of shared memory, whose pages the system first has to
-find and clear: as much work as half of decoding. Pages that are used again cost nothing.
+Each tensor that a torch worker sends allocates new shared memory, whose pages the kernel must zero:
+half as much work as decoding. Reusing the same buffers avoids this.
 """
 
 # B batch, C channels, H W pixels
@@ -16,18 +16,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from finetune.transforms.ragged import SLACK_BYTES, Ragged
+from finetune.transforms.ragged import TAIL_PADDING, RaggedBatch
 
-__all__ = ["Put", "Slots", "shared_memory"]
+__all__ = ["SharedBatchBuffers", "WrittenImages", "allocate_shared_memory"]
 
-Image = NDArray[np.uint8]
-Put = list[tuple[int, ...] | Image]
+ImageArray = NDArray[np.uint8]
+WrittenImages = list[tuple[int, ...] | ImageArray]
 
 _MAP_NORESERVE = 0x4000  # Linux, mmap(2); Python 3.13 has a name for it
 
 
-def shared_memory(num_bytes: int) -> NDArray[np.uint8]:
-    """Return zeros that forked processes share; pages without a write take no memory.
+def allocate_shared_memory(num_bytes: int) -> NDArray[np.uint8]:
+    """Return zeros that forked processes share; pages take memory only when written.
 
     Raises: OSError on a system without overcommit that has too little memory.
     """
@@ -36,60 +36,63 @@ def shared_memory(num_bytes: int) -> NDArray[np.uint8]:
     return np.frombuffer(memory, dtype=np.uint8, count=num_bytes)
 
 
-class Slots:
-    """Places for batches of images, shared with the processes that are forked after this.
+class SharedBatchBuffers:
+    """Buffers for batches of images, shared with processes that are forked later.
 
     Args:
-        number: batches under way at once.
-        num_bytes: of the largest batch expected; images beyond it are pickled.
+        num_slots: number of batches in progress at the same time.
+        num_bytes: size of the largest expected batch in bytes; images that do not fit are pickled.
     """
 
-    def __init__(self, number: int, num_bytes: int) -> None:
-        self.number = number
-        whole = num_bytes + SLACK_BYTES
+    def __init__(self, num_slots: int, num_bytes: int) -> None:
+        self.num_slots = num_slots
+        slot_bytes = num_bytes + TAIL_PADDING
         self._num_bytes = num_bytes
-        self._slots = shared_memory(number * whole).reshape(number, whole)
+        self._slots = allocate_shared_memory(num_slots * slot_bytes).reshape(num_slots, slot_bytes)
 
-    def put(self, slot: int, reads: Iterable[Callable[[NDArray[np.uint8]], Image]]) -> Put:
-        """Put images into a slot, one after the other.
+    def write(
+        self, slot: int, decode_fns: Iterable[Callable[[NDArray[np.uint8]], ImageArray]]
+    ) -> WrittenImages:
+        """Write images into a slot, one after the other.
 
         Args:
-            reads: from the slot's free room, (n,), to an image, (H, W, 3), which may lie at its
-                start.
-        Returns: the argument of `take`: each image's shape, or the image if it did not fit.
+            decode_fns: one function per image. It gets the free part of the slot, (n,), and returns
+                the image, (H, W, 3), at the start of this part or in other memory.
+        Returns: the argument `written` of `read`: the shape of each image, or the image itself if
+            it did not fit.
         """
-        place, start = self._slots[slot, : self._num_bytes], 0
-        put: Put = []
-        for read in reads:
-            image = read(place[start:])
+        buffer, start = self._slots[slot, : self._num_bytes], 0
+        written: WrittenImages = []
+        for decode in decode_fns:
+            image = decode(buffer[start:])
             end = start + image.size
-            if end > len(place):
-                put.append(image)
+            if end > len(buffer):
+                written.append(image)
                 continue
-            if not np.may_share_memory(image, place):
-                place[start:end].reshape(image.shape)[...] = image
-            put.append(image.shape)
+            if not np.may_share_memory(image, buffer):
+                buffer[start:end].reshape(image.shape)[...] = image
+            written.append(image.shape)
             start = end
-        return put
+        return written
 
-    def take(self, slot: int, put: Put) -> Ragged:
-        """Return the images of a slot, valid until it is used again.
+    def read(self, slot: int, written: WrittenImages) -> RaggedBatch:
+        """Return the images of a slot, valid until the slot is written again.
 
         Args:
-            put: what `put` returned in the worker.
+            written: the result of `write` in the worker.
         """
-        place, start = self._slots[slot], 0
-        shapes = [item.shape if isinstance(item, np.ndarray) else item for item in put]
-        bodies = []
-        for item, shape in zip(put, shapes, strict=True):
+        buffer, start = self._slots[slot], 0
+        shapes = [item.shape if isinstance(item, np.ndarray) else item for item in written]
+        flat_images = []
+        for item, shape in zip(written, shapes, strict=True):
             if isinstance(item, np.ndarray):
-                bodies.append(item.reshape(-1))
+                flat_images.append(item.reshape(-1))
             else:
-                bodies.append(place[start : start + math.prod(shape)])
+                flat_images.append(buffer[start : start + math.prod(shape)])
                 start += math.prod(shape)
-        if start == sum(map(math.prod, shapes)):  # one after the other, as they are wanted
-            pixels = place[: start + SLACK_BYTES]
+        if start == sum(map(math.prod, shapes)):  # all images are in the slot, without gaps
+            pixels = buffer[: start + TAIL_PADDING]
         else:
-            pixels = np.concatenate([*bodies, np.zeros(SLACK_BYTES, np.uint8)])
+            pixels = np.concatenate([*flat_images, np.zeros(TAIL_PADDING, np.uint8)])
         sizes = np.array([shape[:2] for shape in shapes], np.int64)
-        return Ragged.packed(torch.from_numpy(pixels), sizes)
+        return RaggedBatch.from_packed(torch.from_numpy(pixels), sizes)

@@ -1,116 +1,114 @@
-"""The processes that decode images, watched for crashes and hangs; and threads that only wait."""
+"""Worker processes that decode images, watched for crashes and hangs."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.process
 import os
-import queue
 import signal
 import threading
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from finetune.errors import DataError, FinetuneError, SetupError
-from finetune.processes import end_with_parent, stop_signals
+from finetune.process_lifecycle import die_with_parent, stop_signals
 
-__all__ = ["POLL_SECONDS", "Threads", "WorkerStatus", "in_threads", "spread"]
+__all__ = ["POLL_SECONDS", "WorkerStatus", "parallel_map"]
 
 POLL_SECONDS = 1.0
-_JOIN_SECONDS = 5.0  # for threads that wait for a server
 
 _Item = TypeVar("_Item")
 _Task = TypeVar("_Task")
 _Processes = list[multiprocessing.process.BaseProcess]
-_CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
+_CRASH_SIGNALS = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 
 
 class WorkerStatus:
-    """The image that each worker is decoding, in shared memory: readable after the worker crashed.
+    """Records in shared memory which image each worker is decoding, to name it after a crash.
 
     Args:
-        workers: number of processes; 0 for none.
+        num_workers: number of processes; 0 for none.
     """
 
-    def __init__(self, workers: int) -> None:
-        # a row for each worker: its process, and the index of its image or -1
-        self._rows = torch.full((max(workers, 1), 2), -1, dtype=torch.int64).share_memory_()
-        self._own_row: Any = None  # in a worker; as NumPy's, which is quick to write to
-        # The kernel ends a worker with the thread that forked it; only the main one surely stays.
-        self._from_main = threading.current_thread() is threading.main_thread()
+    def __init__(self, num_workers: int) -> None:
+        # one row per worker: its process id, and the index of its image or -1
+        self._rows = torch.full((max(num_workers, 1), 2), -1, dtype=torch.int64).share_memory_()
+        self._own_row: Any = None  # set in a worker; a NumPy array, which is fast to write to
+        # The kernel kills a worker when the thread that forked it ends (PR_SET_PDEATHSIG), so use
+        # this only if that is the main thread.
+        self._is_forked_from_main = threading.current_thread() is threading.main_thread()
 
-    def start_worker(self, worker: int) -> None:
-        """Prepare a worker's process; called in it before anything else."""
-        # A signal to the process group is for the trainer, which ends its workers itself.
+    def init_worker(self, worker: int) -> None:
+        """Prepare a worker process; called in the worker before anything else."""
+        # A stop signal reaches the whole process group; the trainer handles it and ends workers.
         for number in stop_signals():
             signal.signal(number, signal.SIG_IGN)
-        if self._from_main:
-            end_with_parent()
+        if self._is_forked_from_main:
+            die_with_parent()
         self._own_row = self._rows[worker].numpy()
         self._own_row[0] = os.getpid()
 
     @property
     def is_worker(self) -> bool:
-        """True in the process of a worker."""
+        """True in a worker process."""
         return self._own_row is not None
 
     @contextlib.contextmanager
     def decoding(self, index: int) -> Iterator[None]:
-        """Record the image that is decoded inside the context."""
+        """Context manager: record that this worker is decoding the image."""
         if self._own_row is not None:
             self._own_row[1] = index
         yield
         if self._own_row is not None:
             self._own_row[1] = -1
 
-    def watched(
+    def watch(
         self, loader: Iterable[_Item], *, name_of: Callable[[int], str], timeout_seconds: float
     ) -> Generator[_Item, None, None]:
-        """Yield a loader's items, and end its workers afterwards.
+        """Yield the items of a loader, and kill its workers at the end.
 
         Args:
-            loader: times out every `POLL_SECONDS` if it has workers.
-            name_of: from an image's index to its name.
-            timeout_seconds: longest wait for one batch.
+            loader: iterable that must time out every `POLL_SECONDS` if it has workers.
+            name_of: function that returns the name of an image, given its index.
+            timeout_seconds: longest wait for one item.
         Raises: DataError if an image crashes the decoder; SetupError if a worker was killed for
             another reason or hangs.
         """
         before = set(multiprocessing.active_children())
-        with _keep_child_signal(), _no_advice_on_workers():
+        with _preserve_sigchld_handler(), _ignore_worker_count_warning():
             items = iter(loader)
         workers = [child for child in multiprocessing.active_children() if child not in before]
 
-        def end() -> None:
-            for worker in workers:  # joining one that hangs would take for ever; none has a state
+        def kill_workers() -> None:
+            for worker in workers:  # joining a hanging worker would block; killing loses nothing
                 worker.kill()
 
-        # Before multiprocessing joins them at exit, if an error keeps this frame alive.
-        atexit.register(end)
-        guard = _Guard(lambda: self._hanging(workers, name_of, timeout_seconds), end)
+        # If an error keeps this generator alive, kill workers before multiprocessing joins them.
+        atexit.register(kill_workers)
+        watchdog = _Watchdog(
+            lambda: self._timeout_error(workers, name_of, timeout_seconds), kill_workers
+        )
         try:
             while True:
-                with guard.waiting(timeout_seconds if workers else None):
-                    item = self._next(items, workers, name_of, timeout_seconds)
+                with watchdog.waiting(timeout_seconds if workers else None):
+                    item = self._next_item(items, workers, name_of, timeout_seconds)
                 if item is None:
                     return
                 yield item
         finally:
-            guard.dismiss()
-            end()
-            atexit.unregister(end)
+            watchdog.stop()
+            kill_workers()
+            atexit.unregister(kill_workers)
 
-    def _next(
+    def _next_item(
         self,
         items: Iterator[_Item],
         workers: _Processes,
@@ -123,141 +121,149 @@ class WorkerStatus:
             try:
                 return next(items, None)
             except (RuntimeError, ConnectionError, EOFError) as error:
-                if not isinstance(error, RuntimeError):  # cut off in the middle of a tensor
-                    _wait_for_one(workers)
+                if not isinstance(error, RuntimeError):  # the worker died while sending a tensor
+                    _wait_for_ended_worker(workers)
                 if ended := [worker for worker in workers if worker.exitcode is not None]:
-                    raise self._ended(ended[0], name_of) from error
+                    raise self._worker_ended_error(ended[0], name_of) from error
                 if "timed out" not in str(error):
                     raise
                 if time.monotonic() > deadline:
-                    raise self._hanging(workers, name_of, timeout_seconds) from error
+                    raise self._timeout_error(workers, name_of, timeout_seconds) from error
 
-    def _ended(
+    def _worker_ended_error(
         self, worker: multiprocessing.process.BaseProcess, name_of: Callable[[int], str]
     ) -> FinetuneError:
         number, image = self._current_image(worker, name_of)
         code = worker.exitcode or 0
-        reason = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        event = f"data worker {number} (process {worker.pid}) was ended {reason}"
-        if image is not None and -code in _CRASHES:
+        reason = f"ended with exit code {code}"
+        if code < 0:
+            reason = f"was killed by {signal.Signals(-code).name}"
+        event = f"data worker {number} (process {worker.pid}) {reason}"
+        if image is not None and -code in _CRASH_SIGNALS:
             return DataError(
-                f"{image}: crashes the decoder: {event} while it read the image; replace or remove "
-                "it",
+                f"{image}: crashes the decoder ({event} while it decoded this image); replace or "
+                "remove it",
                 code="data.crashes_decoder",
             )
-        moment = "between two images" if image is None else f"while it read {image}"
+        moment = "between two images" if image is None else f"while it decoded {image}"
         return SetupError(
             f"{event} {moment}; if memory ran out, lower data.workers; continue with --resume",
             code="setup.worker_ended",
         )
 
-    def _hanging(
+    def _timeout_error(
         self, workers: _Processes, name_of: Callable[[int], str], seconds: float
     ) -> SetupError:
-        states = [(*self._current_image(worker, name_of), worker.pid) for worker in workers]
+        status = [(*self._current_image(worker, name_of), worker.pid) for worker in workers]
         busy = [
-            f"worker {number} (process {pid}) reads {image}"
-            for number, image, pid in sorted(states)
+            f"worker {number} (process {pid}) is decoding {image}"
+            for number, image, pid in sorted(status)
             if image is not None
         ]
         return SetupError(
             f"data workers: no batch came within {seconds:g} seconds; "
-            f"{'; '.join(busy) or 'none of them reads an image'}; look at these images and their "
-            "disk, or raise run.timeout_seconds (a worker has half of it); continue with --resume",
+            f"{'; '.join(busy) or 'no worker is decoding an image'}; check these images and their "
+            "disk, or raise run.timeout_seconds (a worker gets half of it); continue with --resume",
             code="setup.timeout",
         )
 
     def _current_image(
         self, worker: multiprocessing.process.BaseProcess, name_of: Callable[[int], str]
     ) -> tuple[int, str | None]:
-        """Return a worker's number and the name of the image that it decodes, if any."""
+        """Return the number of a worker, and the name of the image it is decoding, if any."""
         for number, (process, index) in enumerate(self._rows.tolist()):
             if process == worker.pid:
                 return number, None if index < 0 else name_of(index)
-        return 0, None  # ended before `start_worker`
+        return 0, None  # ended before `init_worker`
 
 
-class _Tasks(Dataset[_Item]):
-    """A data set whose indices are tasks and whose items are their results."""
+class _TaskDataset(Dataset[_Item]):
+    """A torch dataset whose indices are tasks, and whose items are the results of the tasks."""
 
-    def __init__(self, work: Callable[[Any], _Item]) -> None:
-        self.work = work
+    def __init__(self, fn: Callable[[Any], _Item]) -> None:
+        self.fn = fn
 
     def __getitem__(self, task: Any) -> _Item:
-        return self.work(task)
+        return self.fn(task)
 
 
-def spread(
-    work: Callable[[_Task], _Item],
+def parallel_map(
+    fn: Callable[[_Task], _Item],
     tasks: Iterable[_Task],
     *,
     status: WorkerStatus,
-    workers: int,
+    num_workers: int,
     name_of: Callable[[int], str],
     timeout_seconds: float,
     in_order: bool = True,
-    ahead: int = 2,
+    prefetch_factor: int = 2,
 ) -> Generator[_Item, None, None]:
-    """Work on tasks in processes that are forked from this one, and yield the results.
+    """Apply a function to tasks in processes forked from this one, and yield the results.
 
     Args:
-        work: from a task to its result; it records its images in `status`.
-        tasks: small, as they are pickled; read as they are needed.
-        status, workers: for as many processes; at least 1.
-        name_of, timeout_seconds: as for `WorkerStatus.watched`.
-        in_order: yield in the tasks' order; else as they are done.
-        ahead: tasks that each worker has before their results are needed.
-    Raises: as `WorkerStatus.watched`.
+        fn: function that returns the result of a task, and records the images that it decodes in
+            `status`.
+        tasks: small objects, because they are pickled; consumed lazily.
+        status: a `WorkerStatus` for `num_workers` processes.
+        num_workers: number of processes, at least 1.
+        name_of, timeout_seconds: see `WorkerStatus.watch`.
+        in_order: yield the results in task order; if False, as they complete.
+        prefetch_factor: number of tasks that are sent ahead to each worker.
+    Raises: same as `WorkerStatus.watch`.
     """
-    with _no_advice_on_workers():
+    with _ignore_worker_count_warning():
         loader: DataLoader[_Item] = DataLoader(
-            _Tasks(work),
+            _TaskDataset(fn),
             batch_size=None,
             sampler=tasks,
-            collate_fn=lambda item: item,  # default_convert would make tensors of arrays
-            num_workers=workers,
-            worker_init_fn=status.start_worker,
-            prefetch_factor=ahead,
+            collate_fn=lambda item: item,  # default_convert would turn arrays into tensors
+            num_workers=num_workers,
+            worker_init_fn=status.init_worker,
+            prefetch_factor=prefetch_factor,
             timeout=POLL_SECONDS,
-            multiprocessing_context="fork",  # open files and shared memory come along
+            multiprocessing_context="fork",  # workers inherit open files and shared memory
             in_order=in_order,
-            # An iterator draws a seed when it is made: never from the global generator.
+            # A new iterator draws a seed, which must not advance the global generator.
             generator=torch.Generator(),
         )
-    return status.watched(loader, name_of=name_of, timeout_seconds=timeout_seconds)
+    return status.watch(loader, name_of=name_of, timeout_seconds=timeout_seconds)
 
 
-def _wait_for_one(workers: _Processes) -> None:
-    """Wait a little until a worker has ended and its exit code is known."""
+def _wait_for_ended_worker(workers: _Processes) -> None:
+    """Wait briefly until a worker has ended and its exit code is known."""
     sentinels = {worker.sentinel: worker for worker in workers}
     for sentinel in multiprocessing.connection.wait(list(sentinels), timeout=POLL_SECONDS):
         sentinels[sentinel].join(POLL_SECONDS)  # type: ignore[index]
 
 
-class _Guard:
-    """Ends workers that hang where the loader's own timeout has no effect.
+class _Watchdog:
+    """Kills hanging workers where the loader's own timeout has no effect.
 
-    A worker that stops in the middle of sending a tensor leaves its reader in a system call that
-    only the worker's end interrupts.
+    If a worker stops in the middle of sending a tensor, its reader blocks in a system call until
+    the worker ends.
 
     Args:
-        explain: makes the error, before the workers end.
+        make_error: function that builds the error, called before the workers are killed.
+        kill_workers: function that kills the workers.
     """
 
-    def __init__(self, explain: Callable[[], SetupError], end: Callable[[], None]) -> None:
-        self._explain, self._end = explain, end
+    def __init__(
+        self, make_error: Callable[[], SetupError], kill_workers: Callable[[], None]
+    ) -> None:
+        self._make_error, self._kill_workers = make_error, kill_workers
         self._deadline: float | None = None
         self._error: SetupError | None = None
-        self._dismissed = threading.Event()
+        self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
     def waiting(self, seconds: float | None) -> Iterator[None]:
-        """Guard the reading inside the context.
+        """Context manager: watch the read inside it.
 
         Args:
-            seconds: the limit that the loader's own timeout keeps; None for no guard.
-        Raises: the error of `explain`, in place of the one that ending the workers caused.
+            seconds: time limit of the loader's own timeout, to which this adds a margin; None to
+                watch nothing.
+        Raises: the error of `make_error`, instead of the error that killing the workers caused.
         """
         if seconds is not None and self._thread is None:
             self._thread = threading.Thread(target=self._watch, daemon=True, name="data workers")
@@ -273,30 +279,30 @@ class _Guard:
         finally:
             self._deadline = None
 
-    def dismiss(self) -> None:
+    def stop(self) -> None:
         """Stop watching."""
-        self._dismissed.set()
+        self._stopped.set()
 
     def _watch(self) -> None:
-        while not self._dismissed.wait(POLL_SECONDS):
+        while not self._stopped.wait(POLL_SECONDS):
             deadline = self._deadline
             if deadline is not None and time.monotonic() > deadline:
-                self._error = self._explain()
-                self._end()
+                self._error = self._make_error()
+                self._kill_workers()
                 return
 
 
 @contextlib.contextmanager
-def _no_advice_on_workers() -> Iterator[None]:
-    """Silence torch's advice against more workers than cores: they also wait for disks."""
+def _ignore_worker_count_warning() -> Iterator[None]:
+    """Suppress torch's warning about more workers than cores, as workers also wait for disks."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         yield
 
 
 @contextlib.contextmanager
-def _keep_child_signal() -> Iterator[None]:
-    """Remove torch's handler, which raises wherever the program is when a worker dies."""
+def _preserve_sigchld_handler() -> Iterator[None]:
+    """Restore the SIGCHLD handler: torch's raises anywhere in the program if a worker dies."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -305,80 +311,3 @@ def _keep_child_signal() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
-
-
-class Threads:
-    """Threads that end with the process: those of an executor would keep it while the hub hangs.
-
-    Args:
-        threads: how many; with 0 the work is done by `Future.result`.
-    """
-
-    def __init__(self, threads: int, name: str) -> None:
-        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
-        self._tasks = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._work, name=f"{name} {number}", daemon=True)
-            for number in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def submit(self, work: Callable[[], Any]) -> Future[Any]:
-        """Let one of the threads do some work."""
-        if not self._threads:
-            return _Deferred(work)
-        future: Future[Any] = Future()
-        self._tasks.put((future, work))
-        return future
-
-    def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            future, work = task
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(work())
-            except BaseException as error:  # raised by `Future.result`
-                future.set_exception(error)
-
-    def stop(self) -> None:
-        """Start no more work, and cancel what has not started."""
-        with contextlib.suppress(queue.Empty):
-            while (task := self._tasks.get_nowait()) is not None:
-                task[0].cancel()
-        for _ in self._threads:
-            self._tasks.put(None)
-
-    def join(self) -> None:
-        """Wait a little for work that has started; a thread that waits for the network goes on."""
-        for thread in self._threads:
-            thread.join(_JOIN_SECONDS / len(self._threads))
-
-
-class _Deferred(Future[Any]):
-    """A future whose work is done by `result`."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        super().__init__()
-        self._work = work
-
-    def result(self, timeout: float | None = None) -> Any:
-        """Do the work. Returns: what it gives."""
-        return self._work()
-
-
-def in_threads(
-    work: Callable[[_Task], _Item], tasks: Iterable[_Task], threads: int
-) -> Generator[_Item, None, None]:
-    """Yield the results of work that waits for servers, in the tasks' order.
-
-    A stop signal ends it at once, whatever the servers do.
-    """
-    pool = Threads(threads, "read")
-    try:
-        coming = deque(pool.submit(functools.partial(work, task)) for task in tasks)
-        while coming:
-            yield coming.popleft().result()
-    finally:
-        pool.stop()

@@ -1,4 +1,4 @@
-"""The demo's page: a picture is dropped, classified, and shown as the model saw it."""
+"""The demo page: upload an image, classify it, and show what the model saw."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from typing import Any
 
 import numpy as np
 
-from finetune.commands.predict import Classifier
-from finetune.demo import html as page
-from finetune.demo.inference import Reader, pixels_of
-from finetune.errors import FinetuneError, SetupError
+from finetune.demo import markup as page
+from finetune.demo.predictor import DemoPredictor, decode_upload
+from finetune.errors import FinetuneError, SetupError, install_hint
+from finetune.inference import Classifier
 
-__all__ = ["About", "build_app", "gradio", "input_kinds", "look"]
+__all__ = ["PageContent", "build_app", "import_gradio", "input_types", "theme_options"]
 
-_PREVIEW_PIXELS = 1024
-_BROWSERS_SHOW = (b"\xff\xd8", b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"\0\0\1\0")
+_MAX_PREVIEW_PIXELS = 1024
+_BROWSER_IMAGE_SIGNATURES = (b"\xff\xd8", b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"\0\0\1\0")
 
 
 @dataclass(frozen=True)
-class About:
-    """The text of the page beside predictions.
+class PageContent:
+    """Texts and examples on the page, in addition to predictions.
 
     Attributes:
         title: the model's name.
-        facts: short figures under it.
-        notes: sentences at the foot.
-        examples: picture files to try.
+        facts: short facts about the model, below the title.
+        notes: sentences in the footer.
+        examples: image files to try.
     """
 
     title: str
@@ -40,10 +40,10 @@ class About:
     examples: Sequence[Path] = field(default=())
 
 
-def gradio() -> ModuleType:
-    """Import Gradio, with its calls home off.
+def import_gradio() -> ModuleType:
+    """Import Gradio with telemetry disabled.
 
-    Raises: SetupError with the line that installs it.
+    Raises: SetupError with the install command if Gradio is missing.
     """
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -51,28 +51,28 @@ def gradio() -> ModuleType:
         import gradio
     except ImportError as error:
         raise SetupError(
-            f"demo: needs Gradio ({error}); install it: pip install 'finetune[demo]'",
+            f"demo: Gradio is not installed ({error}); {install_hint('demo')}",
             code="setup.missing_package",
         ) from error
     return gradio
 
 
-def build_app(classifier: Classifier, about: About) -> Any:
-    """Make the page.
+def build_app(classifier: Classifier, content: PageContent) -> Any:
+    """Build the demo page.
 
     Args:
         classifier: the model.
-        about: the text about it.
-    Returns: a `gradio.Blocks`, to be given to `launch`.
+        content: texts and examples.
+    Returns: a `gradio.Blocks`; `run_server` launches it.
     """
-    gr = gradio()
-    answers = _Answers(gr, Reader(classifier), about.examples)
-    options = {"title": about.title, "analytics_enabled": False, "delete_cache": (600, 3600)}
+    gr = import_gradio()
+    handlers = _EventHandlers(gr, DemoPredictor(classifier), content.examples)
+    options = {"title": content.title, "analytics_enabled": False, "delete_cache": (600, 3600)}
     with gr.Blocks(**options) as app:
-        gr.HTML(page.header(about.title, about.facts))
+        gr.HTML(page.render_header(content.title, content.facts))
         with gr.Row(elem_classes="ft-columns"):
             with gr.Column(elem_classes="ft-left"):
-                picture = gr.Image(
+                image_input = gr.Image(
                     type="filepath",
                     sources=["upload"],
                     show_label=False,
@@ -81,108 +81,116 @@ def build_app(classifier: Classifier, about: About) -> Any:
                     elem_id="ft-picture",
                     buttons=[],
                 )
-                tries = None
-                if about.examples:
-                    tries = gr.Dataset(
-                        components=[picture],
-                        samples=[[str(file)] for file in about.examples],
+                examples = None
+                if content.examples:
+                    examples = gr.Dataset(
+                        components=[image_input],
+                        samples=[[str(file)] for file in content.examples],
                         type="index",
                         label="Or try one of these",
                         elem_id="ft-examples",
                     )
             with gr.Column(elem_classes="ft-right"):
-                shown = gr.HTML(page.EMPTY, elem_id="ft-answer")
-        gr.HTML(page.footer(classifier.class_names, about.notes))
-        _connect(gr, answers, picture, tries, shown)
+                output = gr.HTML(page.EMPTY_RESULT, elem_id="ft-answer")
+        gr.HTML(page.render_footer(classifier.class_names, content.notes))
+        _connect_events(gr, handlers, image_input, examples, output)
     app.queue(max_size=32, default_concurrency_limit=1, api_open=False)
     return app
 
 
-def _connect(gr: ModuleType, answers: _Answers, picture: Any, tries: Any, shown: Any) -> None:
-    """Connect events to answers. Not preprocessed: Gradio would turn and re-encode the picture."""
-    own = {"preprocess": False, "trigger_mode": "always_last", "concurrency_id": "model"}
+def _connect_events(
+    gr: ModuleType, handlers: _EventHandlers, picture: Any, examples: Any, output: Any
+) -> None:
+    """Connect events to handlers, without preprocessing: Gradio would rotate and re-encode."""
+    event_options = {"preprocess": False, "trigger_mode": "always_last", "concurrency_id": "model"}
     private = {"api_visibility": "private"}
-    both, once = [picture, shown], {"show_progress_on": shown, **own, **private}
-    gr.on(picture.upload, answers.to_upload, picture, both, **once)
-    # without its input, which at that moment is still the picture
-    gr.on(picture.clear, lambda: page.EMPTY, None, shown, **private)
-    if tries is not None:
-        gr.on(tries.click, answers.to_example, tries, both, **private)
+    image_and_output, upload_options = (
+        [picture, output],
+        {"show_progress_on": output, **event_options, **private},
+    )
+    gr.on(picture.upload, handlers.on_upload, picture, image_and_output, **upload_options)
+    # without inputs: at this moment the component still holds the old image
+    gr.on(picture.clear, lambda: page.EMPTY_RESULT, None, output, **private)
+    if examples is not None:
+        gr.on(examples.click, handlers.on_example_click, examples, image_and_output, **private)
     button, result = gr.Button(visible=False), gr.JSON(visible=False)
-    gr.on(button.click, answers.to_program, picture, result, api_name="predict", **own)
+    gr.on(button.click, handlers.on_api_call, picture, result, api_name="predict", **event_options)
 
 
-class _Answers:
-    """The functions behind the page, and the one for programs."""
+class _EventHandlers:
+    """Event handlers of the page and of the API."""
 
-    def __init__(self, gr: ModuleType, reader: Reader, examples: Sequence[Path]) -> None:
+    def __init__(self, gr: ModuleType, predictor: DemoPredictor, examples: Sequence[Path]) -> None:
         self._gr = gr
-        self._reader = reader
+        self._predictor = predictor
         self._examples = list(examples)
 
-    def to_upload(self, upload: dict[str, Any] | None) -> tuple[Any, str]:
-        """Answer the page. Returns: an update of the picture, and the result as HTML."""
+    def on_upload(self, upload: dict[str, Any] | None) -> tuple[Any, str]:
+        """Classify an upload. Returns: an update of the image component, and the result as HTML."""
         path = (upload or {}).get("path")
         if path is None:
-            return self._gr.update(), page.EMPTY
+            return self._gr.update(), page.EMPTY_RESULT
         try:
-            return self._preview(path), page.result(self._reader.read(path))
+            return self._preview(path), page.render_result(self._predictor.predict(path))
         except FinetuneError as error:
-            return None, page.refusal(str(error))
+            return None, page.render_error(str(error))
 
     def _preview(self, path: str) -> Any:
-        """Pixels for a picture that a browser cannot show; else no update."""
+        """Return pixels for an image that browsers cannot show; otherwise no update."""
         with open(path, "rb") as file:
-            head = file.read(12)
-        if head.startswith(_BROWSERS_SHOW) or head[4:12] == b"ftypavif":
+            header = file.read(12)
+        if header.startswith(_BROWSER_IMAGE_SIGNATURES) or header[4:12] == b"ftypavif":
             return self._gr.update()
-        pixels = pixels_of(path)
-        every = max(1, -(-max(pixels.shape) // _PREVIEW_PIXELS))
-        return np.ascontiguousarray(pixels[::every, ::every])
+        pixels = decode_upload(path)
+        stride = max(1, -(-max(pixels.shape) // _MAX_PREVIEW_PIXELS))
+        return np.ascontiguousarray(pixels[::stride, ::stride])
 
-    def to_example(self, index: int) -> tuple[str | None, str]:
-        """Answer a click on an example."""
+    def on_example_click(self, index: int) -> tuple[str | None, str]:
+        """Classify an example that was clicked."""
         if not 0 <= index < len(self._examples):
-            return None, page.refusal(f"there is no example {index}")
+            return None, page.render_error(f"example {index} does not exist")
         path = self._examples[index]
-        return str(path), page.result(self._reader.read(path))
+        return str(path), page.render_result(self._predictor.predict(path))
 
-    def to_program(self, upload: dict[str, Any] | None) -> list[dict[str, Any]]:
-        """Answer a program: [{"label", "confidence"}], of several labels with "threshold", too."""
+    def on_api_call(self, upload: dict[str, Any] | None) -> list[dict[str, Any]]:
+        """Classify an upload for the API.
+
+        Returns: [{"label", "confidence"}], for multi-label models with "threshold".
+        """
         path = (upload or {}).get("path")
         if path is None:
-            raise self._refusal("no picture was sent")
+            raise self._api_error("no picture was sent")
         try:
-            reading = self._reader.read(path)
+            prediction = self._predictor.predict(path)
         except FinetuneError as error:
-            raise self._refusal(str(error)) from None
-        answer: list[dict[str, Any]] = [
-            {"label": label, "confidence": confidence} for label, confidence in reading.top
+            raise self._api_error(str(error)) from None
+        predictions: list[dict[str, Any]] = [
+            {"label": label, "confidence": confidence} for label, confidence in prediction.top
         ]
-        for row, threshold in zip(answer, reading.thresholds or (), strict=False):
+        for row, threshold in zip(predictions, prediction.thresholds or (), strict=False):
             row["threshold"] = threshold
-        return answer
+        return predictions
 
-    def _refusal(self, message: str) -> Exception:
-        # Gradio shows it as HTML, and it may hold the first bytes of the file
+    def _api_error(self, message: str) -> Exception:
+        # escape: Gradio shows the message as HTML, and it may contain bytes of the file
         error: Exception = self._gr.Error(html.escape(message), print_exception=False)
         return error
 
 
-def input_kinds(app: Any) -> dict[int, list[str]]:
-    """The kinds of the inputs of each function of a page, such as "image", by its number."""
-    kinds = {each["id"]: each["type"] for each in app.config["components"]}
+def input_types(app: Any) -> dict[int, list[str]]:
+    """Return the component types of the inputs, such as "image", of each function by its number."""
+    type_by_id = {item["id"]: item["type"] for item in app.config["components"]}
     functions = app.config["dependencies"]
-    return {each["id"]: [kinds[number] for number in each["inputs"]] for each in functions}
+    return {item["id"]: [type_by_id[number] for number in item["inputs"]] for item in functions}
 
 
-def look(gr: ModuleType) -> dict[str, Any]:
-    """Theme and style: system fonts only, so that nothing is asked of another host."""
+def theme_options(gr: ModuleType) -> dict[str, Any]:
+    """Return Gradio's theme and our CSS; only system fonts, so no other host is contacted."""
     theme = gr.themes.Base(
         primary_hue="orange",
         neutral_hue="stone",
         font=["ui-sans-serif", "system-ui", "-apple-system", "Segoe UI", "sans-serif"],
         font_mono=["ui-monospace", "SFMono-Regular", "Menlo", "monospace"],
     )
-    # not as css=, whose selectors Gradio rewrites, those under @media to no effect
-    return {"theme": theme, "head": f"<style>\n{page.style()}</style>"}
+    # not as css=: Gradio rewrites its selectors, and those inside @media stop working
+    return {"theme": theme, "head": f"<style>\n{page.stylesheet()}</style>"}

@@ -1,4 +1,4 @@
-"""`finetune demo`: serve the page on this machine until it is interrupted."""
+"""`finetune demo`: serve the demo page until it is interrupted."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ from typing import Any
 
 import torch
 
-from finetune import processes
-from finetune.commands.predict import Classifier
-from finetune.console import say
-from finetune.demo.app import About, build_app, gradio, input_kinds, look
-from finetune.demo.middleware import Gate
-from finetune.demo.model_facts import example_files, facts, title_of
-from finetune.demo.uploads import Uploads, workplace
+from finetune import process_lifecycle
+from finetune.demo.app import PageContent, build_app, import_gradio, input_types, theme_options
+from finetune.demo.middleware import AllowlistMiddleware
+from finetune.demo.model_summary import copy_example_images, model_title, summarize_model
+from finetune.demo.uploads import UploadFolder, temporary_workspace
 from finetune.errors import SetupError
+from finetune.inference import Classifier
+from finetune.log import logger
 
-__all__ = ["LIMIT_MB", "serve", "show"]
+__all__ = ["MAX_UPLOAD_MB", "run_server", "serve"]
 
-LIMIT_MB = 10
-_TOTAL_MB = 200
-_UPLOADS_PER_MINUTE = 60
-_PORTS = 65535
-# else Gradio's environment variables decide
-_OFF = dict.fromkeys(("run_history", "ssr_mode", "mcp_server", "enable_monitoring", "pwa"), False)
-_LOCAL_NOTE = (
+MAX_UPLOAD_MB = 10
+_MAX_TOTAL_UPLOAD_MB = 200
+_MAX_UPLOADS_PER_MINUTE = 60
+_MAX_PORT = 65535
+# otherwise Gradio's environment variables could enable them
+_DISABLED_FEATURES = dict.fromkeys(
+    ("run_history", "ssr_mode", "mcp_server", "enable_monitoring", "pwa"), False
+)
+_PRIVACY_NOTE = (
     "Pictures stay on this machine: they are classified here and deleted when the demo ends."
 )
 
@@ -43,58 +45,58 @@ def serve(
     share: bool = False,
     device: torch.device | str | None = None,
 ) -> dict[str, Any]:
-    """Show a model in the browser until it is interrupted.
+    """Serve the demo page of a model until it is interrupted.
 
     Args:
         model: see `Classifier.load`.
-        host: the address to listen on; only this machine reaches the default.
-        port: to listen on; 0 takes a free one.
-        share: also make a public link, through a server of Gradio's.
-        device: None takes a GPU if there is one.
+        host: address to listen on; only this machine reaches the default.
+        port: port to listen on; 0 takes a free one.
+        share: also create a public link through Gradio's server.
+        device: None uses a GPU if available.
     Returns: {"model", "url", "share_url"}, after the demo has ended.
-    Raises: SetupError without Gradio, or if the address cannot be listened on or shared.
+    Raises: SetupError without Gradio, or if listening or sharing fails.
     """
-    gradio()
-    port = _free_port(host, port)
+    import_gradio()
+    port = _resolve_port(host, port)
     classifier = Classifier.load(model, device=device)
-    with workplace() as place:
-        about = About(
-            title=title_of(model),
-            facts=facts(model, classifier),
-            notes=[_LOCAL_NOTE] if _is_loopback(host) and not share else [],
-            examples=example_files(model, place / "examples"),
+    with temporary_workspace() as workspace:
+        content = PageContent(
+            title=model_title(model),
+            facts=summarize_model(model, classifier),
+            notes=[_PRIVACY_NOTE] if _is_loopback(host) and not share else [],
+            examples=copy_example_images(model, workspace / "examples"),
         )
-        app = build_app(classifier, about)
-        url = show(app, place, host=host, port=port, share=share)
+        app = build_app(classifier, content)
+        url = run_server(app, workspace, host=host, port=port, share=share)
         return {"model": model, "url": url, "share_url": app.share_url if share else None}
 
 
-def show(
+def run_server(
     app: Any,
-    place: Path,
+    workspace: Path,
     *,
     host: str | None,
     port: int | None,
     share: bool = False,
-    hosted: bool = False,
+    is_space: bool = False,
 ) -> str:
-    """Start the server, print its address, and end it with Ctrl-C or SIGTERM.
+    """Run the server, log its address, and stop it on Ctrl-C or SIGTERM.
 
     Args:
         app: of `build_app`.
-        place: of `workplace`.
-        host, port: where to listen; None leaves it to Gradio's environment variables.
-        share: make a public link.
-        hosted: this is a Space: its address is the hub's, and its page is framed by the hub's.
+        workspace: of `temporary_workspace`.
+        host, port: where to listen; None uses Gradio's environment variables.
+        share: create a public link.
+        is_space: the server runs in a Space, whose address and frame belong to the hub.
     Returns: its address.
-    Raises: SetupError if a link was to be shared and could not be made.
+    Raises: SetupError if the public link cannot be created.
     """
     stop = threading.Event()
-    loopback = not hosted and not share and host is not None and _is_loopback(host)
-    if not hosted:
+    loopback_only = not is_space and not share and host is not None and _is_loopback(host)
+    if not is_space:
         for name in ("GRADIO_ALLOWED_PATHS", "GRADIO_ROOT_PATH"):
             os.environ.pop(name, None)
-    with processes.signals_to(lambda _: stop.set()):
+    with process_lifecycle.handle_interrupts(lambda _: stop.set()):
         app.launch(
             server_name=f"[{host}]" if host is not None and host.count(":") > 1 else host,
             server_port=port,
@@ -102,58 +104,65 @@ def show(
             quiet=True,
             prevent_thread_lock=True,
             allowed_paths=[],
-            max_file_size=LIMIT_MB * 2**20,
+            max_file_size=MAX_UPLOAD_MB * 2**20,
             app_kwargs={
-                "middleware": [_gate(app, place, loopback=loopback, hosted=hosted)],
+                "middleware": [
+                    _build_middleware(
+                        app, workspace, loopback_only=loopback_only, is_space=is_space
+                    )
+                ],
                 "docs_url": None,
                 "redoc_url": None,
             },
             footer_links=[],
-            **_OFF,
-            **look(gradio()),
+            **_DISABLED_FEATURES,
+            **theme_options(import_gradio()),
         )
         url = str(app.local_url).rstrip("/")
         try:
             if share and not app.share_url:
                 raise SetupError(
-                    "--share: no link could be made; it needs a network and Gradio's server. Try "
-                    "again, or leave it out",
+                    "--share: Gradio's server did not create a public link; check the network and "
+                    "try again, or leave out --share",
                     code="setup.unreachable",
                 )
-            processes.resume_garbage_collection()
-            say(f"the demo is on {url}; Ctrl-C ends it")
+            process_lifecycle.resume_garbage_collection()
+            logger.info(f"the demo is on {url}; Ctrl-C ends it")
             if share:
-                say(f"anyone with this link can use it: {app.share_url}")
+                logger.info(f"anyone with this link can use it: {app.share_url}")
             stop.wait()
         finally:
-            _close(app)
-    say("the demo has ended")
+            _close_server(app)
+    logger.info("the demo has ended")
     return url
 
 
-def _gate(app: Any, place: Path, *, loopback: bool, hosted: bool) -> Any:
-    """The middleware of a page, with the limits of its uploads."""
+def _build_middleware(app: Any, workspace: Path, *, loopback_only: bool, is_space: bool) -> Any:
+    """Build the middleware of a page, with the limits of its uploads."""
     from starlette.middleware import Middleware
 
-    space = os.environ.get("SPACE_HOST") if hosted else None
+    space_host = os.environ.get("SPACE_HOST") if is_space else None
     return Middleware(
-        Gate,
-        uploads=Uploads(
-            place / "uploads", total_bytes=_TOTAL_MB * 2**20, per_minute=_UPLOADS_PER_MINUTE
+        AllowlistMiddleware,
+        uploads=UploadFolder(
+            workspace / "uploads",
+            max_total_bytes=_MAX_TOTAL_UPLOAD_MB * 2**20,
+            max_per_minute=_MAX_UPLOADS_PER_MINUTE,
         ),
-        limit_bytes=LIMIT_MB * 2**20,
-        inputs=input_kinds(app),
-        loopback=loopback,
-        policy=not hosted,
-        # the hub's proxy may send another Host than the one that the browser sees
-        trusted=[f"https://{space}"] if space else [],
+        max_upload_bytes=MAX_UPLOAD_MB * 2**20,
+        input_types=input_types(app),
+        loopback_only=loopback_only,
+        send_csp=not is_space,
+        # the hub's proxy may send a different Host than the one in the browser
+        trusted_origins=[f"https://{space_host}"] if space_host else [],
     )
 
 
-def _close(app: Any) -> None:
+def _close_server(app: Any) -> None:
     """Stop the server without waiting for pages that are still open."""
     app.server.config.timeout_graceful_shutdown = 1
-    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # it would list the open pages
+    # otherwise uvicorn logs every open page
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     app.close(verbose=False)
 
 
@@ -161,25 +170,25 @@ def _is_loopback(host: str) -> bool:
     return host in ("localhost", "::1", "[::1]") or host.startswith("127.")
 
 
-def _free_port(host: str, port: int) -> int:
-    """Check the address before the weights are loaded.
+def _resolve_port(host: str, port: int) -> int:
+    """Check the address before loading the weights.
 
     Returns: the port, or a free one for 0.
     """
     try:
-        return _try(host, port)
+        return _try_bind(host, port)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise SetupError(
-                f"--host {host} --port {port}: cannot be listened on ({error.strerror or error}); "
+                f"--host {host} --port {port}: cannot listen ({error.strerror or error}); "
                 "choose another, such as --host 127.0.0.1 --port 7860",
                 code="setup.wrong_address",
             ) from error
-    for other in range(port + 1, min(port + 100, _PORTS) + 1):
+    for free_port in range(port + 1, min(port + 100, _MAX_PORT) + 1):
         with contextlib.suppress(OSError):
-            _try(host, other)
+            _try_bind(host, free_port)
             raise SetupError(
-                f"--port {port}: is taken by another program; try --port {other}",
+                f"--port {port}: is taken by another program; try --port {free_port}",
                 code="setup.in_use",
             )
     raise SetupError(
@@ -188,8 +197,8 @@ def _free_port(host: str, port: int) -> int:
     )
 
 
-def _try(host: str, port: int) -> int:
-    bare = host.strip("[]")
-    family = socket.AF_INET6 if ":" in bare else socket.AF_INET
-    with socket.create_server((bare, port), family=family) as server:
+def _try_bind(host: str, port: int) -> int:
+    address = host.strip("[]")
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, port), family=family) as server:
         return int(server.getsockname()[1])

@@ -1,7 +1,7 @@
-"""A folder that runs as a Space on the hub: the demo's page with everything it needs.
+"""Export the demo page as a folder that runs as a Space on the hub.
 
-It carries a copy of this package: an index may hold another project under the same name, and the
-Space should classify with the code that wrote it.
+The folder contains a copy of this package: a package index may have another project of the same
+name, and the Space should use the code that exported it.
 """
 
 from __future__ import annotations
@@ -20,29 +20,35 @@ import yaml
 from timm.models import split_model_name_tag
 
 from finetune import __version__
-from finetune.commands.predict import Classifier
-from finetune.demo.app import About, build_app, gradio
-from finetune.demo.model_facts import example_files, facts, is_hub_name, model_folder, title_of
-from finetune.demo.server import show
-from finetune.demo.uploads import workplace
+from finetune.demo.app import PageContent, build_app, import_gradio
+from finetune.demo.model_summary import (
+    copy_example_images,
+    is_hub_name,
+    local_model_folder,
+    model_title,
+    summarize_model,
+)
+from finetune.demo.server import run_server
+from finetune.demo.uploads import temporary_workspace
 from finetune.errors import RecipeError, SetupError
-from finetune.hub.download import fetch
-from finetune.models.build import build
-from finetune.publish.model_card import licence_keys
-from finetune.transforms.evaluation import make_pipeline
+from finetune.hub.download import download_hub_file
+from finetune.inference import Classifier
+from finetune.models.build import build_model
+from finetune.publish.model_card import license_metadata
+from finetune.transforms.eval_transforms import build_pipeline
 
 __all__ = ["export_space", "run_space"]
 
-_MARK = "demo.json"
+_MARKER_FILE = "demo.json"
 _MADE_BY = "finetune demo --export-space"
-_OURS = ("README.md", "app.py", "requirements.txt", ".gitattributes", _MARK)
-_OUR_FOLDERS = ("model", "examples", "finetune")
-# What the copied package imports on its way from a picture to its classes.
-_NEEDED = (
+_EXPORTED_FILES = ("README.md", "app.py", "requirements.txt", ".gitattributes", _MARKER_FILE)
+_EXPORTED_FOLDERS = ("model", "examples", "finetune")
+# Packages that the copied package needs for inference.
+_REQUIRED_PACKAGES = (
     *("torch", "torchvision", "timm", "safetensors", "huggingface_hub", "numpy", "pillow"),
     *("simplejpeg", "pyarrow", "pydantic", "PyYAML", "tqdm", "click"),
 )
-_APP = '''"""The page of this Space; written by `finetune demo --export-space`."""
+_APP_SOURCE = '''"""The page of this Space; written by `finetune demo --export-space`."""
 
 from pathlib import Path
 
@@ -51,91 +57,105 @@ from finetune.demo.space import run_space
 if __name__ == "__main__":
     run_space(Path(__file__).resolve().parent)
 '''
-_ATTRIBUTES = "*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
+_GIT_ATTRIBUTES = "*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
 
 
 def export_space(model: str, folder: str | Path) -> dict[str, Any]:
-    """Write a folder that can be pushed to the hub as a Space, or run with `python app.py`.
+    """Write a folder to push to the hub as a Space, or to run with `python app.py`.
 
-    A model of the hub is named by its commit and fetched when the Space starts; a local one is
+    A hub model is referenced by its commit and downloaded when the Space starts; a local model is
     copied into the folder.
 
     Args:
         model: see `Classifier.load`.
-        folder: new, empty, or written by this function before (then it is replaced; what else is
-            in it, such as .git, stays).
+        folder: new, empty, or an earlier export. An earlier export is replaced; other files in it,
+            such as .git, stay.
     Returns: {"model", "folder", "files"}, the files as paths within the folder.
-    Raises: RecipeError if the folder holds something else or the model is a single file,
+    Raises: RecipeError if the folder has other content or the model is a single file,
         WeightsError if the model cannot be loaded, SetupError if the folder cannot be written.
     """
     target = Path(folder)
-    version = gradio().__version__
+    gradio_version = import_gradio().__version__
     _check_target(target)
-    classifier = Classifier.load(model, device="cpu")  # a Space that cannot start is not written
-    reference, licence = _reference(model)
-    about = {
+    # load first: do not write a Space that cannot start
+    classifier = Classifier.load(model, device="cpu")
+    reference, license_id = _hub_reference_and_license(model)
+    export_info = {
         "made_by": _MADE_BY,
         "model": reference,
-        "eval": classifier.pipeline.sentence,
+        "eval": classifier.pipeline.transform_spec,
         "decode_size": classifier.pipeline.decode_size,
-        "title": title_of(model),
-        "facts": facts(model, classifier),
+        "title": model_title(model),
+        "facts": summarize_model(model, classifier),
     }
     try:
-        _clear(target)
+        _remove_earlier_export(target)
         (target / "examples").mkdir(parents=True)
-        example_files(model, target / "examples")
+        copy_example_images(model, target / "examples")
         if reference is None:
             _copy_model(model, target / "model")
         _copy_package(target / "finetune")
-        (target / "app.py").write_text(_APP, encoding="utf-8")
-        (target / "requirements.txt").write_text(_requirements(), encoding="utf-8")
-        (target / ".gitattributes").write_text(_ATTRIBUTES, encoding="utf-8")
-        several = classifier.thresholds is not None
-        card = _card(str(about["title"]), version, reference, licence, several=several)
+        (target / "app.py").write_text(_APP_SOURCE, encoding="utf-8")
+        (target / "requirements.txt").write_text(_requirements_text(), encoding="utf-8")
+        (target / ".gitattributes").write_text(_GIT_ATTRIBUTES, encoding="utf-8")
+        is_multilabel = classifier.thresholds is not None
+        card = _space_card(
+            str(export_info["title"]),
+            gradio_version,
+            reference,
+            license_id,
+            is_multilabel=is_multilabel,
+        )
         (target / "README.md").write_text(card, encoding="utf-8")
-        # last: a folder with this file is whole
-        text = json.dumps(about, indent=2, ensure_ascii=False) + "\n"
-        (target / _MARK).write_text(text, encoding="utf-8")
+        # last: this file marks a complete export
+        text = json.dumps(export_info, indent=2, ensure_ascii=False) + "\n"
+        (target / _MARKER_FILE).write_text(text, encoding="utf-8")
     except OSError as error:
         raise SetupError(
             f"--export-space {folder}: cannot be written ({error.strerror or error}); choose "
             "another folder",
             code="setup.not_writable",
         ) from error
-    owned = [target / name for name in (*_OURS, *_OUR_FOLDERS)]
-    files = [file for top in owned for file in ([top] if top.is_file() else top.rglob("*"))]
+    exported = [target / name for name in (*_EXPORTED_FILES, *_EXPORTED_FOLDERS)]
+    files = [file for top in exported for file in ([top] if top.is_file() else top.rglob("*"))]
     names = sorted(str(file.relative_to(target)) for file in files if file.is_file())
     return {"model": model, "folder": str(target), "files": names}
 
 
 def run_space(folder: Path) -> None:
-    """Serve the page of an exported folder until the process is ended.
+    """Serve the demo page of an exported folder until the process ends.
 
     Args:
         folder: written by `export_space`.
     """
-    about = json.loads((folder / _MARK).read_text(encoding="utf-8"))
-    classifier = _load(about["model"] or str(folder / "model"), about["eval"], about["decode_size"])
-    hosted = "SPACE_ID" in os.environ
+    exported = json.loads((folder / _MARKER_FILE).read_text(encoding="utf-8"))
+    classifier = _load_exported_classifier(
+        exported["model"] or str(folder / "model"), exported["eval"], exported["decode_size"]
+    )
+    is_space = "SPACE_ID" in os.environ
     examples = sorted(file for file in (folder / "examples").glob("*") if file.is_file())
-    with workplace() as place:
-        copies = [place / "examples" / file.name for file in examples]
+    with temporary_workspace() as workspace:
+        copies = [workspace / "examples" / file.name for file in examples]
         for file, copy in zip(examples, copies, strict=True):
             shutil.copyfile(file, copy)
-        shown = About(title=about["title"], facts=about["facts"], examples=copies)
-        app = build_app(classifier, shown)
-        # the hub says in its own variables where to listen
-        host = None if hosted else os.environ.get("GRADIO_SERVER_NAME", "127.0.0.1")
-        show(app, place, host=host, port=None, hosted=hosted)
+        content = PageContent(title=exported["title"], facts=exported["facts"], examples=copies)
+        app = build_app(classifier, content)
+        # on the hub, its own variables define where to listen
+        host = None if is_space else os.environ.get("GRADIO_SERVER_NAME", "127.0.0.1")
+        run_server(app, workspace, host=host, port=None, is_space=is_space)
 
 
-def _load(model: str, sentence: str, size: int | None) -> Classifier:
-    """The classifier as it was exported: a recipe's evaluation is not in the model's files."""
+def _load_exported_classifier(
+    model: str, transform_spec: str, decode_size: int | None
+) -> Classifier:
+    """Load the classifier with the exported transforms, which the model's files do not contain."""
     classifier = Classifier.load(model)
-    if (classifier.pipeline.sentence, classifier.pipeline.decode_size) != (sentence, size):
-        preprocessing = build(model).preprocessing
-        classifier.pipeline = make_pipeline(preprocessing, sentence, decode_size=size)
+    if (classifier.pipeline.transform_spec, classifier.pipeline.decode_size) != (
+        transform_spec,
+        decode_size,
+    ):
+        preprocessing = build_model(model).preprocessing
+        classifier.pipeline = build_pipeline(preprocessing, transform_spec, decode_size=decode_size)
     return classifier
 
 
@@ -146,42 +166,44 @@ def _check_target(target: Path) -> None:
         raise RecipeError(
             f"--export-space {target}: is a file; name a folder", code="recipe.wrong_value"
         )
-    others = [entry.name for entry in target.iterdir() if entry.name != ".git"]
-    if others and not _is_ours(target / _MARK):
+    other_files = [entry.name for entry in target.iterdir() if entry.name != ".git"]
+    if other_files and not _is_exported_space(target / _MARKER_FILE):
         raise RecipeError(
-            f"--export-space {target}: holds other files ({', '.join(sorted(others)[:3])}); name "
-            "a new or empty folder",
+            f"--export-space {target}: holds other files ({', '.join(sorted(other_files)[:3])}); "
+            "name a new or empty folder",
             code="recipe.wrong_value",
         )
 
 
-def _is_ours(mark: Path) -> bool:
+def _is_exported_space(marker: Path) -> bool:
     try:
-        content = json.loads(mark.read_text(encoding="utf-8"))
+        content = json.loads(marker.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     return isinstance(content, dict) and content.get("made_by") == _MADE_BY
 
 
-def _clear(target: Path) -> None:
-    """Remove what an earlier export wrote, its mark first."""
-    for name in reversed(_OURS):
+def _remove_earlier_export(target: Path) -> None:
+    """Remove the files of an earlier export, its marker first."""
+    for name in reversed(_EXPORTED_FILES):
         (target / name).unlink(missing_ok=True)
-    for name in _OUR_FOLDERS:
+    for name in _EXPORTED_FOLDERS:
         if (target / name).is_dir():
             shutil.rmtree(target / name)
 
 
-def _reference(model: str) -> tuple[str | None, str | None]:
-    """The name of the model in the Space (None: a copy), and the license that the model states."""
+def _hub_reference_and_license(model: str) -> tuple[str | None, str | None]:
+    """Return the model's name in the Space (None for a copy) and its stated license."""
     if is_hub_name(model):
         repository, _, revision = model.split(":", 1)[1].partition("@")
-        config = fetch(repository, "config.json", revision or None)
+        config = download_hub_file(repository, "config.json", revision or None)
         commit = config.commit or revision
-        return f"hf-hub:{repository}@{commit}" if commit else model, _licence(config.path.parent)
-    folder = model_folder(model)
+        return f"hf-hub:{repository}@{commit}" if commit else model, _read_license(
+            config.path.parent
+        )
+    folder = local_model_folder(model)
     if folder is not None:
-        return None, _licence(folder)
+        return None, _read_license(folder)
     if timm.is_model(split_model_name_tag(model)[0]):
         entry = timm.get_pretrained_cfg(model)
         return model, getattr(entry, "license", None)
@@ -191,30 +213,32 @@ def _reference(model: str) -> tuple[str | None, str | None]:
     )
 
 
-def _licence(folder: Path) -> str | None:
-    """The license in the model card, or in its configuration."""
+def _read_license(folder: Path) -> str | None:
+    """Read the license from the model card, else from config.json."""
     card, config = folder / "README.md", folder / "config.json"
     if card.is_file():
         parts = card.read_text(encoding="utf-8", errors="replace").split("---", 2)
         try:
-            head = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
+            front_matter = (
+                yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
+            )
         except yaml.YAMLError:
-            head = None
-        if isinstance(head, dict) and isinstance(head.get("license"), str):
-            return str(head["license"])
+            front_matter = None
+        if isinstance(front_matter, dict) and isinstance(front_matter.get("license"), str):
+            return str(front_matter["license"])
     content = json.loads(config.read_text(encoding="utf-8"))
-    stated = (content.get("pretrained_cfg") or {}).get("license")
-    return stated if isinstance(stated, str) else None
+    license_id = (content.get("pretrained_cfg") or {}).get("license")
+    return license_id if isinstance(license_id, str) else None
 
 
 def _copy_model(model: str, target: Path) -> None:
-    folder = model_folder(model)
+    folder = local_model_folder(model)
     assert folder is not None
     weights = sorted(folder.glob("*.safetensors"), key=lambda f: f.name != "model.safetensors")
     if not weights:
         raise RecipeError(
-            f"--export-space: {model} holds no .safetensors file, and others are not published; "
-            "fine-tune it and export the run",
+            f"--export-space: {model} holds no .safetensors file, and other formats are not "
+            "published; fine-tune it and export the run",
             code="recipe.unsupported",
         )
     target.mkdir()
@@ -223,52 +247,62 @@ def _copy_model(model: str, target: Path) -> None:
 
 
 def _copy_package(target: Path) -> None:
-    """Copy this package without the weights that ship with it, and its license if it is there."""
+    """Copy this package without its embedded weights, and its license if found."""
     source = Path(__file__).resolve().parents[1]
-    unwanted = shutil.ignore_patterns("__pycache__", "*.pyc", "embedded")
-    shutil.copytree(source, target, ignore=unwanted)
-    places = [source.parent / "LICENSE"]
-    places += sorted(source.parent.glob("finetune-*.dist-info/licenses/LICENSE"))
-    for place in places:
-        if place.is_file():
-            shutil.copyfile(place, target / "LICENSE")
+    ignore = shutil.ignore_patterns("__pycache__", "*.pyc", "embedded")
+    shutil.copytree(source, target, ignore=ignore)
+    candidates = [source.parent / "LICENSE"]
+    candidates += sorted(source.parent.glob("finetune_vision-*.dist-info/licenses/LICENSE"))
+    for candidate in candidates:
+        if candidate.is_file():
+            shutil.copyfile(candidate, target / "LICENSE")
             return
 
 
-def _requirements() -> str:
-    """The packages at the versions that are installed here, with which the export was tried."""
-    lines = [f"{name}=={metadata.version(name).partition('+')[0]}" for name in _NEEDED]
-    return "\n".join([*lines, f"gradio=={gradio().__version__}"]) + "\n"
+def _requirements_text() -> str:
+    """Pin the required packages to the installed versions, which the export was tested with."""
+    lines = [f"{name}=={metadata.version(name).partition('+')[0]}" for name in _REQUIRED_PACKAGES]
+    return "\n".join([*lines, f"gradio=={import_gradio().__version__}"]) + "\n"
 
 
-def _card(
-    title: str, version: str, reference: str | None, licence: str | None, *, several: bool = False
+def _space_card(
+    title: str,
+    gradio_version: str,
+    reference: str | None,
+    license_name: str | None,
+    *,
+    is_multilabel: bool = False,
 ) -> str:
-    head: dict[str, Any] = {
+    front_matter: dict[str, Any] = {
         "title": title,
         "colorFrom": "yellow",
         "colorTo": "red",
         "sdk": "gradio",
-        "sdk_version": version,
+        "sdk_version": gradio_version,
         "python_version": ".".join(platform.python_version_tuple()[:2]),
         "app_file": "app.py",
         "pinned": False,
     }
-    head |= licence_keys(licence)
+    front_matter |= license_metadata(license_name)
     if reference is not None and is_hub_name(reference):
-        head["models"] = [reference.split(":", 1)[1].partition("@")[0]]
-    where = f"`{reference}`" if reference else "the folder `model`"
-    shown = "its labels" if several else "the five most likely classes"
-    lines = ["---", yaml.safe_dump(head, sort_keys=False, allow_unicode=True).strip(), "---", ""]
+        front_matter["models"] = [reference.split(":", 1)[1].partition("@")[0]]
+    model_location = f"`{reference}`" if reference else "the folder `model`"
+    shown_results = "its labels" if is_multilabel else "the five most likely classes"
+    lines = [
+        "---",
+        yaml.safe_dump(front_matter, sort_keys=False, allow_unicode=True).strip(),
+        "---",
+        "",
+    ]
     lines += [
         f"# {html.escape(' '.join(title.split()))}",
         "",
-        f"Drop a picture: the page shows {shown} and where the model looked.",
+        f"Drop a picture: the page shows {shown_results} and where the model looked.",
         "",
-        f"The model is {where}. To run it elsewhere: `pip install -r requirements.txt`, then "
-        "`python app.py`.",
+        f"The model is {model_location}. To run it elsewhere: `pip install -r requirements.txt`, "
+        "then `python app.py`.",
         "",
-        f"The folder `finetune` is a copy of the program that wrote this, version "
+        f"The folder `finetune` is a copy of the package that wrote this Space, version "
         f"{__version__}, under the Apache License 2.0.",
         "",
     ]

@@ -1,4 +1,4 @@
-"""The demo's temporary folder: private, of limited size, and removed even after a SIGKILL."""
+"""Temporary folder of the demo: private, limited in size, and removed even after a SIGKILL."""
 
 from __future__ import annotations
 
@@ -14,133 +14,137 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["Uploads", "workplace"]
+__all__ = ["UploadFolder", "temporary_workspace"]
 
-_PREFIX = "finetune-demo-"
-_LOCK = "lock"
-_FILE_BYTES = 2**16  # charged for every file, so that empty ones have a limit too
+_FOLDER_PREFIX = "finetune-demo-"
+_LOCK_FILE = "lock"
+_MIN_CHARGED_BYTES = 2**16  # minimum charge per file, so empty files are limited too
 
 
 @contextlib.contextmanager
-def workplace() -> Iterator[Path]:
-    """Make a private folder with `uploads` and `examples`, and remove it at the end.
+def temporary_workspace() -> Iterator[Path]:
+    """Create a private folder with `uploads` and `examples`, and remove it at the end.
 
-    The folders of demos that were killed are removed first.
+    First removes the folders of demos that were killed.
     """
-    _remove_dead(Path(tempfile.gettempdir()))
-    before = os.environ.get("GRADIO_TEMP_DIR")
-    with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name:
-        place = Path(name).resolve()
-        for part in ("uploads", "examples"):
-            (place / part).mkdir()
-        os.environ["GRADIO_TEMP_DIR"] = str(place / "uploads")  # Gradio reads no other switch
+    _remove_abandoned(Path(tempfile.gettempdir()))
+    old_temp_dir = os.environ.get("GRADIO_TEMP_DIR")
+    with tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX, ignore_cleanup_errors=True) as name:
+        workspace = Path(name).resolve()
+        for subfolder in ("uploads", "examples"):
+            (workspace / subfolder).mkdir()
+        # Gradio has no other option for this
+        os.environ["GRADIO_TEMP_DIR"] = str(workspace / "uploads")
         try:
-            with _locked(place):
-                yield place
+            with _hold_lock(workspace):
+                yield workspace
         finally:
-            if before is None:
+            if old_temp_dir is None:
                 del os.environ["GRADIO_TEMP_DIR"]
             else:
-                os.environ["GRADIO_TEMP_DIR"] = before
+                os.environ["GRADIO_TEMP_DIR"] = old_temp_dir
 
 
 @contextlib.contextmanager
-def _locked(place: Path) -> Iterator[None]:
-    """Hold the folder's lock, which the kernel releases when the process ends, however it ends."""
-    with (place / f"{_LOCK}.new").open("wb") as lock:
+def _hold_lock(workspace: Path) -> Iterator[None]:
+    """Hold the folder's lock; the kernel releases it when the process ends for any reason."""
+    with (workspace / f"{_LOCK_FILE}.new").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        os.rename(lock.name, place / _LOCK)  # it is never seen unlocked while its process lives
+        os.rename(lock.name, workspace / _LOCK_FILE)  # so no process sees it unlocked
         yield
 
 
-def _remove_dead(parent: Path) -> None:
-    for place in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # in use, somebody else's, or just removed
-            if _is_dead(place):
-                shutil.rmtree(place)
+def _remove_abandoned(parent: Path) -> None:
+    for workspace in parent.glob(f"{_FOLDER_PREFIX}*"):
+        with contextlib.suppress(OSError):  # in use, of another user, or just removed
+            if _is_abandoned(workspace):
+                shutil.rmtree(workspace)
 
 
-def _is_dead(place: Path) -> bool:
-    """True for a private folder of this user's whose lock nobody holds; links are not followed.
+def _is_abandoned(workspace: Path) -> bool:
+    """Return True for a private folder of this user with a free lock; does not follow links.
 
-    Raises: OSError if it has no lock, or one that is held.
+    Raises: OSError if it has no lock, or if another process holds the lock.
     """
-    state = place.lstat()
-    private = stat.S_ISDIR(state.st_mode) and not state.st_mode & 0o077
-    if not private or state.st_uid != os.getuid():
+    status = workspace.lstat()
+    is_private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+    if not is_private or status.st_uid != os.getuid():
         return False
-    handle = os.open(place / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    lock_fd = os.open(workspace / _LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return stat.S_ISREG(os.fstat(handle).st_mode)
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return stat.S_ISREG(os.fstat(lock_fd).st_mode)
     finally:
-        os.close(handle)
+        os.close(lock_fd)
 
 
-class Uploads:
-    """The folder of uploads, with a limit in bytes and one in files a minute.
+class UploadFolder:
+    """Folder of uploads with a limit in bytes and in files per minute.
 
     Args:
-        folder: what it holds now, such as examples, stays.
-        total_bytes: of all uploads; the oldest are removed to make room for a new one.
-        per_minute: the number of uploads accepted in any minute.
+        folder: files that it already contains, such as examples, are never removed.
+        max_total_bytes: of all uploads; a new upload evicts the oldest ones.
+        max_per_minute: uploads accepted in any minute.
     """
 
-    def __init__(self, folder: Path, *, total_bytes: int, per_minute: int) -> None:
+    def __init__(self, folder: Path, *, max_total_bytes: int, max_per_minute: int) -> None:
         self.folder = Path(os.path.realpath(folder))
-        self._total_bytes = total_bytes
+        self._max_total_bytes = max_total_bytes
         self._incoming_bytes = 0
-        self._times: collections.deque[float] = collections.deque(maxlen=per_minute)
-        self._kept = set(self._files())
+        self._upload_times: collections.deque[float] = collections.deque(maxlen=max_per_minute)
+        self._protected_files = set(self._list_files())
 
     def contains(self, name: str) -> bool:
-        """True if an absolute path leads into the folder, links followed."""
+        """Return True if an absolute path is inside the folder after following links."""
         try:
             return name.startswith("/") and Path(os.path.realpath(name)).is_relative_to(self.folder)
-        except ValueError:  # no path has a NUL or half of a surrogate pair
+        except ValueError:  # a NUL or a lone surrogate is invalid in a path
             return False
 
-    def seconds_to_wait(self) -> int:
-        """Count one upload. Returns: 0, or the seconds until the next is accepted."""
+    def register_upload(self) -> int:
+        """Register one upload. Returns: 0 if accepted, else the seconds until the next slot."""
         now = time.monotonic()
-        if len(self._times) == self._times.maxlen and now - self._times[0] < 60:
-            return math.ceil(60 - (now - self._times[0]))
-        self._times.append(now)
+        if (
+            len(self._upload_times) == self._upload_times.maxlen
+            and now - self._upload_times[0] < 60
+        ):
+            return math.ceil(60 - (now - self._upload_times[0]))
+        self._upload_times.append(now)
         return 0
 
     @contextlib.contextmanager
-    def room_for(self, num_bytes: int) -> Iterator[bool]:
-        """Make room for an upload while it arrives.
+    def reserve_space(self, num_bytes: int) -> Iterator[bool]:
+        """Reserve space for an upload while it arrives.
 
-        Yields: False if the uploads that are arriving already take it.
+        Yields: False if other arriving uploads already take the space.
         """
-        if self._incoming_bytes + num_bytes > self._total_bytes:
+        if self._incoming_bytes + num_bytes > self._max_total_bytes:
             yield False
             return
         self._incoming_bytes += num_bytes
         try:
-            self._remove_oldest(self._total_bytes - self._incoming_bytes)
+            self._remove_oldest(self._max_total_bytes - self._incoming_bytes)
             yield True
         finally:
             self._incoming_bytes -= num_bytes
 
     def _remove_oldest(self, limit_bytes: int) -> None:
-        """Remove files until the others take no more than `limit_bytes`."""
+        """Remove the oldest files until the others need at most `limit_bytes`."""
         files = []
-        for path in self._files():
+        for path in self._list_files():
             with contextlib.suppress(FileNotFoundError):  # Gradio removes files too
-                state = path.lstat()
-                if path not in self._kept:
-                    files.append((state.st_mtime, max(state.st_size, _FILE_BYTES), path))
+                status = path.lstat()
+                if path not in self._protected_files:
+                    files.append((status.st_mtime, max(status.st_size, _MIN_CHARGED_BYTES), path))
         total = sum(size for _, size, _ in files)
         for _, size, path in sorted(files):
             if total <= limit_bytes:
                 return
             path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # it holds another file
+            with contextlib.suppress(OSError):  # not empty
                 path.parent.rmdir()
             total -= size
 
-    def _files(self) -> list[Path]:
-        walk = os.walk(self.folder)  # unlike rglob, it passes over what is removed meanwhile
+    def _list_files(self) -> list[Path]:
+        walk = os.walk(self.folder)  # unlike rglob, it skips files that disappear meanwhile
         return [Path(top, name) for top, _, names in walk for name in names]

@@ -1,1 +1,1 @@
-"""Exact metrics, calibration, features, and the answers to claims."""
+"""Evaluation: exact metrics, calibration, frozen features and probes, and checks of claims."""

@@ -1,7 +1,6 @@
-"""Temperature scaling: one number, fitted on validation, that calibrates confidences.
+"""Temperature scaling: calibrate confidences with one number that is fitted on validation.
 
-Dividing every logit by a temperature T changes no prediction and no accuracy, only how sure the
-network says it is.
+Dividing all logits by a temperature T changes the confidences, but no prediction and no accuracy.
 Source: Guo et al. 2017, On Calibration of Modern Neural Networks, section 4.2.
 """
 
@@ -16,100 +15,112 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["HeldLogits", "fit_temperature"]
+__all__ = ["TemperatureFitter", "fit_temperature"]
 
-LOWEST, HIGHEST = 0.05, 20.0
-_MOST_NUMBERS = 1 << 28  # logits held over all processes: 1 GiB of float32
-_NUMBERS_AT_ONCE = 1 << 22  # logits taken to float64 at once: 32 MiB
-_ITERATIONS = 60  # halving alone reaches 1e-16 of the range
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.05, 20.0
+_MAX_KEPT_LOGITS = 1 << 28  # over all processes: 1 GiB of float32
+_LOGITS_PER_CHUNK = 1 << 22  # 32 MiB of float64
+_MAX_ITERATIONS = 60  # bisection alone reaches 1e-16 of the range
 
 
-class HeldLogits:
-    """The logits of a split, kept on the host for `fit_temperature`.
+class TemperatureFitter:
+    """Keep the logits of a split in host memory and fit a temperature to them.
 
     Args:
-        num_images: of the whole split, over all processes.
-        num_classes: K; where N*K is too much to hold, every n-th image is taken.
+        num_images: size of the whole split, over all processes.
+        num_classes: K. If N*K logits are too many to keep, only every n-th image is kept.
     """
 
     def __init__(self, num_images: int, num_classes: int) -> None:
-        self.stride = max(1, -(-num_images * num_classes // _MOST_NUMBERS))
+        self.stride = max(1, -(-num_images * num_classes // _MAX_KEPT_LOGITS))
         self._shape = (-(-num_images // self.stride), num_classes)
         self._logits_NK: Tensor | None = None
         self._labels: list[Tensor] = []
-        self._held = 0
+        self._num_kept = 0
 
-    def add(self, logits_BK: Tensor, labels_B: Tensor, indices: NDArray[np.int64]) -> None:
+    def update(self, logits_BK: Tensor, labels_B: Tensor, indices: NDArray[np.int64]) -> None:
         """Keep a batch.
 
         Args:
             logits_BK: any floating type.
             labels_B: in [0, K).
-            indices: (B,), places of the images in the split: they decide what is taken, so that it
-                is the same on any number of processes.
+            indices: (B,), positions of the images in the split. They decide which images are kept,
+                so the choice is the same for any number of processes.
         """
-        taken = torch.from_numpy(np.flatnonzero(indices % self.stride == 0)).to(logits_BK.device)
+        kept = torch.from_numpy(np.flatnonzero(indices % self.stride == 0)).to(logits_BK.device)
         if self._logits_NK is None:
-            # of all processes; of memory that is not written to the system gives none
+            # large enough for the images of all processes; unwritten pages cost no memory
             self._logits_NK = torch.empty(self._shape)
-        self._logits_NK[self._held : self._held + len(taken)] = logits_BK[taken].float().cpu()
-        self._held += len(taken)
-        self._labels.append(labels_B[taken].cpu())
+        self._logits_NK[self._num_kept : self._num_kept + len(kept)] = logits_BK[kept].float().cpu()
+        self._num_kept += len(kept)
+        self._labels.append(labels_B[kept].cpu())
 
-    def fit(self, total: Callable[[Tensor], Tensor] = lambda sums: sums) -> float:
-        """`fit_temperature` of what was kept; every process must call it."""
+    def fit(self, all_reduce: Callable[[Tensor], Tensor] = lambda sums: sums) -> float:
+        """Fit the temperature to the kept logits; all processes must call this.
+
+        Args:
+            all_reduce: sums a tensor over processes.
+        Returns: as `fit_temperature`.
+        """
         if self._logits_NK is None:
-            return fit_temperature(torch.zeros(0, 1), torch.zeros(0, dtype=torch.long), total=total)
-        held_NK = self._logits_NK[: self._held]
-        return fit_temperature(held_NK, torch.cat(self._labels), total=total)
+            return fit_temperature(
+                torch.zeros(0, 1), torch.zeros(0, dtype=torch.long), all_reduce=all_reduce
+            )
+        kept_NK = self._logits_NK[: self._num_kept]
+        return fit_temperature(kept_NK, torch.cat(self._labels), all_reduce=all_reduce)
 
 
 def fit_temperature(
-    logits_NK: Tensor, labels_N: Tensor, *, total: Callable[[Tensor], Tensor] = lambda sums: sums
+    logits_NK: Tensor,
+    labels_N: Tensor,
+    *,
+    all_reduce: Callable[[Tensor], Tensor] = lambda sums: sums,
 ) -> float:
     """Find the temperature with the lowest cross-entropy.
 
-    The cross-entropy is convex in 1/T, so Newton's method, kept between two bounds, finds the one
-    minimum.
+    The cross-entropy is convex in 1/T, so Newton's method between two bounds finds the minimum.
 
     Args:
         logits_NK: of this process; N may be 0.
         labels_N: in [0, K).
-        total: adds a vector over processes.
-    Returns: T between 0.05 and 20, rounded to 6 digits so that the order of addition over
-        processes does not show; 1 where every image is right: the best T would be 0, and every
-        confidence 100 %.
+        all_reduce: sums a tensor over processes.
+    Returns: T between 0.05 and 20, rounded to 6 digits to hide the summation order over processes.
+        1 if every prediction is correct: the optimum would be 0, with every confidence 100 %.
     """
-    if not total((logits_NK.argmax(1) != labels_N).sum()[None]).any():
+    if not all_reduce((logits_NK.argmax(1) != labels_N).sum()[None]).any():
         return 1.0
-    lowest, highest = 1 / HIGHEST, 1 / LOWEST
-    scale = 1.0
-    for _ in range(_ITERATIONS):
-        slope, curvature = total(_derivatives(logits_NK, labels_N, scale)).tolist()
-        if slope == 0:  # at the minimum, or every logit is equal and no T is better than 1
+    lower_bound, upper_bound = 1 / MAX_TEMPERATURE, 1 / MIN_TEMPERATURE
+    inverse_temperature = 1.0
+    for _ in range(_MAX_ITERATIONS):
+        slope, curvature = all_reduce(
+            _loss_derivatives(logits_NK, labels_N, inverse_temperature)
+        ).tolist()
+        if slope == 0:  # at the minimum, or all logits are equal and every T is equally good
             break
         if slope > 0:
-            highest = scale
+            upper_bound = inverse_temperature
         else:
-            lowest = scale
-        newton = scale - slope / curvature if curvature > 0 else lowest
-        # a step that leaves the bounds would not come back: halve them instead
-        step = newton if lowest < newton < highest else (lowest + highest) / 2
-        if abs(step - scale) < 1e-12 * scale:
+            lower_bound = inverse_temperature
+        newton = inverse_temperature - slope / curvature if curvature > 0 else lower_bound
+        # a Newton step outside the bounds may diverge: bisect instead
+        step = newton if lower_bound < newton < upper_bound else (lower_bound + upper_bound) / 2
+        if abs(step - inverse_temperature) < 1e-12 * inverse_temperature:
             break
-        scale = step
-    return float(f"{1 / scale:.6g}")
+        inverse_temperature = step
+    return float(f"{1 / inverse_temperature:.6g}")
 
 
-def _derivatives(logits_NK: Tensor, labels_N: Tensor, scale: float) -> Tensor:
-    """First and second derivative by 1/T of the summed cross-entropy. Returns: (2,) float64."""
+def _loss_derivatives(logits_NK: Tensor, labels_N: Tensor, inverse_temperature: float) -> Tensor:
+    """Compute d/d(1/T) and d²/d(1/T)² of the summed cross-entropy. Returns: (2,) float64."""
     sums = torch.zeros(2, dtype=torch.float64)
-    rows = min(4096, max(1, _NUMBERS_AT_ONCE // logits_NK.shape[1]))
-    for logits_BK, labels_B in zip(logits_NK.split(rows), labels_N.split(rows), strict=True):
+    chunk_size = min(4096, max(1, _LOGITS_PER_CHUNK // logits_NK.shape[1]))
+    for logits_BK, labels_B in zip(
+        logits_NK.split(chunk_size), labels_N.split(chunk_size), strict=True
+    ):
         values_BK = logits_BK.double()
-        probabilities_BK = (values_BK * scale).softmax(1)
+        probabilities_BK = (values_BK * inverse_temperature).softmax(1)
         mean_B = (probabilities_BK * values_BK).sum(1)
-        own_B = values_BK.gather(1, labels_B[:, None])[:, 0]
-        sums[0] += (mean_B - own_B).sum()
+        label_logit_B = values_BK.gather(1, labels_B[:, None])[:, 0]
+        sums[0] += (mean_B - label_logit_B).sum()
         sums[1] += (probabilities_BK * (values_BK - mean_B[:, None]).square()).sum()
     return sums

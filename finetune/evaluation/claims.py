@@ -1,9 +1,10 @@
-"""Answers to a recipe's claims: the figures that a source reports beside the run's own.
+"""Check a recipe's claims: compare the numbers that its sources report with the run's metrics.
 
-An evaluation closes a window of steps, from the one before it. A claim names a moment, which is
-one of these windows: "val" is the evaluation itself, "train" the mean of the log lines within the
-window (what papers print beside an epoch's validation), "test" the one reading at the end.
-Missing data raises nothing: the verdict is then "not measured", with the reason.
+Each evaluation ends a window of steps, which begins after the previous evaluation. A claim's "when"
+selects one window. There, "val" is the evaluation itself, "train" is the mean of the log lines
+within the window (what papers print next to an epoch's validation), and "test" is the single
+measurement at the end of the run. Missing data raises no error: the verdict is "not measured", with
+the reason.
 """
 
 from __future__ import annotations
@@ -15,40 +16,47 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.text import MISSING, counted, markdown_table, percent
+from finetune.formatting import MISSING, format_percent, markdown_table, pluralize
 
-__all__ = ["ACCURACIES", "VERDICTS", "answer", "main_figure", "table", "wording"]
+__all__ = [
+    "PERCENT_METRICS",
+    "VERDICTS",
+    "check_claims",
+    "claims_table",
+    "format_claim",
+    "primary_metric",
+]
 
-# ends of metrics that are shares
-ACCURACIES = ("top1", "top5", "balanced_accuracy", "macro_f1", "micro_f1", "map")
+# suffixes of the metrics in [0, 1], which are printed as percentages
+PERCENT_METRICS = ("top1", "top5", "balanced_accuracy", "macro_f1", "micro_f1", "map")
 VERDICTS = ("met", "not met", "not measured")
 
-_ROUNDING = 1e-9  # 0.8 is within 0.1 of 0.7, whatever binary fractions say
+_ABSOLUTE_TOLERANCE = 1e-9  # 0.8 is within 0.1 of 0.7 despite binary fractions
 
 
-def main_figure(figures: Container[str]) -> str:
-    """Return the figure that chooses among models: the mAP of several labels an image, or top1."""
-    return "map" if "map" in figures else "top1"
+def primary_metric(metrics: Container[str]) -> str:
+    """Return the metric that selects the best model: "map" for multi-label, else "top1"."""
+    return "map" if "map" in metrics else "top1"
 
 
 @dataclass(frozen=True)
-class _Figure:
-    """A measured value, or None, and its origin in words."""
+class _Measurement:
+    """A measured value, or None, and a description of where it comes from."""
 
     value: float | None
-    how: str
+    description: str
 
 
 @dataclass(frozen=True)
-class _Window:
-    """The steps after `low` up to and including `high`, where an evaluation may be."""
+class _StepWindow:
+    """The steps after `after_step`, up to and including `last_step`."""
 
-    low: int
-    high: int
+    after_step: int
+    last_step: int
 
 
-class _Record:
-    """A run's lines and results, asked by metric and moment."""
+class _MetricsLog:
+    """The log lines and results of a run, to be read by metric and step window."""
 
     def __init__(
         self,
@@ -56,260 +64,303 @@ class _Record:
         results: Mapping[str, Any],
         steps_per_epoch: float,
     ) -> None:
-        self.lines: dict[str, dict[int, Mapping[str, Any]]] = {"train": {}, "val": {}}
+        self.log_lines: dict[str, dict[int, Mapping[str, Any]]] = {"train": {}, "val": {}}
         for line in history:
-            # after a resume the later line of a step is the one that counts
-            if line.get("split") in self.lines and isinstance(line.get("step"), int):
-                self.lines[line["split"]][line["step"]] = line
+            # after a resume, the later line of a step replaces the earlier one
+            if line.get("split") in self.log_lines and isinstance(line.get("step"), int):
+                self.log_lines[line["split"]][line["step"]] = line
         self.results = results
         self.steps_per_epoch = steps_per_epoch
-        highs = sorted(self.lines["val"])
-        # zip stops at the shorter one: no evaluation, no window
-        self.windows = [_Window(low, high) for low, high in zip([0, *highs], highs, strict=False)]
-        if not highs and self.lines["train"]:  # never evaluated: the last epoch's log lines
-            last = max(self.lines["train"])
-            self.windows = [_Window(max(0, math.floor(last - steps_per_epoch)), last)]
+        eval_steps = sorted(self.log_lines["val"])
+        # zip stops at the shorter list: without evaluations there are no windows
+        self.eval_windows = [
+            _StepWindow(after_step, last_step)
+            for after_step, last_step in zip([0, *eval_steps], eval_steps, strict=False)
+        ]
+        if not eval_steps and self.log_lines["train"]:  # never evaluated: use the last epoch
+            last_train_step = max(self.log_lines["train"])
+            self.eval_windows = [
+                _StepWindow(max(0, math.floor(last_train_step - steps_per_epoch)), last_train_step)
+            ]
 
-    def window(self, when: str, metric: str) -> _Window | str:
-        """The window of a moment; "best" is the metric's own best. A string says why there is none.
+    def find_window(self, when: str, metric: str) -> _StepWindow | str:
+        """Find the window that a claim's "when" selects.
 
         Args:
-            when: end, first, best or "epoch N".
-            metric: "val.top1" and the like.
+            when: end, first, best or "epoch N"; "best" is the window with the metric's best value.
+            metric: for example "val.top1".
+        Returns: the window, or the reason why it does not exist.
         """
-        if not self.windows:
+        if not self.eval_windows:
             return "the run has no evaluation"
         if when == "first":
-            return self.windows[0]
+            return self.eval_windows[0]
         if when == "end" or (when == "best" and metric.startswith("test")):
-            return self.windows[-1]
+            return self.eval_windows[-1]
         if when == "best":
-            values = [(self.figure(metric, w, final=False).value, w) for w in self.windows]
+            values = [
+                (self.measure(metric, w, allow_final_results=False).value, w)
+                for w in self.eval_windows
+            ]
             known = [(value, window) for value, window in values if value is not None]
-            if not known:  # of the kept checkpoint only, in the results
-                return self.windows[-1]
-            lowest = metric.endswith(("loss", "ece"))
-            return (min if lowest else max)(known, key=lambda pair: pair[0])[1]
-        epoch = _epoch(when, "epoch")
+            if not known:  # only measured for the kept checkpoint, in the results
+                return self.eval_windows[-1]
+            lower_is_better = metric.endswith(("loss", "ece"))
+            return (min if lower_is_better else max)(known, key=lambda pair: pair[0])[1]
+        epoch = _parse_epoch(when, "epoch")
         if epoch is None:
-            return f"'{when}' is not a moment"
-        end = epoch * self.steps_per_epoch
-        for window in self.windows:
-            # an epoch that is no whole number of steps may be rounded either way
-            if end - 1 < window.high < end + self.steps_per_epoch:
+            return f"'{when}' is not a moment; use end, first, best or epoch N"
+        end_step = epoch * self.steps_per_epoch
+        for window in self.eval_windows:
+            # steps per epoch may be fractional: accept a window that ends one step early or late
+            if end_step - 1 < window.last_step < end_step + self.steps_per_epoch:
                 return window
         return f"no evaluation at the end of epoch {epoch}"
 
-    def figure(self, metric: str, window: _Window, *, final: bool) -> _Figure:
-        """Read a metric at a window.
+    def measure(
+        self, metric: str, window: _StepWindow, *, allow_final_results: bool
+    ) -> _Measurement:
+        """Read a metric in a window.
 
         Args:
-            metric: "val.top1" and the like.
+            metric: for example "val.top1".
             window: of this run.
-            final: whether the figures of the end of the run, in the results, may answer.
+            allow_final_results: fall back to the final results of the run.
         """
         split, _, key = metric.partition(".")
         if metric == "run.epochs":
-            return _Figure(window.high / self.steps_per_epoch, f"{window.high} optimiser steps")
+            return _Measurement(
+                window.last_step / self.steps_per_epoch, f"{window.last_step} optimizer steps"
+            )
         if split == "train":
-            return self._train_mean(key, window)
-        value = _number(self.lines.get(split, {}).get(window.high, {}).get(key))
+            return self._mean_train_value(key, window)
+        value = _as_finite_number(self.log_lines.get(split, {}).get(window.last_step, {}).get(key))
         if value is not None:
-            return _Figure(value, f"evaluation at step {window.high}")
-        return self.result(metric) if final else _Figure(None, f"{metric} is read once, at the end")
+            return _Measurement(value, f"evaluation at step {window.last_step}")
+        return (
+            self.read_final_result(metric)
+            if allow_final_results
+            else _Measurement(None, f"{metric} is read once, at the end")
+        )
 
-    def result(self, metric: str) -> _Figure:
+    def read_final_result(self, metric: str) -> _Measurement:
         """Read a metric from the results of the kept checkpoint."""
         split, _, key = metric.partition(".")
         section = self.results.get(split)
-        value = _number(section.get(key)) if isinstance(section, Mapping) else None
+        value = _as_finite_number(section.get(key)) if isinstance(section, Mapping) else None
         if value is None:
-            return _Figure(None, f"the run has no {metric}")
-        return _Figure(value, f"{split} split, kept checkpoint")
+            return _Measurement(None, f"the run has no {metric}")
+        return _Measurement(value, f"{split} split, kept checkpoint")
 
-    def _train_mean(self, key: str, window: _Window) -> _Figure:
-        """Mean of the log lines within a window, each weighted by the steps it covers."""
-        inside = [
+    def _mean_train_value(self, key: str, window: _StepWindow) -> _Measurement:
+        """Average the log lines within a window, each weighted by the steps it covers."""
+        steps_and_values = [
             (step, value)
-            for step in sorted(self.lines["train"])
-            if window.low < step <= window.high
-            and (value := _number(self.lines["train"][step].get(key))) is not None
+            for step in sorted(self.log_lines["train"])
+            if window.after_step < step <= window.last_step
+            and (value := _as_finite_number(self.log_lines["train"][step].get(key))) is not None
         ]
-        if not inside:
-            return _Figure(None, f"no train line in steps {window.low + 1}–{window.high}")
-        starts = [window.low, *(step for step, _ in inside)]
-        weights = [step - start for (step, _), start in zip(inside, starts, strict=False)]
-        total = math.fsum(w * value for w, (_, value) in zip(weights, inside, strict=True))
-        lines = counted(len(inside), "train line")
-        how = f"mean of {lines}, steps {window.low + 1}–{window.high}"
-        return _Figure(total / sum(weights), how)
+        if not steps_and_values:
+            return _Measurement(
+                None, f"no train line in steps {window.after_step + 1}–{window.last_step}"
+            )
+        starts = [window.after_step, *(step for step, _ in steps_and_values)]
+        weights = [step - start for (step, _), start in zip(steps_and_values, starts, strict=False)]
+        total = math.fsum(
+            weight * value for weight, (_, value) in zip(weights, steps_and_values, strict=True)
+        )
+        lines = pluralize(len(steps_and_values), "train line")
+        description = f"mean of {lines}, steps {window.after_step + 1}–{window.last_step}"
+        return _Measurement(total / sum(weights), description)
 
-    def slope(self, metric: str, after: int) -> _Figure:
-        """Least-squares slope per epoch over the evaluations after epoch `after`."""
+    def fit_slope(self, metric: str, after_epoch: int) -> _Measurement:
+        """Fit the least-squares slope per epoch over the evaluations after an epoch."""
         if metric.startswith("test"):
-            return _Figure(None, "the test split is read once, at the end; it has no trend")
+            return _Measurement(None, "the test split is read once, at the end; it has no trend")
         points = []
-        for window in self.windows:
-            # the evaluation that closes epoch `after` is not after it
-            if window.high >= after * self.steps_per_epoch + 1:
-                value = self.figure(metric, window, final=False).value
+        for window in self.eval_windows:
+            # leave out the evaluation that ends this epoch
+            if window.last_step >= after_epoch * self.steps_per_epoch + 1:
+                value = self.measure(metric, window, allow_final_results=False).value
                 if value is not None:
-                    points.append((window.high / self.steps_per_epoch, value))
-        period = f"after epoch {after}" if after else "in the run"
+                    points.append((window.last_step / self.steps_per_epoch, value))
+        period = f"after epoch {after_epoch}" if after_epoch else "in the run"
         if len(points) < 2:
-            return _Figure(None, f"{counted(len(points), 'evaluation')} {period}; a trend needs 2")
+            return _Measurement(
+                None, f"{pluralize(len(points), 'evaluation')} {period}; a trend needs 2"
+            )
         slope = statistics.linear_regression(*zip(*points, strict=True)).slope
-        how = f"slope per epoch over {len(points)} evaluations {period}"
-        return _Figure(slope, how)
+        description = f"slope per epoch over {len(points)} evaluations {period}"
+        return _Measurement(slope, description)
 
 
-def answer(
+def check_claims(
     claims: Sequence[Mapping[str, Any]],
     history: Iterable[Mapping[str, Any]],
     results: Mapping[str, Any],
     steps_per_epoch: float,
 ) -> list[dict[str, Any]]:
-    """Measure every claim.
+    """Compare every claim with what the run measured.
 
     Args:
-        claims: a recipe's, as plain mappings.
+        claims: of the recipe, as plain mappings.
         history: the lines of metrics.jsonl.
-        results: the content of results.json so far; its "test" and "val" answer for the end.
-        steps_per_epoch: optimiser steps, need not be whole.
-    Returns: each claim with "measured" (a figure; for a trend its slope per epoch), "how" (in
-        words, or why it could not be measured), "verdict" (one of VERDICTS), and with `below`
+        results: the content of results.json so far; "test" and "val" are the final metrics.
+        steps_per_epoch: optimizer steps; may be fractional.
+    Returns: each claim with "measured" (a number; for a trend the slope per epoch), "how" (how it
+        was measured, or why it was not), "verdict" (one of VERDICTS), and for a claim with "below"
         also "measured_other".
     """
-    record = _Record(history, results, steps_per_epoch if steps_per_epoch > 0 else 1.0)
-    return [{**claim, **_judge(claim, record)} for claim in claims]
+    metrics_log = _MetricsLog(history, results, steps_per_epoch if steps_per_epoch > 0 else 1.0)
+    return [{**claim, **_check_claim(claim, metrics_log)} for claim in claims]
 
 
-def table(answers: Iterable[Mapping[str, Any]]) -> str:
-    """A markdown table of what `answer` returned; accuracies in per cent.
+def claims_table(checked_claims: Iterable[Mapping[str, Any]]) -> str:
+    """Write checked claims as a Markdown table, accuracies as percentages.
 
     Args:
-        answers: the rows; where they name a "run", the table does too.
+        checked_claims: of `check_claims`. The table has a column "run" if a claim names one.
     """
-    answers = list(answers)
-    heads = ["claim", "source", "reported", "measured", "verdict"]
-    named = any("run" in row for row in answers)
-    heads += ["run"] if named else []
+    checked_claims = list(checked_claims)
+    headers = ["claim", "source", "reported", "measured", "verdict"]
+    has_run = any("run" in row for row in checked_claims)
+    headers += ["run"] if has_run else []
     rows = []
-    for row in answers:
-        what, reported, measured = wording(row)
+    for row in checked_claims:
+        subject, reported, measured = format_claim(row)
         if row.get("measured") is None and row.get("how"):
             measured += f" ({row['how']})"
         verdict = str(row.get("verdict", VERDICTS[2]))
-        cells = [what, str(row.get("source") or ""), reported, measured, verdict]
-        cells += [str(row.get("run", ""))] if named else []
+        cells = [subject, str(row.get("source") or ""), reported, measured, verdict]
+        cells += [str(row.get("run", ""))] if has_run else []
         rows.append(cells)
-    return "\n".join(markdown_table(heads, rows)) + "\n"
+    return "\n".join(markdown_table(headers, rows)) + "\n"
 
 
-def wording(answer: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return a row of `answer` as text: its subject, the reported figure and the measured one."""
-    metric, when = str(answer.get("metric", "")), str(answer.get("when") or "end")
-    what = metric if when == "end" else f"{metric}, {when}"
-    return what, _reported(answer), _measured(answer)
+def format_claim(checked_claim: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Format a checked claim as text: (subject, reported value, measured value)."""
+    metric, when = str(checked_claim.get("metric", "")), str(checked_claim.get("when") or "end")
+    subject = metric if when == "end" else f"{metric}, {when}"
+    return subject, _format_reported(checked_claim), _format_measured(checked_claim)
 
 
-def _judge(claim: Mapping[str, Any], record: _Record) -> dict[str, Any]:
-    """Measure one claim and give the verdict."""
+def _check_claim(claim: Mapping[str, Any], metrics_log: _MetricsLog) -> dict[str, Any]:
+    """Measure one claim and return its verdict."""
     metric, when = str(claim.get("metric", "")), str(claim.get("when") or "end")
     if claim.get("trend") is not None:
-        after = 0 if when == "end" else _epoch(when, "after epoch")
+        after = 0 if when == "end" else _parse_epoch(when, "after epoch")
         if after is None:
-            return _missing(f"a trend is measured 'after epoch N', not at '{when}'")
-        slope = record.slope(metric, after)
-        rises = claim["trend"] == "rising"
-        met = slope.value is not None and (slope.value > 0 if rises else slope.value < 0)
-        return _verdict(slope, met)
-    figure, other = _at(record, when, metric, claim.get("below"))
-    if figure.value is None:
-        return _missing(figure.how)
+            return _not_measured(f"a trend needs 'after epoch N', not '{when}'")
+        trend = metrics_log.fit_slope(metric, after)
+        is_rising = claim["trend"] == "rising"
+        is_met = trend.value is not None and (trend.value > 0 if is_rising else trend.value < 0)
+        return _verdict_for(trend, is_met)
+    measurement, other = _measure_at(metrics_log, when, metric, claim.get("below"))
+    if measurement.value is None:
+        return _not_measured(measurement.description)
     if claim.get("below") is not None:
         if other is None or other.value is None:
-            return {**_missing(other.how if other else ""), "measured": figure.value}
-        answered = _verdict(figure, figure.value < other.value)
-        how = f"{figure.how}; {claim['below']}: {other.how}"
-        return {**answered, "how": how, "measured_other": other.value}
+            return {
+                **_not_measured(other.description if other else ""),
+                "measured": measurement.value,
+            }
+        verdict = _verdict_for(measurement, measurement.value < other.value)
+        how = f"{measurement.description}; {claim['below']}: {other.description}"
+        return {**verdict, "how": how, "measured_other": other.value}
     if claim.get("between") is not None:
         low, high = claim["between"]
-        return _verdict(figure, low - _ROUNDING <= figure.value <= high + _ROUNDING)
+        return _verdict_for(
+            measurement,
+            low - _ABSOLUTE_TOLERANCE <= measurement.value <= high + _ABSOLUTE_TOLERANCE,
+        )
     if claim.get("value") is None:
-        return {**_missing("the claim says no figure"), "measured": figure.value}
+        return {**_not_measured("the claim has no figure"), "measured": measurement.value}
     tolerance = claim.get("tolerance") or 0.0
-    return _verdict(figure, abs(figure.value - claim["value"]) <= tolerance + _ROUNDING)
+    return _verdict_for(
+        measurement, abs(measurement.value - claim["value"]) <= tolerance + _ABSOLUTE_TOLERANCE
+    )
 
 
-def _at(
-    record: _Record, when: str, metric: str, below: str | None
-) -> tuple[_Figure, _Figure | None]:
-    """Read a metric, and the one it is compared with, at the same moment."""
-    window = record.window(when, metric)
-    final = when in ("end", "best")
-    figures = [
-        record.figure(name, window, final=final)
-        if isinstance(window, _Window)
-        # no evaluation on the way, yet the end may have been measured
-        else (record.result(name) if final and not record.windows else _Figure(None, window))
+def _measure_at(
+    metrics_log: _MetricsLog, when: str, metric: str, below: str | None
+) -> tuple[_Measurement, _Measurement | None]:
+    """Measure a metric, and the one it is compared with, in the same window."""
+    window = metrics_log.find_window(when, metric)
+    allow_final = when in ("end", "best")
+    measurements = [
+        metrics_log.measure(name, window, allow_final_results=allow_final)
+        if isinstance(window, _StepWindow)
+        # a run without evaluations may still have final results
+        else (
+            metrics_log.read_final_result(name)
+            if allow_final and not metrics_log.eval_windows
+            else _Measurement(None, window)
+        )
         for name in (metric, below)
         if name is not None
     ]
-    return figures[0], figures[1] if len(figures) > 1 else None
+    return measurements[0], measurements[1] if len(measurements) > 1 else None
 
 
-def _verdict(figure: _Figure, met: bool) -> dict[str, Any]:
-    if figure.value is None:
-        return _missing(figure.how)
-    return {"measured": figure.value, "how": figure.how, "verdict": VERDICTS[0 if met else 1]}
+def _verdict_for(measurement: _Measurement, is_met: bool) -> dict[str, Any]:
+    if measurement.value is None:
+        return _not_measured(measurement.description)
+    return {
+        "measured": measurement.value,
+        "how": measurement.description,
+        "verdict": VERDICTS[0 if is_met else 1],
+    }
 
 
-def _missing(why: str) -> dict[str, Any]:
-    return {"measured": None, "how": why, "verdict": VERDICTS[2]}
+def _not_measured(reason: str) -> dict[str, Any]:
+    return {"measured": None, "how": reason, "verdict": VERDICTS[2]}
 
 
-def _epoch(when: str, prefix: str) -> int | None:
-    """N of "{prefix} N"."""
+def _parse_epoch(when: str, prefix: str) -> int | None:
+    """Parse N from "{prefix} N"; None if the text does not match."""
     match = re.fullmatch(rf"{prefix} (\d+)", when)
     return int(match[1]) if match else None
 
 
-def _number(value: Any) -> float | None:
-    """A finite number, or None."""
+def _as_finite_number(value: Any) -> float | None:
+    """Return the value if it is a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
     return value
 
 
-def _format(metric: str, figure: Any) -> str:
-    value = _number(figure)
+def _format_value(metric: str, value: Any) -> str:
+    value = _as_finite_number(value)
     if value is None:
         return MISSING
-    if metric.endswith(ACCURACIES):
-        return percent(value)
+    if metric.endswith(PERCENT_METRICS):
+        return format_percent(value)
     return f"{value:.4g}" if metric == "run.epochs" else f"{value:.4f}"
 
 
-def _reported(row: Mapping[str, Any]) -> str:
+def _format_reported(row: Mapping[str, Any]) -> str:
     metric, between = str(row.get("metric", "")), row.get("between")
     if row.get("trend") is not None:
         return str(row["trend"])
     if row.get("below") is not None:
         return f"below {row['below']}"
     if isinstance(between, (list, tuple)) and len(between) == 2:
-        return f"{_format(metric, between[0])} to {_format(metric, between[1])}"
+        return f"{_format_value(metric, between[0])} to {_format_value(metric, between[1])}"
     if row.get("value") is None:
         return MISSING
-    return f"{_format(metric, row['value'])} ± {_format(metric, row.get('tolerance') or 0.0)}"
+    return (
+        f"{_format_value(metric, row['value'])} ± "
+        f"{_format_value(metric, row.get('tolerance') or 0.0)}"
+    )
 
 
-def _measured(row: Mapping[str, Any]) -> str:
-    value, metric = _number(row.get("measured")), str(row.get("metric", ""))
+def _format_measured(row: Mapping[str, Any]) -> str:
+    value, metric = _as_finite_number(row.get("measured")), str(row.get("metric", ""))
     if value is not None and row.get("trend") is not None:
         return f"{value:+.2g} per epoch"
     if row.get("measured_other") is not None:
         return (
-            f"{_format(metric, value)} and {_format(str(row.get('below')), row['measured_other'])}"
+            f"{_format_value(metric, value)} and "
+            f"{_format_value(str(row.get('below')), row['measured_other'])}"
         )
-    return _format(metric, value)
+    return _format_value(metric, value)

@@ -1,10 +1,10 @@
-"""Classifiers on frozen features: least squares, logistic regression, SGD, nearest neighbours.
+"""Probes of frozen features: least squares, logistic regression, SGD and k nearest neighbors.
 
-Source of the few-shot protocol: big_vision, evaluators/fewshot_lsr.py; ViT paper, section 4.1. Of
-the neighbours: Caron et al. 2021, Emerging Properties in Self-Supervised Vision Transformers.
+Source: few-shot protocol: big_vision, evaluators/fewshot_lsr.py; ViT paper, section 4.1.
+k-NN: Caron et al. 2021, Emerging Properties in Self-Supervised Vision Transformers.
 """
 
-# N images to learn from, T images to measure on, B batch, D width, K classes, R learning rates
+# N training images, T test images, B batch, D width, K classes, R learning rates
 
 from __future__ import annotations
 
@@ -22,70 +22,70 @@ from torch.nn.functional import cross_entropy, normalize
 from finetune.evaluation.metrics import mean_std
 
 __all__ = [
-    "BIAS",
-    "GRID",
-    "L2",
-    "RATES",
-    "LeastSquares",
-    "Whitening",
+    "BIAS_FEATURE",
+    "C_GRID",
+    "L2_WEIGHT",
+    "LEARNING_RATES",
+    "LeastSquaresClassifier",
+    "Standardizer",
     "draw_shots",
-    "few_shot",
+    "evaluate_few_shot",
     "fit_least_squares",
-    "logistic_regression",
-    "neighbours",
-    "sgd_heads",
-    "train_heads",
+    "predict_knn",
+    "probe_logistic_regression",
+    "probe_sgd",
+    "train_sgd_heads",
 ]
 
-BIAS = 100.0  # a constant feature this large makes its weight almost unregularised
-L2 = 2.0**10
-EPSILON = 1e-5
-# C of logistic regression: the inverse of the regularisation
-GRID = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
+BIAS_FEATURE = 100.0  # so large that the weight of this constant feature is hardly regularized
+L2_WEIGHT = 2.0**10
+_STD_EPSILON = 1e-5
+# C of logistic regression: inverse regularization strength
+C_GRID = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 _MAX_ITERATIONS = 1000
-# learning rates of SGD, for 256 images in a batch
-RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
-_BATCH, _EPOCHS, _LEAST_STEPS = 256, 10, 1000
-_ROWS = 8192  # taken to float64 at once
-_SIMILARITIES = 1 << 25  # held at once: 128 MiB
+# of SGD, for a batch size of 256
+LEARNING_RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
+_SGD_BATCH_SIZE, _SGD_EPOCHS, _MIN_SGD_STEPS = 256, 10, 1000
+_CHUNK_ROWS = 8192  # converted to float64 per chunk
+_MAX_SIMILARITIES = 1 << 25  # 128 MiB
 
-Array = NDArray[np.float64]
-Labels = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+LabelArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Whitening:
-    """Shift and scale of each feature, in float64.
+class Standardizer:
+    """Standardize each feature to mean 0 and standard deviation 1, in float64.
 
     Attributes:
-        mean_D: of the images that are learned from.
+        mean_D: of the training images.
         std_D: their population standard deviation + 1e-5.
     """
 
-    mean_D: Array
-    std_D: Array
+    mean_D: FloatArray
+    std_D: FloatArray
 
     @classmethod
-    def of(cls, values_ND: NDArray[np.floating[Any]]) -> Whitening:
-        """Measure features."""
+    def fit(cls, values_ND: NDArray[np.floating[Any]]) -> Standardizer:
+        """Measure the mean and the standard deviation of features."""
         values_ND = np.asarray(values_ND, dtype=np.float64)
-        return cls(values_ND.mean(axis=0), values_ND.std(axis=0) + EPSILON)
+        return cls(values_ND.mean(axis=0), values_ND.std(axis=0) + _STD_EPSILON)
 
-    def __call__(self, values_ND: NDArray[np.floating[Any]]) -> Array:
-        """Apply it. Returns: (N, D) float64."""
+    def __call__(self, values_ND: NDArray[np.floating[Any]]) -> FloatArray:
+        """Standardize features. Returns: (N, D) float64."""
         return (np.asarray(values_ND, dtype=np.float64) - self.mean_D) / self.std_D
 
 
-def draw_shots(labels_N: Labels, num_classes: int, *, shots: int, seed: int) -> Labels:
-    """Choose the images of each class that are learned from.
+def draw_shots(labels_N: LabelArray, num_classes: int, *, shots: int, seed: int) -> LabelArray:
+    """Draw the training images of each class.
 
-    More shots of the same seed contain the fewer ones.
+    With the same seed, a larger draw contains the smaller ones.
 
     Args:
         labels_N: in [0, K).
-        shots: of each class; a class with fewer images gives all that it has.
+        shots: images per class; a smaller class gives all its images.
         seed: of NumPy's default_rng, which permutes one class after the other.
-    Returns: places, class by class.
+    Returns: indices, class by class.
     """
     generator = np.random.default_rng(seed)
     orders = [generator.permutation(np.flatnonzero(labels_N == k)) for k in range(num_classes)]
@@ -93,38 +93,48 @@ def draw_shots(labels_N: Labels, num_classes: int, *, shots: int, seed: int) -> 
 
 
 @dataclass(frozen=True)
-class LeastSquares:
-    """A regularised linear map from whitened features to one score for each class.
+class LeastSquaresClassifier:
+    """A ridge-regression classifier: standardized features to one score per class.
 
     Attributes:
-        whitening: of the shots.
+        standardizer: of the training images.
         weights: (D + 1, K) float64; the last row belongs to the constant feature.
     """
 
-    whitening: Whitening
-    weights: Array
+    standardizer: Standardizer
+    weights: FloatArray
 
-    def scores(self, values_TD: NDArray[np.floating[Any]]) -> Array:
-        """Score images. Returns: (T, K) float64, near 1 for the class and -1 for the others."""
-        parts = [values_TD[at : at + _ROWS] for at in range(0, len(values_TD), _ROWS)]
-        return np.concatenate([_with_bias(self.whitening(part)) @ self.weights for part in parts])
+    def predict_scores(self, values_TD: NDArray[np.floating[Any]]) -> FloatArray:
+        """Score images. Returns: (T, K) float64, near 1 for the true class and -1 for others."""
+        chunks = [
+            values_TD[start : start + _CHUNK_ROWS]
+            for start in range(0, len(values_TD), _CHUNK_ROWS)
+        ]
+        return np.concatenate(
+            [_append_bias(self.standardizer(chunk)) @ self.weights for chunk in chunks]
+        )
 
 
 def fit_least_squares(
-    values_ND: NDArray[np.floating[Any]], labels_N: Labels, *, num_classes: int, l2: float = L2
-) -> LeastSquares:
-    """Fit targets of +1 for the class and -1 for the others, in closed form.
+    values_ND: NDArray[np.floating[Any]],
+    labels_N: LabelArray,
+    *,
+    num_classes: int,
+    l2: float = L2_WEIGHT,
+) -> LeastSquaresClassifier:
+    """Fit targets of +1 for the true class and -1 for the others, in closed form.
 
-    The equations are over features or over images, whichever are fewer: the same minimum.
+    Solves the primal (features) or the dual (images) problem, whichever is smaller; both have the
+    same solution.
 
     Args:
-        values_ND: features of the shots.
+        values_ND: features of the training images.
         labels_N: in [0, K).
-        num_classes: K; the targets of one without a shot are all -1.
-        l2: weight of the squared weights, the constant feature's among them.
+        num_classes: K; all targets of a class without images are -1.
+        l2: weight of the L2 penalty, which includes the constant feature.
     """
-    whitening = Whitening.of(values_ND)
-    inputs = _with_bias(whitening(values_ND))
+    standardizer = Standardizer.fit(values_ND)
+    inputs = _append_bias(standardizer(values_ND))
     targets_NK = 2.0 * np.eye(num_classes)[labels_N] - 1.0
     num_images, width = inputs.shape
     if num_images >= width:
@@ -133,181 +143,186 @@ def fit_least_squares(
     else:
         gram = inputs @ inputs.T + l2 * np.eye(num_images)
         weights = inputs.T @ np.linalg.solve(gram, targets_NK)
-    return LeastSquares(whitening, weights)
+    return LeastSquaresClassifier(standardizer, weights)
 
 
-def _with_bias(values_ND: Array) -> Array:
-    return np.pad(values_ND, ((0, 0), (0, 1)), constant_values=BIAS)
+def _append_bias(values_ND: FloatArray) -> FloatArray:
+    return np.pad(values_ND, ((0, 0), (0, 1)), constant_values=BIAS_FEATURE)
 
 
-def few_shot(
-    train: tuple[NDArray[np.floating[Any]], Labels],
-    test: tuple[NDArray[np.floating[Any]], Labels],
+def evaluate_few_shot(
+    train: tuple[NDArray[np.floating[Any]], LabelArray],
+    test: tuple[NDArray[np.floating[Any]], LabelArray],
     *,
     num_classes: int,
     shots: Sequence[int],
-    seeds: int,
+    num_seeds: int,
 ) -> dict[int, dict[str, Any]]:
-    """Accuracy of least squares on a few images of each class.
+    """Measure the accuracy of least squares that is fitted to a few images of each class.
 
     Args:
         train, test: features (N, D) and labels (N,) in [0, K).
-        shots: images of each class; a class with fewer gives all that it has.
-        seeds: seeds 0 … seeds - 1.
+        shots: numbers of images per class; a smaller class gives all its images.
+        num_seeds: uses the seeds 0 … num_seeds - 1.
     Returns: for each number of shots {"accuracy": mean, "std", "seeds": [accuracy of each]}.
     """
     results = {}
-    for count in shots:
+    for num_shots in shots:
         accuracies = []
-        for seed in range(seeds):
-            places = draw_shots(train[1], num_classes, shots=count, seed=seed)
-            values, labels = train[0][places], train[1][places]
-            fitted = fit_least_squares(values, labels, num_classes=num_classes)
-            accuracies.append(float((fitted.scores(test[0]).argmax(1) == test[1]).mean()))
+        for seed in range(num_seeds):
+            indices = draw_shots(train[1], num_classes, shots=num_shots, seed=seed)
+            values, labels = train[0][indices], train[1][indices]
+            classifier = fit_least_squares(values, labels, num_classes=num_classes)
+            accuracies.append(
+                float((classifier.predict_scores(test[0]).argmax(1) == test[1]).mean())
+            )
         mean, std, _ = mean_std(accuracies)
-        results[int(count)] = {"accuracy": mean, "std": std, "seeds": accuracies}
+        results[int(num_shots)] = {"accuracy": mean, "std": std, "seeds": accuracies}
     return results
 
 
-def logistic_regression(
-    train: tuple[NDArray[np.floating[Any]], Labels],
-    choice: tuple[Labels, tuple[NDArray[np.floating[Any]], Labels]],
-    test: tuple[NDArray[np.floating[Any]], Labels],
+def probe_logistic_regression(
+    train: tuple[NDArray[np.floating[Any]], LabelArray],
+    selection: tuple[LabelArray, tuple[NDArray[np.floating[Any]], LabelArray]],
+    test: tuple[NDArray[np.floating[Any]], LabelArray],
     *,
-    grid: tuple[float, ...] = GRID,
+    grid: tuple[float, ...] = C_GRID,
 ) -> dict[str, Any]:
-    """Choose C on validation, fit again on all of train, and read test once.
+    """Select C on validation, fit again on all of train, and measure test once.
 
     Args:
         train: features (N, D) and labels (N,).
-        choice: which places of train to fit on while C is chosen, and the features and labels to
-            choose it on.
+        selection: the indices of train to fit on while selecting C, and the features and labels
+            of validation.
         test: features (T, D) and labels (T,).
-        grid: of C, ascending; the smallest wins among equals.
+        grid: values of C, ascending; the smallest wins a tie.
     Returns: "accuracy", "c", "grid" [{"c", "val_accuracy"}], "at_edge" (the best C is the first
-        or the last, so a better one may lie beyond) and "converged".
+        or the last, so a better one may be outside the grid) and "converged".
     """
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
 
-    def fitted(values_ND: Array, labels_N: Labels, c: float, start: Any = None) -> Any:
+    def fit(values_ND: FloatArray, labels_N: LabelArray, c: float, start: Any = None) -> Any:
         model = start or LogisticRegression(max_iter=_MAX_ITERATIONS, warm_start=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # reported as "converged"
             return model.set_params(C=c).fit(values_ND, labels_N)
 
-    places, (val_values, val_labels) = choice
-    whitening = Whitening.of(train[0][places])
-    inputs, val_inputs = whitening(train[0][places]), whitening(val_values)
-    rows, model = [], None
+    indices, (val_values, val_labels) = selection
+    standardizer = Standardizer.fit(train[0][indices])
+    inputs, val_inputs = standardizer(train[0][indices]), standardizer(val_values)
+    grid_rows, model = [], None
     for c in grid:
-        model = fitted(inputs, train[1][places], c, model)
-        rows.append({"c": c, "val_accuracy": _accuracy(model.predict(val_inputs), val_labels)})
-    best = max(rows, key=lambda row: row["val_accuracy"])["c"]  # the first of equals
+        model = fit(inputs, train[1][indices], c, model)
+        grid_rows.append({"c": c, "val_accuracy": _accuracy(model.predict(val_inputs), val_labels)})
+    best = max(grid_rows, key=lambda row: row["val_accuracy"])["c"]  # the first one wins a tie
 
-    whitening = Whitening.of(train[0])
-    model = fitted(whitening(train[0]), train[1], best)
+    standardizer = Standardizer.fit(train[0])
+    model = fit(standardizer(train[0]), train[1], best)
     return {
-        "accuracy": _accuracy(model.predict(whitening(test[0])), test[1]),
+        "accuracy": _accuracy(model.predict(standardizer(test[0])), test[1]),
         "c": best,
-        "grid": rows,
+        "grid": grid_rows,
         "at_edge": best in (grid[0], grid[-1]),
         "converged": bool(max(model.n_iter_) < _MAX_ITERATIONS),
     }
 
 
-def sgd_heads(
-    train: tuple[NDArray[np.float32], Labels],
-    choice: tuple[Labels, tuple[NDArray[np.float32], Labels]],
-    test: tuple[NDArray[np.float32], Labels],
+def probe_sgd(
+    train: tuple[NDArray[np.float32], LabelArray],
+    selection: tuple[LabelArray, tuple[NDArray[np.float32], LabelArray]],
+    test: tuple[NDArray[np.float32], LabelArray],
     *,
-    columns: Mapping[str, slice],
+    feature_slices: Mapping[str, slice],
     num_classes: int,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Choose learning rate and input on validation, train again on all of train, read test once.
+    """Select the learning rate and the input on validation, retrain on all of train, measure test.
 
     Args:
-        train, choice, test: as for `logistic_regression`.
-        columns: of the features, by the name of the input.
-    Returns: "accuracy", "features" (a key of `columns`), "lr", "grid" [{"features", "lr",
-        "val_accuracy"}] and "at_edge"; of equals the first input and the lowest rate.
-    Source: DINOv2 (Oquab et al. 2023), dinov2/eval/linear.py: its rates, momentum, decay and
-        inputs. Ours: features are computed once, so images are not augmented; 256 images in a
-        batch; 1,000 steps at least.
+        train, selection, test: as for `probe_logistic_regression`.
+        feature_slices: the columns of each input, by its name.
+    Returns: "accuracy", "features" (a key of `feature_slices`), "lr", "grid" [{"features", "lr",
+        "val_accuracy"}] and "at_edge". In a tie, the first input and the lowest rate win.
+    Source: DINOv2 (Oquab et al. 2023), dinov2/eval/linear.py: its rates, momentum, weight decay
+        and inputs. Ours: features are computed once, so images are not augmented; batch size 256;
+        at least 1,000 steps.
     """
-    places, (val_values, val_labels) = choice
-    rows = []
-    of_train = (train[0][places], train[1][places])
-    heads = train_heads(of_train, columns, RATES, num_classes=num_classes, device=device)
+    indices, (val_values, val_labels) = selection
+    grid_rows = []
+    selection_train = (train[0][indices], train[1][indices])
+    heads = train_sgd_heads(
+        selection_train, feature_slices, LEARNING_RATES, num_classes=num_classes, device=device
+    )
     for name, head in heads.items():
-        predicted_TR = _predicted(head, val_values[:, columns[name]], num_classes)
-        for lr, predicted_T in zip(RATES, predicted_TR.T, strict=True):
+        predicted_TR = _predict_classes(head, val_values[:, feature_slices[name]], num_classes)
+        for lr, predicted_T in zip(LEARNING_RATES, predicted_TR.T, strict=True):
             accuracy = _accuracy(predicted_T, val_labels)
-            rows.append({"features": name, "lr": lr, "val_accuracy": accuracy})
-    best: dict[str, Any] = max(rows, key=lambda row: row["val_accuracy"])  # the first of equals
+            grid_rows.append({"features": name, "lr": lr, "val_accuracy": accuracy})
+    # the first one wins a tie
+    best: dict[str, Any] = max(grid_rows, key=lambda row: row["val_accuracy"])
     name, lr = best["features"], best["lr"]
-    part = {name: columns[name]}
-    head = train_heads(train, part, (lr,), num_classes=num_classes, device=device)[name]
-    predicted_T1 = _predicted(head, test[0][:, columns[name]], num_classes)
+    slices = {name: feature_slices[name]}
+    head = train_sgd_heads(train, slices, (lr,), num_classes=num_classes, device=device)[name]
+    predicted_T1 = _predict_classes(head, test[0][:, feature_slices[name]], num_classes)
     return {
         "accuracy": _accuracy(predicted_T1[:, 0], test[1]),
         "features": name,
         "lr": lr,
-        "grid": rows,
-        "at_edge": lr in (RATES[0], RATES[-1]),
+        "grid": grid_rows,
+        "at_edge": lr in (LEARNING_RATES[0], LEARNING_RATES[-1]),
     }
 
 
-def train_heads(
-    train: tuple[NDArray[np.float32], Labels],
-    columns: Mapping[str, slice],
-    rates: Sequence[float],
+def train_sgd_heads(
+    train: tuple[NDArray[np.float32], LabelArray],
+    feature_slices: Mapping[str, slice],
+    learning_rates: Sequence[float],
     *,
     num_classes: int,
     device: torch.device,
 ) -> dict[str, nn.Linear]:
     """Train a linear classifier for each input and learning rate, all in one pass over the data.
 
-    Each becomes what it would alone: the rate is the weight of its loss, so with momentum, and
-    without weight decay, its steps are those of SGD at this rate.
+    The result is the same as training each one alone: its learning rate is the weight of its loss,
+    which is equivalent for SGD with momentum and without weight decay.
 
     Args:
         train: features (N, …) and labels (N,) in [0, K).
-        columns: of the features, by the name of the input.
-        rates: R, for 256 images in a batch.
-    Returns: for each input one layer with R K outputs, those of the first rate first.
+        feature_slices: the columns of each input, by its name.
+        learning_rates: R rates, for a batch size of 256.
+    Returns: for each input one layer with R * K outputs, those of the first rate first.
     """
     values_ND, labels_N = train[0], torch.from_numpy(np.asarray(train[1]))
-    batch = min(_BATCH, len(labels_N))
-    per_epoch = len(labels_N) // batch
-    steps = max(_EPOCHS * per_epoch, _LEAST_STEPS)
+    batch_size = min(_SGD_BATCH_SIZE, len(labels_N))
+    steps_per_epoch = len(labels_N) // batch_size
+    num_steps = max(_SGD_EPOCHS * steps_per_epoch, _MIN_SGD_STEPS)
     heads = {}
-    for name, part in columns.items():
-        width = part.stop - part.start
-        heads[name] = head = nn.Linear(width, len(rates) * num_classes)
-        draws = torch.Generator().manual_seed(0)  # all rates start from the same weights
-        first_KD = torch.empty(num_classes, width).normal_(std=0.01, generator=draws)
-        head.weight.data = first_KD.repeat(len(rates), 1)
+    for name, columns in feature_slices.items():
+        width = columns.stop - columns.start
+        heads[name] = head = nn.Linear(width, len(learning_rates) * num_classes)
+        generator = torch.Generator().manual_seed(0)  # the same initial weights for all rates
+        initial_KD = torch.empty(num_classes, width).normal_(std=0.01, generator=generator)
+        head.weight.data = initial_KD.repeat(len(learning_rates), 1)
         nn.init.zeros_(head.bias)
         head.to(device)
     parameters = [p for head in heads.values() for p in head.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=1.0, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    weights_R = torch.tensor(rates, device=device) * (batch / _BATCH)
-    draws = torch.Generator().manual_seed(0)
-    for step in range(steps):
-        if step % per_epoch == 0:
-            order_N = torch.randperm(len(labels_N), generator=draws)
-        rows_B = order_N[step % per_epoch * batch :][:batch]
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
+    weights_R = torch.tensor(learning_rates, device=device) * (batch_size / _SGD_BATCH_SIZE)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(num_steps):
+        if step % steps_per_epoch == 0:
+            order_N = torch.randperm(len(labels_N), generator=generator)
+        rows_B = order_N[step % steps_per_epoch * batch_size :][:batch_size]
         values_BD = torch.from_numpy(values_ND[rows_B.numpy()]).to(device)
-        labels_RB = labels_N[rows_B].to(device).expand(len(rates), -1)
+        labels_RB = labels_N[rows_B].to(device).expand(len(learning_rates), -1)
         loss = torch.zeros((), device=device)
         for name, head in heads.items():
-            # images last: a softmax over few neighbouring numbers is slow on a CPU
-            inputs_DB = values_BD[:, columns[name]].T
+            # images last: a softmax over a short innermost dimension is slow on a CPU
+            inputs_DB = values_BD[:, feature_slices[name]].T
             logits_RKB = torch.addmm(head.bias[:, None], head.weight, inputs_DB).view(
-                len(rates), num_classes, batch
+                len(learning_rates), num_classes, batch_size
             )
             losses_RB = cross_entropy(logits_RKB, labels_RB, reduction="none")
             loss = loss + losses_RB.mean(dim=1) @ weights_R
@@ -319,48 +334,53 @@ def train_heads(
 
 
 @torch.no_grad()
-def _predicted(head: nn.Linear, values_TD: NDArray[np.float32], num_classes: int) -> Labels:
-    """The classes (T, R) that the heads of one input predict."""
-    parts: list[Tensor] = []
-    for at in range(0, len(values_TD), _ROWS):
-        rows_TD = torch.from_numpy(np.array(values_TD[at : at + _ROWS])).to(head.weight.device)
-        parts.append(head(rows_TD).unflatten(1, (-1, num_classes)).argmax(dim=2).cpu())
-    return torch.cat(parts).numpy()
+def _predict_classes(
+    head: nn.Linear, values_TD: NDArray[np.float32], num_classes: int
+) -> LabelArray:
+    """Predict the classes (T, R) with the R heads of one input."""
+    predictions: list[Tensor] = []
+    for start in range(0, len(values_TD), _CHUNK_ROWS):
+        chunk_TD = torch.from_numpy(np.array(values_TD[start : start + _CHUNK_ROWS])).to(
+            head.weight.device
+        )
+        predictions.append(head(chunk_TD).unflatten(1, (-1, num_classes)).argmax(dim=2).cpu())
+    return torch.cat(predictions).numpy()
 
 
-def neighbours(
-    train: tuple[NDArray[np.floating[Any]], Labels],
+def predict_knn(
+    train: tuple[NDArray[np.floating[Any]], LabelArray],
     values_TD: NDArray[np.floating[Any]],
     *,
     num_classes: int,
     k: int = 20,
     temperature: float = 0.07,
-) -> tuple[Labels, Labels]:
-    """Let the k most similar images vote, by the cosine of their features.
+) -> tuple[LabelArray, LabelArray]:
+    """Classify by a vote of the k nearest neighbors in cosine similarity.
 
     Args:
         train: features (N, D) and labels (N,).
         values_TD: features to classify.
-        k: at most N.
-        temperature: a vote weighs exp(cosine / temperature).
-    Returns: the classes (T,) by weighted votes, and by plain ones; of equal sums the first class.
+        k: number of neighbors, at most N.
+        temperature: a neighbor's vote weighs exp(cosine / temperature).
+    Returns: the classes (T,) by weighted votes, and by unweighted votes; the first class wins a
+        tie.
     """
     keys_ND = normalize(torch.from_numpy(np.array(train[0], dtype=np.float32)), dim=1)
     labels_N = torch.from_numpy(np.asarray(train[1]))
-    weighted, plain = [], []
-    rows = max(1, _SIMILARITIES // len(keys_ND))
-    for at in range(0, len(values_TD), rows):
-        part = torch.from_numpy(np.array(values_TD[at : at + rows], dtype=np.float32))
-        nearest = (normalize(part, dim=1) @ keys_ND.T).topk(k, dim=1)
+    weighted, unweighted = [], []
+    chunk_size = max(1, _MAX_SIMILARITIES // len(keys_ND))
+    for start in range(0, len(values_TD), chunk_size):
+        chunk = torch.from_numpy(np.array(values_TD[start : start + chunk_size], dtype=np.float32))
+        nearest = (normalize(chunk, dim=1) @ keys_ND.T).topk(k, dim=1)
         classes = labels_N[nearest.indices]
-        votes = torch.zeros(len(part), num_classes, dtype=torch.float64)
-        # the largest weight becomes 1: only their ratios matter
-        closer = nearest.values.double() - nearest.values[:, :1].double()
-        weights = (closer / temperature).exp()
+        votes = torch.zeros(len(chunk), num_classes, dtype=torch.float64)
+        # scale the largest weight to 1: only the ratios matter
+        differences = nearest.values.double() - nearest.values[:, :1].double()
+        weights = (differences / temperature).exp()
         weighted.append(votes.scatter_add(1, classes, weights).argmax(1))
-        plain.append(votes.scatter_add(1, classes, torch.ones_like(weights)).argmax(1))
-    return torch.cat(weighted).numpy(), torch.cat(plain).numpy()
+        unweighted.append(votes.scatter_add(1, classes, torch.ones_like(weights)).argmax(1))
+    return torch.cat(weighted).numpy(), torch.cat(unweighted).numpy()
 
 
-def _accuracy(predicted_T: NDArray[Any], labels_T: Labels) -> float:
+def _accuracy(predicted_T: NDArray[Any], labels_T: LabelArray) -> float:
     return float(np.mean(predicted_T == labels_T))

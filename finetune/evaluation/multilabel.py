@@ -1,6 +1,6 @@
-"""Figures of several labels for an image: average precision, F1, and the threshold of each class.
+"""Multi-label metrics: average precision, F1, and the threshold of each class.
 
-The scores of all images are held at once, 4 bytes an image and class on each process.
+All logits are kept in host memory, 4 bytes per image and class on each process.
 """
 
 # N images, B batch, K classes
@@ -18,103 +18,117 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from finetune.errors import DataError, DivergedError
-from finetune.evaluation.metrics import mean_known, rates
+from finetune.evaluation.metrics import mean_ignoring_none, per_class_rates
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["DEFAULT_THRESHOLD", "LabelScores", "chance_map", "probabilities"]
+__all__ = [
+    "DEFAULT_THRESHOLD",
+    "MultilabelMetrics",
+    "chance_mean_average_precision",
+    "sigmoid_probabilities",
+]
 
-DEFAULT_THRESHOLD = 0.5  # of a class whose own was not fitted
-_ROWS = 1 << 14  # images taken to float64 at once
+DEFAULT_THRESHOLD = 0.5  # for a class without a fitted threshold
+_CHUNK_ROWS = 1 << 14  # images converted to float64 per chunk
 
 
-def probabilities(logits_NK: Tensor) -> NDArray[np.float64]:
-    """Return sigmoid(logits) in float64 on the host, which thresholds are compared with."""
+def sigmoid_probabilities(logits_NK: Tensor) -> NDArray[np.float64]:
+    """Compute sigmoid(logits) in float64 on the host, to compare with thresholds."""
     return logits_NK.detach().cpu().double().sigmoid().numpy()
 
 
-class LabelScores:
-    """The logits of a split, and what they say of its labels.
+class MultilabelMetrics:
+    """Accumulate the logits of a split and compute multi-label metrics from them.
 
     Args:
         labels_NK: of the whole split, 0 or 1, on any device.
-        thresholds: K probabilities from which on a class is said; None: those that are best here.
+        thresholds: K probabilities; a class is predicted if its probability reaches its threshold.
+            None fits the thresholds with the best F1 on this split.
     """
 
     def __init__(self, labels_NK: Tensor, thresholds: Sequence[float] | None = None) -> None:
         self._labels_NK = labels_NK.cpu().numpy()
-        self._batches: list[Tensor] = []
+        self._logit_batches: list[Tensor] = []
         self.thresholds = None if thresholds is None else [float(each) for each in thresholds]
 
-    def add(self, logits_BK: Tensor, *_: object) -> None:
-        """Keep a batch; the batches come in the order of the split, whose labels are known."""
-        self._batches.append(logits_BK.float().cpu())
+    def update(self, logits_BK: Tensor, *_: object) -> None:
+        """Keep the logits of a batch; batches must come in the order of the split."""
+        self._logit_batches.append(logits_BK.float().cpu())
 
-    def figures(self, accelerator: Accelerator) -> dict[str, Any]:
-        """Measure what all processes have kept, each a part of the split in its order.
+    def compute(self, accelerator: Accelerator) -> dict[str, Any]:
+        """Compute the metrics over all processes; each holds one contiguous part of the split.
 
         Returns: "loss", the mean binary cross-entropy over images and classes in nats; "map", the
-            mean of the average precision of the classes that occur; "macro_f1", the mean of the
-            other classes' F1; "micro_f1", of all labels together; "examples"; and "per_class", in
-            which "ap" and "recall" are None for a class without an image, "precision" for one that
-            is never said, "f1" for one that is neither.
+            mean average precision over the classes that occur; "macro_f1", the mean F1 over the
+            classes that have one; "micro_f1", over all labels together; "examples"; and
+            "per_class". In "per_class", "ap" and "recall" are None for a class without images,
+            "precision" for a class that was never predicted, "f1" for a class that is both.
         Raises: DivergedError if a logit is not finite; DataError if no image has a label.
         """
-        labels_NK, logits_NK = self._labels_NK, self._gathered(accelerator)
+        labels_NK, logits_NK = self._labels_NK, self._gather_logits(accelerator)
         if not labels_NK.any():
-            message = "evaluation: no image of the split has a label; add some that have"
+            message = "evaluation: no image of the split has a label; add labeled images"
             raise DataError(message, code="data.no_labels")
-        bad = int((~logits_NK.isfinite().all(1)).sum())
-        if bad:
+        num_bad = int((~logits_NK.isfinite().all(1)).sum())
+        if num_bad:
             raise DivergedError(
-                f"evaluation: {bad} of {len(logits_NK)} samples have outputs that are not finite; "
+                f"evaluation: the outputs of {num_bad} of {len(logits_NK)} images are not finite; "
                 "lower optim.lr, set optim.clip_norm or use run.precision=fp32",
                 code="diverged.outputs",
             )
-        scores_NK = probabilities(logits_NK)
-        self._losses_N = _losses(logits_NK, labels_NK)
-        pairs = [_rated(column_N, scores_NK[:, k]) for k, column_N in enumerate(labels_NK.T)]
+        scores_NK = sigmoid_probabilities(logits_NK)
+        self._losses_N = _loss_per_image(logits_NK, labels_NK)
+        ap_and_thresholds = [
+            _average_precision_and_threshold(column_N, scores_NK[:, k])
+            for k, column_N in enumerate(labels_NK.T)
+        ]
         if self.thresholds is None:
-            self.thresholds = [threshold for _, threshold in pairs]
-        self._said_NK = scores_NK >= np.array(self.thresholds)
-        hits_NK = self._said_NK & (labels_NK == 1)
-        support_K, predicted_K = labels_NK.sum(axis=0, dtype=np.int64), self._said_NK.sum(axis=0)
-        rows = rates(support_K, predicted_K, hits_NK.sum(axis=0))
-        for row, (ap, _), threshold in zip(rows, pairs, self.thresholds, strict=True):
+            self.thresholds = [threshold for _, threshold in ap_and_thresholds]
+        self._predicted_NK = scores_NK >= np.array(self.thresholds)
+        true_positives_NK = self._predicted_NK & (labels_NK == 1)
+        support_K, num_predicted_K = (
+            labels_NK.sum(axis=0, dtype=np.int64),
+            self._predicted_NK.sum(axis=0),
+        )
+        rows = per_class_rates(support_K, num_predicted_K, true_positives_NK.sum(axis=0))
+        for row, (ap, _), threshold in zip(rows, ap_and_thresholds, self.thresholds, strict=True):
             row |= {"ap": ap, "threshold": threshold}
-        marks = int(support_K.sum() + predicted_K.sum())
+        num_labels = int(support_K.sum() + num_predicted_K.sum())
         return {
             "loss": math.fsum(self._losses_N) / len(labels_NK),
-            "map": mean_known(row["ap"] for row in rows),
-            "macro_f1": mean_known(row["f1"] for row in rows),
-            "micro_f1": 2 * int(hits_NK.sum()) / marks,
+            "map": mean_ignoring_none(row["ap"] for row in rows),
+            "macro_f1": mean_ignoring_none(row["f1"] for row in rows),
+            "micro_f1": 2 * int(true_positives_NK.sum()) / num_labels,
             "examples": len(labels_NK),
             "per_class": rows,
         }
 
-    def mistakes(self, limit: int) -> list[dict[str, Any]]:
-        """Return the images whose labels were not said exactly, those with the largest loss first.
+    def top_losses(self, limit: int) -> list[dict[str, Any]]:
+        """Return the wrong predictions with the largest loss; call `compute` first.
 
-        After `figures`. Returns: {"index", "labels", "predicted", "loss"} each; of the classes
-            their indices.
+        A prediction is wrong unless it has exactly the labels of the image.
+
+        Returns: {"index", "labels", "predicted", "loss"} for each image; "labels" and "predicted"
+            are class indices.
         """
-        wrong = np.flatnonzero((self._said_NK != self._labels_NK).any(axis=1))
+        wrong = np.flatnonzero((self._predicted_NK != self._labels_NK).any(axis=1))
         order = wrong[np.argsort(-self._losses_N[wrong], kind="stable")][:limit]
         return [
             {
                 "index": index,
                 "labels": np.flatnonzero(self._labels_NK[index]).tolist(),
-                "predicted": np.flatnonzero(self._said_NK[index]).tolist(),
+                "predicted": np.flatnonzero(self._predicted_NK[index]).tolist(),
                 "loss": float(self._losses_N[index]),
             }
             for index in order.tolist()
         ]
 
-    def _gathered(self, accelerator: Accelerator) -> Tensor:
-        """The logits of all processes; each has a slice of the split, so they are in its order."""
-        own_NK = torch.cat([torch.zeros(0, self._labels_NK.shape[1]), *self._batches])
-        self._batches.clear()
+    def _gather_logits(self, accelerator: Accelerator) -> Tensor:
+        """Concatenate the logits of all processes; each holds a slice, so they stay in order."""
+        own_NK = torch.cat([torch.zeros(0, self._labels_NK.shape[1]), *self._logit_batches])
+        self._logit_batches.clear()
         if accelerator.num_processes == 1:
             return own_NK
         own_NK = own_NK.to(accelerator.device)
@@ -124,9 +138,11 @@ class LabelScores:
         return torch.cat([part[:n] for part, n in zip(parts, sizes.tolist(), strict=True)])
 
 
-def _losses(logits_NK: Tensor, labels_NK: NDArray[np.uint8]) -> NDArray[np.float64]:
-    """The binary cross-entropy of each image, the mean over its classes, in float64."""
-    pairs = zip(logits_NK.split(_ROWS), torch.from_numpy(labels_NK).split(_ROWS), strict=True)
+def _loss_per_image(logits_NK: Tensor, labels_NK: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """Compute the binary cross-entropy of each image, averaged over classes, in float64."""
+    pairs = zip(
+        logits_NK.split(_CHUNK_ROWS), torch.from_numpy(labels_NK).split(_CHUNK_ROWS), strict=True
+    )
     losses = [
         binary_cross_entropy_with_logits(logits.double(), labels.double(), reduction="none").mean(1)
         for logits, labels in pairs
@@ -134,16 +150,16 @@ def _losses(logits_NK: Tensor, labels_NK: NDArray[np.uint8]) -> NDArray[np.float
     return torch.cat(losses).numpy()
 
 
-def _rated(
+def _average_precision_and_threshold(
     labels_N: NDArray[np.uint8], scores_N: NDArray[np.float64]
 ) -> tuple[float | None, float]:
-    """Average precision of a class, and the threshold of its largest F1.
+    """Compute the average precision of a class, and the threshold with the largest F1.
 
-    The threshold lies halfway between two scores, so that rounding elsewhere moves no image.
+    The threshold is halfway between two scores, so rounding elsewhere changes no prediction.
 
-    Returns: None and DEFAULT_THRESHOLD for a class without an image.
+    Returns: (average precision, threshold); (None, DEFAULT_THRESHOLD) for a class without images.
     """
-    from sklearn.metrics import precision_recall_curve  # half a second
+    from sklearn.metrics import precision_recall_curve  # slow: half a second
 
     if not labels_N.any():
         return None, DEFAULT_THRESHOLD
@@ -151,23 +167,25 @@ def _rated(
     ap = -float(np.sum(np.diff(recall) * precision[:-1]))
     sums = precision + recall
     f1 = np.divide(2 * precision * recall, sums, out=np.zeros_like(sums), where=sums > 0)[:-1]
-    best = len(f1) - 1 - int(f1[::-1].argmax())  # of equals the highest threshold
+    best = len(f1) - 1 - int(f1[::-1].argmax())  # the highest threshold wins a tie
     below = scores[best - 1] if best else 0.0
     return ap, float((below + scores[best]) / 2)
 
 
-def chance_map(supports: Sequence[int], images: int) -> tuple[float, float]:
-    """Return the mAP of scores that know nothing: its expectation, and about how far it spreads.
+def chance_mean_average_precision(supports: Sequence[int], num_images: int) -> tuple[float, float]:
+    """Compute the expected mAP of random scores, and its approximate spread.
 
     Args:
-        supports: images of each class.
-    Returns: the mean, and a standard deviation.
+        supports: number of images of each class.
+    Returns: mean and standard deviation.
     Source: Bestgen 2015, "Exact expected average precision of the random baseline".
     """
-    harmonic = math.fsum(1 / rank for rank in range(1, images + 1))
-    rest = max(images - 1, 1)
+    harmonic = math.fsum(1 / rank for rank in range(1, num_images + 1))
+    num_others = max(num_images - 1, 1)
     present = [support for support in supports if support]
-    means = [((n - 1) / rest * (images - harmonic) + harmonic) / images for n in present]
-    # as of the share of n draws that hit
-    variances = [share * (1 - share) / n for n in present for share in [n / images]]
+    means = [
+        ((n - 1) / num_others * (num_images - harmonic) + harmonic) / num_images for n in present
+    ]
+    # variance of the share of hits among n random draws
+    variances = [share * (1 - share) / n for n in present for share in [n / num_images]]
     return math.fsum(means) / len(present), math.sqrt(math.fsum(variances)) / len(present)

@@ -1,1 +1,1 @@
-"""The client of the Hugging Face hub: retries, verification, download."""
+"""Hugging Face Hub client: retries, downloads and checksum verification."""

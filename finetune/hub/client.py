@@ -1,10 +1,10 @@
-"""Calls to the Hugging Face hub: one client, one policy of retries, one way to word a failure.
+"""Calls to the Hugging Face Hub: the HTTP client, the retry policy and the error messages.
 
-Left alone, huggingface_hub waits without a limit for an answer, for as long as a busy server asks,
-retries some of its calls silently and others not at all. So its client is built here: every
-request is bounded in time and every answer in size, and under `watching` a failed request leaves
-at once as a `Fault`, which `retried` repeats. Only uploads to the file store are repeated by
-huggingface_hub itself, piece by piece. Long because bounds, retries and wording hold for one call.
+By default, huggingface_hub waits for a response without a time limit, sleeps as long as a busy
+server asks, retries some calls silently and never retries others. So this module replaces its HTTP
+client: each request has a timeout, each response a maximum size, and inside `monitor_requests` a
+failed request raises a `TransientHubError` immediately, which `retry` handles. huggingface_hub
+itself retries only uploads to the file store, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -31,137 +31,145 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import _http
 
-from finetune.console import say
 from finetune.errors import FinetuneError, HubError
-from finetune.processes import is_first_rank
+from finetune.log import logger, warn_once
+from finetune.ranks import is_main_process
 
 __all__ = [
-    "Fault",
-    "Watch",
-    "clean",
-    "described",
-    "parsed",
-    "refusal",
-    "retried",
-    "say_once",
-    "status_of",
+    "RequestMonitor",
+    "TransientHubError",
+    "describe_error",
+    "expect_json",
+    "http_status",
+    "is_connection_error",
+    "monitor_requests",
+    "parse_json_object",
+    "permanent_hub_error",
+    "redact",
+    "retry",
     "token_source",
-    "understood",
-    "was_cut",
-    "watching",
 ]
 
-TRIES = 5
-TRIES_UNREACHABLE = 2  # where nobody answers at all
+MAX_TRIES = 5
+MAX_TRIES_UNREACHABLE = 2  # if no server responds at all
 FIRST_WAIT_SECONDS = 0.5  # doubled each time
-LONGEST_WAIT_SECONDS = 30.0  # whatever the hub asks for
-NOTICE_SECONDS = 20.0  # after which it is said again that something is tried again
-RESUMES = 2  # of one download from the same byte
-ANSWER_SECONDS = 25.0  # between two pieces of an answer
-WRITE_SECONDS = 120.0  # for a hub to check large files, or to put a commit together
-MAX_ANSWER_BYTES = 16 << 20  # a page of a listing has some hundred KiB
-MAX_ANSWER_DEPTH = 50
+MAX_WAIT_SECONDS = 30.0  # even if the Hub asks for more
+NOTICE_INTERVAL_SECONDS = 20.0  # between two log lines about retries
+MAX_RESUMES = 2  # times that a download resumes at the same byte
+READ_TIMEOUT_SECONDS = 25.0  # between two chunks of a response
+WRITE_TIMEOUT_SECONDS = 120.0  # the Hub checks large files or assembles a commit
+MAX_RESPONSE_BYTES = 16 << 20  # one page of a file listing has a few hundred KiB
+MAX_RESPONSE_DEPTH = 50
 
-_LONGEST_REASON = 300  # characters
-# where a library refuses pickled objects, it goes on to say how to read them all the same
-_ADVICE = re.compile(r"weights.only|allow_pickle|trust_remote_code", re.IGNORECASE)
-_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-# What the client asks besides, and can do without.
-_ASIDES = ("-harnesses", "/api/telemetry")
+_MAX_REASON_CHARS = 300  # limit for third-party text in a message
+# a library that rejects pickled objects also explains how to load them anyway
+_UNSAFE_LOADING_ADVICE = re.compile(r"weights.only|allow_pickle|trust_remote_code", re.IGNORECASE)
+_NON_BRACKET_BYTES = bytes(set(range(256)) - set(b"[]{}"))
+# optional requests of huggingface_hub, whose failures do not matter
+_OPTIONAL_REQUESTS = ("-harnesses", "/api/telemetry")
 
 # httpx or httpx2, whichever huggingface_hub is built on
 httpx: Any = importlib.import_module(HfHubHTTPError.__mro__[1].__module__.partition(".")[0])
-_UNREACHABLE = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError, httpx.PoolTimeout)
-_DEFINITE = (httpx.UnsupportedProtocol, httpx.LocalProtocolError)
+_UNREACHABLE_ERRORS = (
+    httpx.ConnectError,
+    httpx.ConnectTimeout,
+    httpx.ProxyError,
+    httpx.PoolTimeout,
+)
+_PERMANENT_ERRORS = (httpx.UnsupportedProtocol, httpx.LocalProtocolError)
 
 T = TypeVar("T")
 
 
-class Fault(Exception):
-    """A call failed in a way that may pass: no connection, a cut one, or a server out of order.
+class TransientHubError(Exception):
+    """A temporary failure: no connection, a dropped connection or a server error.
 
     Attributes:
-        request: that failed, by method and path; each has its own number of tries.
-        seconds: that the server asks to be left alone.
-        unreachable: nobody answered.
-        code: of the error that it becomes when it lasts.
-        tries: of this request, when `retried` gave up.
+        request: method and path of the failed request; `retry` counts the tries per request.
+        retry_after_seconds: time that the server asks to wait; None if it does not say.
+        is_unreachable: True if no server responded.
+        code: error code to report if the failure persists.
+        num_tries: number of tries of this request when `retry` gave up.
     """
 
     def __init__(
         self,
         reason: str,
         *,
-        seconds: float | None = None,
-        unreachable: bool = False,
+        retry_after_seconds: float | None = None,
+        is_unreachable: bool = False,
         code: str = "hub.out_of_order",
     ) -> None:
         super().__init__(reason)
         self.code = code
         self.request = ""
-        self.seconds = seconds
-        self.unreachable = unreachable
-        self.tries = 1
+        self.retry_after_seconds = retry_after_seconds
+        self.is_unreachable = is_unreachable
+        self.num_tries = 1
 
 
 # --- huggingface_hub's client --------------------------------------------------------------------
 
 
-class _Client(httpx.Client):
-    """The client of huggingface_hub, with bounds, and under the eyes of `watching`."""
+class _BoundedClient(httpx.Client):
+    """HTTP client for huggingface_hub with timeouts, size limits and request monitors."""
 
     def __init__(self) -> None:
         super().__init__(
             event_hooks={"request": [_http.hf_request_event_hook]},
             follow_redirects=True,
-            timeout=None,  # `_bounded` sets them
+            timeout=None,  # `_send_bounded` sets one per request
         )
 
     def send(self, request: Any, **options: Any) -> Any:
-        """Send a request; a `Watch` of this thread, or of all threads, may turn it into a Fault."""
-        watch = next((w for w in reversed(_watches) if w.sees(threading.get_ident())), None)
-        if watch is None:
-            return self._bounded(request, **options)
-        return watch.send(self._bounded, request, **options)
+        """Send a request through the active monitor of this thread, or of all threads, if any."""
+        monitor = next(
+            (w for w in reversed(_active_monitors) if w.covers_thread(threading.get_ident())), None
+        )
+        if monitor is None:
+            return self._send_bounded(request, **options)
+        return monitor.send(self._send_bounded, request, **options)
 
-    def _bounded(self, request: Any, *, stream: bool = False, **options: Any) -> Any:
+    def _send_bounded(self, request: Any, *, stream: bool = False, **options: Any) -> Any:
         path = urlsplit(str(request.url)).path
-        longest = WRITE_SECONDS if request.method in ("POST", "PUT") else ANSWER_SECONDS
-        # huggingface_hub passes None, for ever, where its caller names no time
-        seconds = request.extensions.get("timeout", {})
+        max_seconds = (
+            WRITE_TIMEOUT_SECONDS if request.method in ("POST", "PUT") else READ_TIMEOUT_SECONDS
+        )
+        # without a timeout from its caller, huggingface_hub passes None, which waits forever
+        timeouts = request.extensions.get("timeout", {})
         request.extensions["timeout"] = {
-            name: min(seconds.get(name) or longest, longest)
+            name: min(timeouts.get(name) or max_seconds, max_seconds)
             for name in ("connect", "read", "write", "pool")
         }
         is_api = str(request.url).startswith(constants.ENDPOINT) and "/resolve/" not in path
         response = super().send(request, stream=stream or is_api, **options)
-        if (_asked(response) or 0.0) > LONGEST_WAIT_SECONDS:
-            response.headers["retry-after"] = f"{LONGEST_WAIT_SECONDS:.0f}"
+        if (_retry_after_seconds(response) or 0.0) > MAX_WAIT_SECONDS:
+            response.headers["retry-after"] = f"{MAX_WAIT_SECONDS:.0f}"
             response.headers.pop("ratelimit", None)
-        return response if stream or not is_api else _bounded_answer(response)
+        return response if stream or not is_api else _read_bounded_response(response)
 
 
-def _bounded_answer(response: Any) -> Any:
-    """Read an answer of the hub's interface. Raises: HubError if it is too large or too deep."""
+def _read_bounded_response(response: Any) -> Any:
+    """Read an API response. Raises: HubError if it is too large or nested too deeply."""
     url = str(response.request.url).partition("?")[0]
     pieces, size, depth = [], 0, 0
     try:
         for piece in response.iter_bytes():
             pieces.append(piece)
             size += len(piece)
-            if size > MAX_ANSWER_BYTES:
-                _wrong_answer(url, f"more than {MAX_ANSWER_BYTES >> 20} MiB")
+            if size > MAX_RESPONSE_BYTES:
+                _raise_wrong_response(url, f"more than {MAX_RESPONSE_BYTES >> 20} MiB")
     finally:
         response.close()
     body = b"".join(pieces)
     unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
     between_strings = b"".join(unescaped.split(b'"')[::2])
-    for bracket in between_strings.translate(None, _NO_BRACKETS):
+    for bracket in between_strings.translate(None, _NON_BRACKET_BYTES):
         depth += 1 if bracket in b"[{" else -1
-        if depth > MAX_ANSWER_DEPTH:
-            _wrong_answer(url, f"nested more than {MAX_ANSWER_DEPTH} deep")
+        if depth > MAX_RESPONSE_DEPTH:
+            _raise_wrong_response(url, f"nested more than {MAX_RESPONSE_DEPTH} levels")
     if response.status_code >= 400:
-        body = _error_body(body)
+        body = _sanitize_error_body(body)
     encoded = ("content-encoding", "content-length", "transfer-encoding")
     headers = [(k, v) for k, v in response.headers.multi_items() if k.lower() not in encoded]
     return httpx.Response(
@@ -174,8 +182,8 @@ def _bounded_answer(response: Any) -> Any:
     )
 
 
-def _error_body(body: bytes) -> bytes:
-    """Drop the words of a refusal that are not in the form which huggingface_hub relies on."""
+def _sanitize_error_body(body: bytes) -> bytes:
+    """Replace an error body by `{}` if it lacks the structure that huggingface_hub relies on."""
     try:
         data = json.loads(body)
     except ValueError:
@@ -185,16 +193,16 @@ def _error_body(body: bytes) -> bytes:
     return body if is_usual else b"{}"
 
 
-def _wrong_answer(where: str, problem: str) -> NoReturn:
+def _raise_wrong_response(display_name: str, problem: str) -> NoReturn:
     raise HubError(
-        f"{where}: the hub's answer cannot be understood ({problem}); check HF_ENDPOINT and the "
+        f"{display_name}: unexpected response from the hub ({problem}); check HF_ENDPOINT and the "
         "proxy, or try again later",
         code="hub.wrong_answer",
     )
 
 
-def parsed(response: Any, where: str) -> dict[str, Any]:
-    """Parse an answer of the hub that is a JSON object; `watching` or a `Hub` has bounded it.
+def parse_json_object(response: Any, display_name: str) -> dict[str, Any]:
+    """Parse a response that must be a JSON object. Its size is already limited.
 
     Raises: HubError(code="hub.wrong_answer") for anything else.
     """
@@ -203,13 +211,13 @@ def parsed(response: Any, where: str) -> dict[str, Any]:
     except ValueError:
         data = None
     if not isinstance(data, dict):
-        _wrong_answer(where, "it is no JSON object")
+        _raise_wrong_response(display_name, "not a JSON object")
     return data
 
 
 @contextlib.contextmanager
-def understood(where: str) -> Iterator[None]:
-    """Refuse an answer on which the code that reads it fails, as it has another shape.
+def expect_json(display_name: str) -> Iterator[None]:
+    """Context manager: raise a HubError if the structure of a response is not as expected.
 
     Raises: HubError(code="hub.wrong_answer").
     """
@@ -218,140 +226,164 @@ def understood(where: str) -> Iterator[None]:
         return
     except (AttributeError, IndexError, KeyError, TypeError, RecursionError) as error:
         problem = type(error).__name__
-    _wrong_answer(where, problem)  # outside, so that a traceback does not quote the server
+    _raise_wrong_response(
+        display_name, problem
+    )  # outside `except`, so that the traceback does not contain the response
 
 
-# --- one call ------------------------------------------------------------------------------------
+# --- request monitors -----------------------------------------------------------------------------
 
 
-class Watch:
-    """Record of huggingface_hub's requests during one call.
+class RequestMonitor:
+    """Monitors huggingface_hub's requests during one call.
 
     Args:
-        stores: hosts that are known to send the hub's large files.
-        thread: whose requests are watched; None for all.
-        noun: of who answers, for messages.
+        storage_hosts: hosts that are known to serve the Hub's large files.
+        thread_id: thread whose requests are monitored; None for all threads.
+        server_name: name of the server in error messages.
     Attributes:
-        fault: the last one, also where a library caught it and went on with something else.
-        etag: of the last file that was asked for.
+        last_error: the last TransientHubError, even if a library caught it and continued.
+        etag: ETag of the last requested file.
     """
 
     def __init__(
-        self, stores: Iterable[str] = (), *, thread: int | None = None, noun: str = "the hub"
+        self,
+        storage_hosts: Iterable[str] = (),
+        *,
+        thread_id: int | None = None,
+        server_name: str = "the hub",
     ) -> None:
-        self._noun = noun
-        self.fault: Fault | None = None
+        self._server_name = server_name
+        self.last_error: TransientHubError | None = None
         self.etag: str | None = None
-        self._refused: Any = None
-        self._stores = set(stores)
-        self._thread = thread
-        self._starts: Counter[tuple[str, str]] = Counter()
+        self._refused_response: Any = None
+        self._storage_hosts = set(storage_hosts)
+        self._thread_id = thread_id
+        self._download_starts: Counter[tuple[str, str]] = Counter()
 
-    def sees(self, thread: int) -> bool:
-        """True if requests of this thread are watched."""
-        return self._thread in (None, thread)
+    def covers_thread(self, thread_id: int) -> bool:
+        """True if the monitor covers requests of this thread."""
+        return self._thread_id in (None, thread_id)
 
     def send(self, send: Callable[..., Any], request: Any, **options: Any) -> Any:
-        """Send a request. Raises: Fault at once for a failure that may pass."""
-        if not self._is_known(request):
+        """Send a request. Raises: TransientHubError immediately for a temporary failure."""
+        if not self._is_monitored(request):
             return send(request, **options)
         self._count_resumes(request)
         try:
             response = send(request, **options)
         except httpx.TransportError as error:
-            if isinstance(error, _DEFINITE):
+            if isinstance(error, _PERMANENT_ERRORS):
                 raise
-            absent = isinstance(error, _UNREACHABLE)
-            fault = Fault(
-                _unreachable(error, self._noun), unreachable=absent, code="hub.unreachable"
+            is_unreachable = isinstance(error, _UNREACHABLE_ERRORS)
+            transient_error = TransientHubError(
+                _unreachable_message(error, self._server_name),
+                is_unreachable=is_unreachable,
+                code="hub.unreachable",
             )
         else:
-            judged = self._judge(request, response)
-            if judged is None:
+            classified = self._classify_response(request, response)
+            if classified is None:
                 return response
             response.close()
-            fault = judged
-        fault.request = f"{request.method} {request.url.path}"
-        raise self._failed(fault)  # outside, so that no traceback quotes the request
+            transient_error = classified
+        transient_error.request = f"{request.method} {request.url.path}"
+        raise self._record_error(
+            transient_error
+        )  # outside `except`, so that the traceback does not contain the request
 
-    def refusal(self) -> Exception | None:
-        """The client's error for the last definite refusal; it may have gone on with a copy."""
-        if self._refused is None:
+    def permanent_error(self) -> Exception | None:
+        """Return huggingface_hub's error for the last denied request; None if none was denied.
+
+        huggingface_hub itself may hide this error and silently use a cached copy.
+        """
+        if self._refused_response is None:
             return None
         try:
-            hf_raise_for_status(self._refused)
+            hf_raise_for_status(self._refused_response)
         except HfHubHTTPError as error:
             return error
         return None
 
-    def _failed(self, fault: Fault) -> Fault:
-        self.fault = fault
-        return fault
+    def _record_error(self, error: TransientHubError) -> TransientHubError:
+        self.last_error = error
+        return error
 
     def _count_resumes(self, request: Any) -> None:
-        """Bound how often a cut download begins again at the same byte: one second each time."""
+        """Limit how often a download resumes at the same byte; each resume costs one second."""
         if request.method != "GET" or "/api/" in request.url.path:
             return
         key = (str(request.url), request.headers.get("range", ""))
-        self._starts[key] += 1
-        if self._starts[key] > 1 + RESUMES:
-            raise self._failed(Fault("the connection is cut again and again"))
+        self._download_starts[key] += 1
+        if self._download_starts[key] > 1 + MAX_RESUMES:
+            raise self._record_error(TransientHubError("the connection is dropped repeatedly"))
 
-    def _is_known(self, request: Any) -> bool:
-        # a hub that sends its small files from another address of its own is among the stores
-        known = request.url.host in self._stores or str(request.url).startswith(constants.ENDPOINT)
-        return known and not any(part in request.url.path for part in _ASIDES)
+    def _is_monitored(self, request: Any) -> bool:
+        # storage hosts may include a second host of the Hub, which serves its small files
+        known = request.url.host in self._storage_hosts or str(request.url).startswith(
+            constants.ENDPOINT
+        )
+        return known and not any(part in request.url.path for part in _OPTIONAL_REQUESTS)
 
-    def _judge(self, request: Any, response: Any) -> Fault | None:
+    def _classify_response(self, request: Any, response: Any) -> TransientHubError | None:
         status, code = response.status_code, response.headers.get("x-error-code")
         is_file = "/resolve/" in request.url.path
         if is_file and response.headers.get("location"):
-            self._stores.add(urlsplit(response.headers["location"]).hostname or request.url.host)
+            self._storage_hosts.add(
+                urlsplit(response.headers["location"]).hostname or request.url.host
+            )
         if is_file and status < 400:
             etag = response.headers.get("x-linked-etag") or response.headers.get("etag") or ""
             self.etag = etag.removeprefix("W/").strip('"') or self.etag
-        if status in (408, 425, 429) or status >= 500:  # which may pass
-            return Fault(_answered(response, noun=self._noun), seconds=_asked(response))
+        if status in (408, 425, 429) or status >= 500:  # temporary
+            return TransientHubError(
+                _status_message(response, server_name=self._server_name),
+                retry_after_seconds=_retry_after_seconds(response),
+            )
         is_store = not is_file and not str(request.url).startswith(constants.ENDPOINT)
-        if is_store and request.method == "GET":  # its signed addresses expire
-            return Fault(f"the file store answered {status}") if 400 <= status != 416 else None
+        if is_store and request.method == "GET":  # its signed URLs expire
+            return (
+                TransientHubError(f"the file store returned {status}")
+                if 400 <= status != 416
+                else None
+            )
         if status in (401, 403) or code in ("RepoNotFound", "GatedRepo"):
-            self._refused = response
+            self._refused_response = response
         return None
 
 
-_watches: list[Watch] = []
-_one_at_a_time = threading.RLock()
+_active_monitors: list[RequestMonitor] = []
+_monitor_lock = threading.RLock()
 
 
 @contextlib.contextmanager
-def watching(*, everywhere: bool = False) -> Iterator[Watch]:
-    """Watch the client's requests, so that it neither waits nor gives up by itself.
+def monitor_requests(*, all_threads: bool = False) -> Iterator[RequestMonitor]:
+    """Context manager: monitor huggingface_hub's requests, so that it raises instead of waiting.
 
     Args:
-        everywhere: those of every thread, not of this one only: `datasets` has helpers.
+        all_threads: monitor all threads, not only this one, because `datasets` uses helper threads.
     """
-    if _http._GLOBAL_CLIENT_FACTORY is _http.default_client_factory:  # else the program's own
-        set_client_factory(_Client)
-    watch = Watch(thread=None if everywhere else threading.get_ident())
-    # its warnings quote signed addresses; one notice of ours says that it is tried again
+    if _http._GLOBAL_CLIENT_FACTORY is _http.default_client_factory:  # else: set by the program
+        set_client_factory(_BoundedClient)
+    monitor = RequestMonitor(thread_id=None if all_threads else threading.get_ident())
+    # huggingface_hub's warnings contain signed URLs; `retry` logs retries instead
     logger = logging.getLogger("huggingface_hub.file_download")
-    with _one_at_a_time:
-        _watches.append(watch)
-        logger.addFilter(_is_no_retry)
+    with _monitor_lock:
+        _active_monitors.append(monitor)
+        logger.addFilter(_is_not_retry_warning)
         try:
-            yield watch
+            yield monitor
         finally:
-            _watches.remove(watch)
-            logger.removeFilter(_is_no_retry)
+            _active_monitors.remove(monitor)
+            logger.removeFilter(_is_not_retry_warning)
 
 
-def _is_no_retry(record: logging.LogRecord) -> bool:
+def _is_not_retry_warning(record: logging.LogRecord) -> bool:
     return "Error while downloading" not in str(record.msg)
 
 
-def _asked(response: Any) -> float | None:
-    """Seconds that a server asks to be left alone, in either of its two ways."""
+def _retry_after_seconds(response: Any) -> float | None:
+    """Return the wait in seconds that a retry-after or ratelimit header requests; None if none."""
     headers = response.headers
     if str(headers.get("retry-after", "")).strip().isdigit():
         return float(headers["retry-after"])
@@ -359,159 +391,151 @@ def _asked(response: Any) -> float | None:
     return float(window[1]) if window else None
 
 
-# --- the policy ----------------------------------------------------------------------------------
+# --- retries --------------------------------------------------------------------------------------
 
 
-def retried(where: str, call: Callable[[], T], *, has_copy: bool = False) -> T:
-    """Call until it works, within bounds; the first fault is told, and those after a long wait.
+def retry(display_name: str, call: Callable[[], T], *, has_copy: bool = False) -> T:
+    """Call a function until it succeeds, up to a limited number of tries.
 
-    A call may be of many requests. Each may fail a few times.
+    A call may send many requests; the limit applies to each of them. Logs the first failure, and
+    later ones if the last log line is some time ago.
 
     Args:
-        where: the thing that is read or written, for the notice.
-        call: raises Fault for what may pass.
-        has_copy: there is something to go on with: where nobody answers, do not insist.
-    Raises: the last Fault; whatever else `call` raises.
+        display_name: name of what is read or written, for log lines.
+        call: function that raises TransientHubError for temporary failures.
+        has_copy: True if a cached copy exists; then give up after one try if no server responds.
+    Raises: the last TransientHubError, and any other error of `call`.
     """
-    told = time.monotonic()
+    last_notice = time.monotonic()
     failures: Counter[str] = Counter()
     while True:
         try:
             return call()
-        except Fault as fault:
-            failures[fault.request] += 1
-            fault.tries = failures[fault.request]
-            few = 1 if has_copy else TRIES_UNREACHABLE
-            if fault.tries >= (few if fault.unreachable else TRIES):
+        except TransientHubError as error:
+            failures[error.request] += 1
+            error.num_tries = failures[error.request]
+            few = 1 if has_copy else MAX_TRIES_UNREACHABLE
+            if error.num_tries >= (few if error.is_unreachable else MAX_TRIES):
                 raise
-            seconds = FIRST_WAIT_SECONDS * 2 ** (fault.tries - 1)
-            seconds = seconds if fault.seconds is None else fault.seconds
-            seconds = min(seconds, LONGEST_WAIT_SECONDS)
-            notice = f"{where}: {fault}; trying again"
-            if seconds + time.monotonic() - told < NOTICE_SECONDS:
-                say_once(notice)
-            elif is_first_rank():
-                told = time.monotonic()
-                say(f"{notice} in {seconds:.0f} s")
+            seconds = FIRST_WAIT_SECONDS * 2 ** (error.num_tries - 1)
+            seconds = seconds if error.retry_after_seconds is None else error.retry_after_seconds
+            seconds = min(seconds, MAX_WAIT_SECONDS)
+            notice = f"{display_name}: {error}; trying again"
+            if seconds + time.monotonic() - last_notice < NOTICE_INTERVAL_SECONDS:
+                warn_once(notice)
+            elif is_main_process():
+                last_notice = time.monotonic()
+                logger.info(f"{notice} in {seconds:.0f} s")
             time.sleep(seconds)
 
 
-def say_once(text: str) -> None:
-    """Tell something once per process, and on the first rank only."""
-    if text not in _said and is_first_rank():
-        say(text)
-    _said.add(text)
+# --- error messages -------------------------------------------------------------------------------
 
 
-_said: set[str] = set()
+def redact(text: str, token: str | None) -> str:
+    """Prepare third-party text for a message: one line, limited length, no tokens.
 
-
-# --- wording -------------------------------------------------------------------------------------
-
-
-def clean(text: str, token: str | None) -> str:
-    """Make somebody else's text fit for a message: one line, bounded, without tokens.
-
-    A server's answer may echo the request's headers. Advice to read objects that could run code is
-    never passed on.
+    A response may repeat the request's headers, with the token. A text with advice on loading
+    objects that could run code is replaced.
     """
-    if _ADVICE.search(text):
-        return "it holds Python objects or code, which are not read, since they could do anything"
+    if _UNSAFE_LOADING_ADVICE.search(text):
+        return "it holds Python objects or code, which are never loaded because they could run code"
     text = text.replace(token, "***") if token else text
     text = re.sub(r"(?i)\bbearer\s+[^\s'\",}]+", "Bearer ***", text)
     text = " ".join(re.sub(r"\bhf_[A-Za-z0-9]{8,}", "***", text).split())
-    return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 3] + "..."
+    return text if len(text) <= _MAX_REASON_CHARS else text[: _MAX_REASON_CHARS - 3] + "..."
 
 
-def status_of(error: BaseException) -> int | None:
-    """The HTTP status that an error of the client carries, if any."""
+def http_status(error: BaseException) -> int | None:
+    """Return the HTTP status of a huggingface_hub error; None if it has none."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     return status if isinstance(status, int) else None
 
 
-def _unreachable(error: BaseException, noun: str = "the hub") -> str:
+def _unreachable_message(error: BaseException, server_name: str = "the hub") -> str:
     text = f"{type(error).__name__}: {error}"
-    return f"{noun} cannot be reached ({clean(text, get_token()).rstrip(': ')})"
+    return f"{server_name} cannot be reached ({redact(text, get_token()).rstrip(': ')})"
 
 
-def _answered(response: Any, detail: str | None = None, noun: str = "the hub") -> str:
-    """Name the status of an answer, with the server's words where it has any."""
+def _status_message(response: Any, detail: str | None = None, server_name: str = "the hub") -> str:
+    """Describe the status of a response, with the server's message if it sent one."""
     words = detail or response.headers.get("x-error-message") or response.reason_phrase
-    words = clean(str(words), get_token())
-    return f"{noun} answered {response.status_code}{f' ({words})' if words else ''}"
+    words = redact(str(words), get_token())
+    return f"{server_name} returned {response.status_code}{f' ({words})' if words else ''}"
 
 
-def described(error: BaseException) -> tuple[str, str]:
-    """Say in one line without a token what went wrong. Returns: the line and its code."""
+def describe_error(error: BaseException) -> tuple[str, str]:
+    """Describe a huggingface_hub error, without tokens. Returns: one line, and the error code."""
     response = getattr(error, "response", None)
     if isinstance(error, httpx.TooManyRedirects):
-        return "the hub leads from one address to another without an end", "hub.wrong_answer"
+        return "the hub redirects endlessly", "hub.wrong_answer"
     if response is None:
-        return _unreachable(error), "hub.unreachable"
+        return _unreachable_message(error), "hub.unreachable"
     status = response.status_code
     code = "hub.forbidden" if status in (401, 403) else "hub.out_of_order"
-    return _answered(response, getattr(error, "server_message", None)), code
+    return _status_message(response, getattr(error, "server_message", None)), code
 
 
-def refusal(
+def permanent_hub_error(
     error: BaseException | None,
-    where: str,
+    display_name: str,
     revision: str | None,
     *,
-    missing: type[FinetuneError],
-    noun: str = "repository",
+    not_found_error: type[FinetuneError],
+    repo_noun: str = "repository",
 ) -> FinetuneError | None:
-    """The user's error for a definite answer of the hub; None for anything else.
+    """Convert a permanent failure to a finetune error; None for any other failure.
 
     Args:
-        missing: the kind of error for what is not there.
-        noun: what the user calls a repository.
+        not_found_error: error class for a missing repository or revision.
+        repo_noun: word for the repository in messages, such as dataset.
     """
     token = get_token()
-    login = "check the rights of your token" if token else "log in with `hf auth login`"
-    status = status_of(error) if error is not None else None
-    not_found = f"{missing.code}.not_found"
-    place = f"in {source}" if (source := token_source()).isupper() else f"of {source}"
+    login_hint = "check the permissions of your token" if token else "log in with `hf auth login`"
+    status = http_status(error) if error is not None else None
+    not_found = f"{not_found_error.code}.not_found"
+    token_text = f"in {source}" if (source := token_source()).isupper() else f"of {source}"
     if isinstance(error, GatedRepoError):
         return HubError(
-            f"{where}: access must be granted first; accept the terms on its page, then "
-            f"`hf auth login`",
+            f"{display_name}: access must be granted first; accept the terms on its page, then "
+            "run `hf auth login`",
             code="hub.forbidden",
         )
     if isinstance(error, RevisionNotFoundError):
-        return missing(
-            f"{where}: no such revision; leave '@{revision}' away for the newest", code=not_found
+        return not_found_error(
+            f"{display_name}: no such revision; remove '@{revision}' for the newest", code=not_found
         )
     if isinstance(error, RepositoryNotFoundError):
-        return missing(
-            f"{where}: no such {noun}, or it is private; check the name, or {login}",
+        return not_found_error(
+            f"{display_name}: no such {repo_noun}, or it is private; check the name, or "
+            f"{login_hint}",
             code=not_found,
         )
     if status == 401 and token:
         return HubError(
-            f"{where}: the hub refuses the token {place} (401); make a new one and "
-            f"`hf auth login`, or unset it for what is public",
+            f"{display_name}: the hub rejects the token {token_text} (401); create a new one and "
+            f"run `hf auth login`, or unset it to read public data",
             code="hub.forbidden",
         )
     if isinstance(error, (HfHubHTTPError, httpx.TooManyRedirects)):
-        text, code = described(error)
-        step = login if code == "hub.forbidden" else "check HF_ENDPOINT, or try again later"
-        return HubError(f"{where}: {text}; {step}", code=code)
+        text, code = describe_error(error)
+        hint = login_hint if code == "hub.forbidden" else "check HF_ENDPOINT, or try again later"
+        return HubError(f"{display_name}: {text}; {hint}", code=code)
     return None
 
 
 def token_source() -> str:
-    """Name the place that the user's token comes from, for messages."""
+    """Return the environment variable that holds the user's token, else "the login"."""
     names = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
     return next((name for name in names if os.environ.get(name)), "the login")
 
 
-def was_cut(error: BaseException | None) -> bool:
-    """True if a connection broke, below what libraries made of it."""
+def is_connection_error(error: BaseException | None) -> bool:
+    """True if a dropped connection caused the error, even if libraries have wrapped it."""
     while error is not None:
-        if isinstance(error, httpx.TransportError) and not isinstance(error, _DEFINITE):
+        if isinstance(error, httpx.TransportError) and not isinstance(error, _PERMANENT_ERRORS):
             return True
-        if "Consistency check failed" in str(error):  # fewer bytes, in the client's words
+        if "Consistency check failed" in str(error):  # huggingface_hub's message for missing bytes
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -1,4 +1,4 @@
-"""Files of the hub, through huggingface_hub's cache: with their commit, and their bytes checked."""
+"""Download files from the Hugging Face Hub through its client's cache; verify their checksums."""
 
 from __future__ import annotations
 
@@ -13,20 +13,35 @@ from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalE
 from torch import hub
 
 from finetune.errors import HubError, WeightsError
-from finetune.files import git_sha1_of, sha256_of
-from finetune.hub.client import Fault, Watch, clean, refusal, retried, say_once, was_cut, watching
+from finetune.files import file_sha256, git_blob_sha1
+from finetune.hub.client import (
+    RequestMonitor,
+    TransientHubError,
+    is_connection_error,
+    monitor_requests,
+    permanent_hub_error,
+    redact,
+    retry,
+)
+from finetune.log import warn_once
 
-__all__ = ["HubFile", "checked", "download", "fetch", "first_of"]
+__all__ = [
+    "CachedHubFile",
+    "download_first",
+    "download_hub_file",
+    "download_url",
+    "verify_checksum",
+]
 
 
 @dataclass(frozen=True)
-class HubFile:
-    """A file of a repository, in the cache.
+class CachedHubFile:
+    """A cached file of a Hub repository.
 
     Attributes:
-        path: in the client's cache.
-        commit: of the repository, that the file belongs to; None for a cache of another layout.
-        sha256: of its bytes, when checking them took it.
+        path: path in huggingface_hub's cache.
+        commit: commit of the repository; None if the cache has an unknown layout.
+        sha256: sha256 of the file; None if the Hub identifies it by another hash.
     """
 
     path: Path
@@ -34,195 +49,209 @@ class HubFile:
     sha256: str | None
 
 
-class _NoSuchFile(WeightsError):
+class _FileNotInRepoError(WeightsError):
     """The repository does not hold this file."""
 
     code = "weights.not_found"
 
 
-def first_of(
-    repository: str, filenames: tuple[str, ...], revision: str | None, *, source: str | None = None
-) -> HubFile:
-    """Fetch the first of several files that a repository holds.
+def download_first(
+    repo_id: str,
+    filenames: tuple[str, ...],
+    revision: str | None,
+    *,
+    display_name: str | None = None,
+) -> CachedHubFile:
+    """Download the first of several files that exists in a repository.
 
-    Args:
-        source: what the user calls it, for messages.
-    Raises: WeightsError if it holds none of them; see fetch() for the rest.
+    Args: see `download_hub_file`.
+    Raises: WeightsError if none of the files exists; otherwise same as `download_hub_file`.
     """
     missing: WeightsError | None = None
     for filename in filenames:
         try:
-            return fetch(repository, filename, revision, source=source)
-        except _NoSuchFile as error:
+            return download_hub_file(repo_id, filename, revision, display_name=display_name)
+        except _FileNotInRepoError as error:
             missing = missing or error
     raise WeightsError(
-        f"{source or f'hf-hub:{repository}'}: no weights file (looked for {', '.join(filenames)}); "
-        f"choose a repository in timm's format",
+        f"{display_name or f'hf-hub:{repo_id}'}: no weights file (looked for "
+        f"{', '.join(filenames)}); choose a repository in timm format",
         code="weights.not_found",
     ) from missing
 
 
-def fetch(
-    repository: str, filename: str, revision: str | None, *, source: str | None = None
-) -> HubFile:
-    """Download one file, or take it from the cache, and check its bytes against the hub's name.
+def download_hub_file(
+    repo_id: str, filename: str, revision: str | None, *, display_name: str | None = None
+) -> CachedHubFile:
+    """Download one file, or take it from the cache, and verify its checksum.
 
-    A file is fetched again, within bounds, if the connection fails or its bytes are wrong. If the
-    hub does not answer, the copy in the cache is used and its commit printed. No request is made
-    when the hub is set offline.
+    Retries a limited number of times if the connection fails or the checksum does not match. If the
+    Hub does not respond, uses the cached copy and logs its commit. Sends no request in offline
+    mode.
 
     Args:
-        repository: owner/name.
-        filename: in the repository.
+        repo_id: owner/name.
+        filename: path in the repository.
         revision: branch, tag or commit; None for the newest.
-        source: what the user calls it, for messages; by default their "hf-hub:" name.
-    Raises: WeightsError telling apart a wrong name, revision and file, and a damaged copy;
-        HubError for a token that is refused, no access, and a hub that does not answer.
+        display_name: repository as the user typed it, for messages; None for "hf-hub:repo_id".
+    Raises: WeightsError for a wrong name, revision or file, or a damaged copy; HubError if the
+        Hub rejects the token, denies access or does not respond.
     """
-    where = source or f"hf-hub:{repository}" + (f"@{revision}" if revision else "")
+    where = display_name or f"hf-hub:{repo_id}" + (f"@{revision}" if revision else "")
     try:
-        copy = _copy(where, repository, filename, revision)
+        cached_path = _find_cached(where, repo_id, filename, revision)
         if is_offline_mode():
-            return _from_copy(where, filename, copy, "HF_HUB_OFFLINE is set")
-        return _Download(where, repository, filename, revision).run(copy)
+            return _use_cached(where, filename, cached_path, "HF_HUB_OFFLINE is set")
+        return _Download(where, repo_id, filename, revision).run(cached_path)
     except HFValidationError as error:
         raise WeightsError(
             f"{where}: not a repository name; write hf-hub:owner/name", code="weights.unknown_name"
         ) from error
 
 
-def _copy(where: str, repository: str, filename: str, revision: str | None) -> Path | None:
-    """Find the copy in the cache that a revision stood for when it was last seen."""
-    path = try_to_load_from_cache(repository, filename, revision=revision)
+def _find_cached(
+    display_name: str, repo_id: str, filename: str, revision: str | None
+) -> Path | None:
+    """Find a cached file, at the commit to which the revision last resolved; None if none."""
+    path = try_to_load_from_cache(repo_id, filename, revision=revision)
     if path is None or isinstance(path, str):
         return Path(path) if path else None
     if is_offline_mode():
-        raise _NoSuchFile(f"{where}: no file {filename}; choose one in timm's format")
+        raise _FileNotInRepoError(
+            f"{display_name}: no file {filename}; choose a repository in timm format"
+        )
     return None
 
 
-def _from_copy(where: str, filename: str, copy: Path | None, cause: str) -> HubFile:
-    if copy is None:
+def _use_cached(
+    display_name: str, filename: str, cached_path: Path | None, cause: str
+) -> CachedHubFile:
+    if cached_path is None:
         raise HubError(
-            f"{where}: {cause}, and {filename} is not in the cache; run once with a connection, or "
-            f"copy the model and give its folder",
+            f"{display_name}: {cause}, and {filename} is not in the cache; run once with a "
+            f"connection, or copy the model and pass its folder",
             code="hub.unreachable",
         )
-    sha256 = checked(copy)
+    sha256 = verify_checksum(cached_path)
     if sha256 is None:
         raise WeightsError(
-            f"{where}: {filename} in the cache is damaged (its bytes are not what its checksum "
-            f"says), and {cause}; delete {copy.resolve()}, or connect to fetch it anew",
+            f"{display_name}: {filename} in the cache is damaged (its checksum does not match), "
+            f"and {cause}; delete {cached_path.resolve()}, or connect to download it again",
             code="weights.damaged",
         )
-    commit = _commit_of(copy)
-    say_once(f"{where}: {cause}; using revision {commit} from the cache")
-    return HubFile(copy, commit, sha256 or None)
+    commit = _commit_from_path(cached_path)
+    warn_once(f"{display_name}: {cause}; using revision {commit} from the cache")
+    return CachedHubFile(cached_path, commit, sha256 or None)
 
 
 class _Download:
-    """The download of one file, over as many tries as it takes."""
+    """Download of one file, with retries."""
 
-    def __init__(self, where: str, repository: str, filename: str, revision: str | None) -> None:
-        self.where = where
-        self.repository = repository
+    def __init__(
+        self, display_name: str, repo_id: str, filename: str, revision: str | None
+    ) -> None:
+        self.display_name = display_name
+        self.repo_id = repo_id
         self.filename = filename
         self.revision = revision
-        self.damaged: Path | None = None
+        self.damaged_path: Path | None = None
 
-    def run(self, copy: Path | None) -> HubFile:
-        """Try within bounds, then go back to the copy that was there before."""
+    def run(self, cached_path: Path | None) -> CachedHubFile:
+        """Download with retries; if all fail, fall back to the cached copy."""
         try:
-            return retried(self.where, self._try, has_copy=copy is not None)
-        except Fault as fault:
-            cause, code = str(fault), fault.code
-            if self.damaged is not None and not fault.unreachable:
-                # timm and transformers do not check what they find there
-                self.damaged.resolve().unlink(missing_ok=True)
-            if copy is not None and (
-                fault.unreachable or (copy.exists() and checked(copy) is not None)
+            return retry(self.display_name, self._try_once, has_copy=cached_path is not None)
+        except TransientHubError as error:
+            cause, code = str(error), error.code
+            if self.damaged_path is not None and not error.is_unreachable:
+                # timm and transformers load cached files without verifying them
+                self.damaged_path.resolve().unlink(missing_ok=True)
+            if cached_path is not None and (
+                error.is_unreachable
+                or (cached_path.exists() and verify_checksum(cached_path) is not None)
             ):
-                return _from_copy(self.where, self.filename, copy, cause)
+                return _use_cached(self.display_name, self.filename, cached_path, cause)
         raise HubError(
-            f"{self.where}: {self.filename} could not be fetched: {cause}; try again later, or "
-            f"give a local folder",
+            f"{self.display_name}: {self.filename} could not be fetched: {cause}; try again "
+            f"later, or pass a local folder",
             code=code,
         )
 
-    def _try(self) -> HubFile:
-        with watching() as watch:
-            path = self._ask(watch)
-        sha256 = checked(path, watch.etag)
+    def _try_once(self) -> CachedHubFile:
+        with monitor_requests() as monitor:
+            path = self._request_file(monitor)
+        sha256 = verify_checksum(path, monitor.etag)
         if sha256 is None:
-            self.damaged = path
-            raise Fault(f"{self.filename} came with bytes that are not those of its checksum")
-        return HubFile(path, _commit_of(path), sha256 or None)
+            self.damaged_path = path
+            raise TransientHubError(f"{self.filename} arrived with a wrong checksum")
+        return CachedHubFile(path, _commit_from_path(path), sha256 or None)
 
-    def _ask(self, watch: Watch) -> Path:
-        """Ask the client once; it writes a forced download over the damaged one in one step."""
+    def _request_file(self, monitor: RequestMonitor) -> Path:
+        """Request the file once; a forced download replaces the damaged file atomically."""
         error: Exception | None = None
         try:
             path = hf_hub_download(
-                self.repository,
+                self.repo_id,
                 self.filename,
                 revision=self.revision,
-                force_download=self.damaged is not None,
+                force_download=self.damaged_path is not None,
             )
-        except (Fault, HFValidationError):
+        except (TransientHubError, HFValidationError):
             raise
         except Exception as caught:
             error = caught
-        # Where it is refused, the client would go on with a copy, as if nothing had happened.
-        error = watch.refusal() or error
+        # If access is denied, huggingface_hub silently returns a cached copy.
+        error = monitor.permanent_error() or error
         if error is None:
             return Path(path)
-        self._explain(error)
+        self._raise_user_error(error)
 
-    def _explain(self, error: Exception) -> NoReturn:
-        text = clean(str(error), get_token())
-        if was_cut(error):
-            raise Fault(f"the connection was cut ({text})") from None
+    def _raise_user_error(self, error: Exception) -> NoReturn:
+        text = redact(str(error), get_token())
+        if is_connection_error(error):
+            raise TransientHubError(f"the connection was dropped ({text})") from None
         if re.search("hf_xet|xet-read-token|Xet", f"{type(error)} {error}"):
             raise HubError(
-                f"{self.where}: {self.filename} cannot be read from Xet storage ({text}); set "
-                f"HF_HUB_DISABLE_XET=1 to fetch it the plain way",
+                f"{self.display_name}: {self.filename} cannot be read from Xet storage ({text}); "
+                f"set HF_HUB_DISABLE_XET=1 to download it over plain HTTP",
                 code="hub.xet",
             ) from None
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
-            raise _NoSuchFile(
-                f"{self.where}: no file {self.filename}; choose one in timm's format"
+            raise _FileNotInRepoError(
+                f"{self.display_name}: no file {self.filename}; choose a repository in timm format"
             ) from None
         cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else error
-        definite = refusal(cause, self.where, self.revision, missing=WeightsError)
-        if definite is not None:
-            raise definite from None
-        if isinstance(error, LocalEntryNotFoundError):  # an answer without the hub's headers
+        permanent_error = permanent_hub_error(
+            cause, self.display_name, self.revision, not_found_error=WeightsError
+        )
+        if permanent_error is not None:
+            raise permanent_error from None
+        if isinstance(error, LocalEntryNotFoundError):  # a response without the Hub's headers
             raise HubError(
-                f"{self.where}: what answers is not a hub; check HF_ENDPOINT and the proxy",
+                f"{self.display_name}: the server is not a hub; check HF_ENDPOINT and the proxy",
                 code="hub.wrong_answer",
             ) from None
         if isinstance(error, OSError):
             raise WeightsError(
-                f"{self.where}: {text}; try again, or give a local folder",
+                f"{self.display_name}: {text}; try again, or pass a local folder",
                 code="weights.unreadable",
             ) from None
         raise HubError(
-            f"{self.where}: {text or type(error).__name__}; check HF_ENDPOINT",
+            f"{self.display_name}: {text or type(error).__name__}; check HF_ENDPOINT",
             code="hub.wrong_answer",
         ) from None
 
 
-def _commit_of(path: Path) -> str | None:
+def _commit_from_path(path: Path) -> str | None:
     parts = path.parts
     return parts[parts.index("snapshots") + 1] if "snapshots" in parts else None
 
 
-def download(url: str) -> Path:
-    """Fetch a file that timm's registry knows by its address only, through torch's cache.
+def download_url(url: str) -> Path:
+    """Download a file by URL through torch's cache, for timm weights that are not on the Hub.
 
-    torch's convention puts the first digits of the sha256 into the name; they are checked.
+    Verifies the first digits of the sha256, which torch expects in the file name.
 
-    Raises: WeightsError if it cannot be fetched, or has another checksum.
+    Raises: WeightsError if the download fails or the checksum does not match.
     """
     filename = url.rsplit("/", 1)[-1]
     path = Path(hub.get_dir()) / "checkpoints" / filename
@@ -239,17 +268,17 @@ def download(url: str) -> Path:
     return path
 
 
-def checked(path: Path, etag: str | None = None) -> str | None:
-    """Compare a file's bytes with the hub's name for them, which its copy in the cache bears.
+def verify_checksum(path: Path, etag: str | None = None) -> str | None:
+    """Verify a file against its ETag on the Hub, which is the name of the cached blob.
 
     Args:
-        path: the link in a snapshot, or the file itself where the system has no links.
-        etag: the hub's name for it, for the latter.
-    Returns: its sha256; "" when the name is not a sha256; None when the bytes are others.
+        path: symlink in a snapshot, or the file itself if the system has no symlinks.
+        etag: expected ETag, used if `path` is not a symlink.
+    Returns: the sha256; "" if the ETag is not a sha256; None if the bytes do not match.
     """
     name = Path(os.readlink(path)).name if path.is_symlink() else etag or ""
     if re.fullmatch(r"[0-9a-f]{64}", name):
-        return name if sha256_of(path) == name else None
-    if re.fullmatch(r"[0-9a-f]{40}", name) and git_sha1_of(path) != name:
+        return name if file_sha256(path) == name else None
+    if re.fullmatch(r"[0-9a-f]{40}", name) and git_blob_sha1(path) != name:
         return None
     return ""

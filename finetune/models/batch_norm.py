@@ -1,6 +1,6 @@
-"""Batch norm in training: over the images of all processes, or by statistics that stay.
+"""Batch norm in training: synchronized over all processes, or with frozen statistics.
 
-Neither changes the names, the weights or the evaluation of a network.
+Both keep parameter names and weights, and leave evaluation unchanged.
 """
 
 # C channels, P processes; inputs are (B, C, …)
@@ -17,52 +17,61 @@ from torch.autograd.function import once_differentiable
 from finetune.errors import RecipeError
 from finetune.recipe.schema import ModelSection
 
-__all__ = ["choose_statistics", "counting_norms", "norms_with_statistics", "synchronise"]
+__all__ = [
+    "batch_norm_layers",
+    "configure_batch_norm",
+    "convert_to_sync_batch_norm",
+    "unfrozen_batch_norm_layers",
+]
 
 
-def norms_with_statistics(model: nn.Module) -> list[nn.Module]:
-    """Return the layers with running statistics: batch norms of every kind."""
+def batch_norm_layers(model: nn.Module) -> list[nn.Module]:
+    """Return all layers with running statistics: batch norms of any class."""
     return [m for m in model.modules() if isinstance(getattr(m, "running_mean", None), Tensor)]
 
 
-def counting_norms(model: nn.Module) -> list[nn.Module]:
-    """Return the batch norms whose statistics training changes, as nothing of them is frozen."""
-    counting = []
-    for norm in norms_with_statistics(model):
-        own = list(norm.parameters(recurse=False))
-        is_frozen = own and not any(parameter.requires_grad for parameter in own)
-        if not is_frozen and not getattr(norm, "keeps_statistics", False):
-            counting.append(norm)
-    return counting
+def unfrozen_batch_norm_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the batch norms that update their running statistics in training."""
+    unfrozen = []
+    for norm in batch_norm_layers(model):
+        parameters = list(norm.parameters(recurse=False))
+        is_frozen = parameters and not any(parameter.requires_grad for parameter in parameters)
+        if not is_frozen and not getattr(norm, "has_frozen_statistics", False):
+            unfrozen.append(norm)
+    return unfrozen
 
 
-def choose_statistics(model: nn.Module, section: ModelSection) -> None:
-    """Carry out `model.freeze_bn`: batch norms train their weights alone.
+def configure_batch_norm(model: nn.Module, section: ModelSection) -> None:
+    """Apply `model.freeze_bn` (batch norms train only their weights) and check `model.sync_bn`.
 
     Args:
-        model: of the section, frozen as it says; `set_train_mode` leaves the norms in evaluation.
-        section: of the recipe; `sync_bn` is for `synchronise`, when training begins.
-    Raises: RecipeError for either key if there is no batch norm that it could change.
+        model: the network built from `section`, with `model.freeze` already applied. With
+            `freeze_bn`, its batch norms are marked, and `set_train_mode` keeps marked ones in
+            evaluation mode.
+        section: the recipe's model section; `convert_to_sync_batch_norm` applies `sync_bn` when
+            training starts.
+    Raises: RecipeError if either key is set and the network has no unfrozen batch norm.
     """
     for key in ("sync_bn", "freeze_bn"):
-        if getattr(section, key) and not counting_norms(model):
+        if getattr(section, key) and not unfrozen_batch_norm_layers(model):
             raise RecipeError(
-                f"model.{key}: {section.name} has no batch norm in what is trained; remove the key",
+                f"model.{key}: {section.name} has no batch norm in its trained layers; remove the "
+                f"key",
                 code="recipe.unsupported",
             )
-    for norm in norms_with_statistics(model) if section.freeze_bn else ():
-        norm.keeps_statistics = True  # type: ignore[assignment]
+    for norm in batch_norm_layers(model) if section.freeze_bn else ():
+        norm.has_frozen_statistics = True  # type: ignore[assignment]
 
 
-def synchronise(network: nn.Module) -> None:
-    """Let batch norms take their statistics from the images of all processes, in training.
+def convert_to_sync_batch_norm(network: nn.Module) -> None:
+    """Replace batch norms by SyncBatchNorm, whose training statistics cover all processes.
 
-    Names, tensors and evaluation stay as they are. Every process must compute as many batches, at
-    least one image each; their sizes may differ. It needs a process group.
+    Parameter names, tensors and evaluation do not change. Requires a process group. Every process
+    must run the same number of batches, with at least one image each; batch sizes may differ.
 
     Args:
-        network: on its device; its batch norms become torch's and timm's synchronised ones, which
-            compute on a GPU alone: on a CPU a way of theirs to do so stands in.
+        network: the network on its final device. On a GPU its batch norms become torch's or timm's
+            SyncBatchNorm; on a CPU, where these do not run, the equivalents from this module.
     Source: Peng et al. 2018, "MegDet", section 3.3.
     """
     on_cpu = next(network.parameters()).device.type == "cpu"
@@ -73,39 +82,40 @@ def synchronise(network: nn.Module) -> None:
 
 
 class _CpuSyncBatchNorm(nn.SyncBatchNorm):
-    """torch's synchronised batch norm, on a CPU."""
+    """SyncBatchNorm that also trains on a CPU."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise by the moments of all processes. Returns: the input's shape."""
+        """Normalize with the mean and variance over all processes. Returns: the input's shape."""
         if not self.training:
             return super().forward(input)
-        mean_C, var_C, count = _moments(input.detach())
+        mean_C, var_C, count = _gather_moments(input.detach())
         if self.running_mean is not None and self.running_var is not None:
-            assert self.num_batches_tracked is not None, "it is there with the others"
+            assert self.num_batches_tracked is not None, "it exists with the running statistics"
             self.num_batches_tracked.add_(1)
             momentum = self.momentum
-            share = 1 / float(self.num_batches_tracked) if momentum is None else momentum
-            self.running_mean.lerp_(mean_C, share)
-            self.running_var.lerp_(var_C * (count / (count - 1)), share)
-        result: Tensor = _Normalise.apply(
+            update = 1 / float(self.num_batches_tracked) if momentum is None else momentum
+            self.running_mean.lerp_(mean_C, update)
+            self.running_var.lerp_(var_C * (count / (count - 1)), update)
+        result: Tensor = _SyncBatchNormFunction.apply(
             input, self.weight, self.bias, mean_C, var_C, count, self.eps
         )
         return result
 
 
 class _CpuSyncBatchNormAct(SyncBatchNormAct, _CpuSyncBatchNorm):
-    """timm's, which calls torch's and then its activation."""
+    """timm's SyncBatchNormAct on a CPU: _CpuSyncBatchNorm, then the activation."""
 
 
-def _moments(x: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Mean and variance of each channel, (C,), over all processes, and the number of values.
+def _gather_moments(x: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Return mean (C,), variance (C,) and number of values per channel, over all processes.
 
-    Each process sends its own moments and their count; all combine them in the same order, so that
-    they get the same bits.
+    Every process gathers the moments of all processes and combines them in rank order, so the
+    results are bit-identical on all of them.
     """
     channels = x.shape[1]
     dtype = torch.promote_types(x.dtype, torch.float32)
-    unused_C = torch.zeros(channels, dtype=dtype)  # running statistics, whose dtype the result has
+    # running statistics are not used here, but their dtype becomes that of the moments
+    unused_C = torch.zeros(channels, dtype=dtype)
     mean_C, var_C = torch.batch_norm_update_stats(x, unused_C, unused_C, 1.0)
     count = mean_C.new_tensor([x.numel() // channels])
     own = torch.cat([mean_C, var_C, count]).double()
@@ -119,8 +129,8 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor, float]:
     return mean_C.to(dtype), var_C.to(dtype), float(total)
 
 
-class _Normalise(torch.autograd.Function):
-    """Batch norm by moments that all processes' images have made, and its gradient."""
+class _SyncBatchNormFunction(torch.autograd.Function):
+    """Batch norm with mean and variance over all processes, with its own backward pass."""
 
     @staticmethod
     def forward(
@@ -133,7 +143,7 @@ class _Normalise(torch.autograd.Function):
         count: float,
         eps: float,
     ) -> Tensor:
-        """Returns: x's shape."""
+        """Normalize x. Returns: the shape of x."""
         ctx.save_for_backward(x, weight_C, mean_C, var_C)
         ctx.count, ctx.eps = count, eps
         return nn.functional.batch_norm(x, mean_C, var_C, weight_C, bias_C, eps=eps)
@@ -141,17 +151,20 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns: gradients of x, weight and bias; of these the process's own share, as DDP's."""
+        """Return the gradients of x, weight and bias.
+
+        The gradients of weight and bias are local to this process; DDP averages them.
+        """
         x, weight_C, mean_C, var_C = ctx.saved_tensors
-        as_constants = (weight_C, mean_C, var_C, None, None, False, ctx.eps, [True, True, True])
+        args = (weight_C, mean_C, var_C, None, None, False, ctx.eps, [True, True, True])
         grad_x, grad_weight_C, grad_bias_C = torch.ops.aten.native_batch_norm_backward(
-            grad, x, *as_constants
+            grad, x, *args
         )
-        # and what the moments, which are no constants, hand on to each value
+        # native_batch_norm_backward treats mean and variance as constants: add their gradients
         sums_2C = torch.stack([grad_weight_C, grad_bias_C])
         distributed.all_reduce(sums_2C)
         scale_C = (var_C + ctx.eps).rsqrt() / ctx.count
-        one_C, other_C = sums_2C * (scale_C if weight_C is None else scale_C * weight_C)
-        grad_x -= nn.functional.batch_norm(x, mean_C, var_C, one_C, other_C, eps=ctx.eps)
+        slope_C, offset_C = sums_2C * (scale_C if weight_C is None else scale_C * weight_C)
+        grad_x -= nn.functional.batch_norm(x, mean_C, var_C, slope_C, offset_C, eps=ctx.eps)
         grads_C = (grad_weight_C, grad_bias_C) if weight_C is not None else (None, None)
         return grad_x, *grads_C, None, None, None, None

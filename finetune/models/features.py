@@ -1,4 +1,4 @@
-"""Pre-logits, the features that a network's classifier reads, in the place of images."""
+"""Extract pre-logits, the inputs of a network's classifier, and use them instead of images."""
 
 # B batch, N tokens, D width, K classes, C channels, H W pixels
 
@@ -12,41 +12,48 @@ from timm.models import Beit, Eva, VisionTransformer
 from torch import Tensor, nn
 
 from finetune.errors import WeightsError
-from finetune.models.head import classifier_names, set_train_mode
-from finetune.text import counted
+from finetune.formatting import pluralize
+from finetune.models.freeze import set_train_mode
+from finetune.models.head import classifier_names
 
-__all__ = ["accept_features", "last_layers", "pre_logits", "token_columns", "token_features"]
+__all__ = [
+    "compute_pre_logits",
+    "enable_feature_input",
+    "linear_classifier_names",
+    "token_feature_slices",
+    "token_features",
+]
 
-_RATES = ("p", "drop_prob", "prob")  # names of the rate in dropout layers of every kind
-_TOLERANCE = 1e-4  # of the largest pre-logit: a device may sum in another order, dropout is more
-_BLOCKS = 4  # whose class tokens DINOv2's linear probe may read
+_RATE_ATTRIBUTES = ("p", "drop_prob", "prob")  # where dropout layers store their rate
+_TOLERANCE = 1e-4  # relative to the largest pre-logit: above summation order, below dropout
+_NUM_PROBE_BLOCKS = 4  # DINOv2's linear probe uses the class tokens of up to 4 last blocks
 
 
-def pre_logits(model: nn.Module, images_BCHW: Tensor) -> Tensor:
-    """Compute the input of a timm network's last layer, its representation layer included.
+def compute_pre_logits(model: nn.Module, images_BCHW: Tensor) -> Tensor:
+    """Compute the pre-logits of a timm network: the input of its last (classifier) layer.
 
     Returns: (B, D) float32.
-    Raises: WeightsError for a network that has none.
+    Raises: WeightsError for a network without pre-logits.
     """
     body, head = (getattr(model, name, None) for name in ("forward_features", "forward_head"))
     name = type(model).__name__
     if not callable(body) or not callable(head):
         raise WeightsError(
-            f"{name}: has no forward_features and forward_head to take features from; use one of "
-            "timm's networks",
+            f"{name}: feature extraction needs forward_features and forward_head, which this "
+            "network does not have; use a timm network",
             code="weights.unsupported",
         )
-    return _one_vector(head(body(images_BCHW), pre_logits=True), name)
+    return _as_vectors(head(body(images_BCHW), pre_logits=True), name)
 
 
-def _one_vector(values: Any, name: str) -> Tensor:
-    """Return a network's pre-logits as (B, D) float32. Raises: as `pre_logits`."""
+def _as_vectors(values: Any, name: str) -> Tensor:
+    """Return a network's pre-logits as (B, D) float32. Raises: WeightsError."""
     if isinstance(values, Tensor) and values.ndim == 4 and values.shape[2:] == (1, 1):
         values = values.flatten(1)
     if not isinstance(values, Tensor) or values.ndim != 2:
         kind = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise WeightsError(
-            f"{name}: its pre-logits are {kind}, not one vector an image; set global_pool, for "
+            f"{name}: its pre-logits are {kind}, not one vector per image; set global_pool, for "
             "instance avg, in the model's config.json",
             code="weights.unsupported",
         )
@@ -54,83 +61,89 @@ def _one_vector(values: Any, name: str) -> Tensor:
 
 
 def token_features(model: Any, images_BCHW: Tensor) -> Tensor:
-    """Compute pre-logits and, behind them, the tokens that DINOv2's linear probe reads.
+    """Concatenate the pre-logits and the tokens that DINOv2's linear probe uses.
 
     Args:
-        model: its blocks give all their tokens (see `compute_class_token`, which ends that).
-        images_BCHW: as the network takes them.
-    Returns: (B, …) float32: the pre-logits; of a transformer with a class token also this token
-        after each of the last four blocks, first block first, and the mean of the last block's
-        patches, all through the last norm. `token_columns` says which columns are what.
-    Raises: as `pre_logits`.
+        model: a network to which `limit_last_block_to_class_token` was not applied, because the
+            features need all tokens of the last block.
+        images_BCHW: preprocessed images.
+    Returns: (B, number of features) float32: the pre-logits; for a transformer with a class token,
+        then the class token after each of the last four blocks, in block order, and the mean of the
+        last block's patch tokens, all after the final norm. `token_feature_slices` names the
+        columns.
+    Raises: WeightsError for a network without pre-logits.
     """
     if not _has_class_token(model):
-        return pre_logits(model, images_BCHW)
-    tokens_BND, taken = model.forward_intermediates(
+        return compute_pre_logits(model, images_BCHW)
+    tokens_BND, intermediates = model.forward_intermediates(
         images_BCHW,
-        indices=min(_BLOCKS, len(model.blocks)),
+        indices=min(_NUM_PROBE_BLOCKS, len(model.blocks)),
         return_prefix_tokens=True,
         norm=True,
         output_fmt="NLC",
     )
-    read_BD = _one_vector(model.forward_head(tokens_BND, pre_logits=True), type(model).__name__)
-    classes_BD = [prefix_BND[:, 0] for _, prefix_BND in taken]
-    return torch.cat([read_BD, *classes_BD, taken[-1][0].mean(dim=1)], dim=1).float()
+    head_BD = _as_vectors(model.forward_head(tokens_BND, pre_logits=True), type(model).__name__)
+    class_tokens_BD = [prefix_BND[:, 0] for _, prefix_BND in intermediates]
+    return torch.cat([head_BD, *class_tokens_BD, intermediates[-1][0].mean(dim=1)], dim=1).float()
 
 
-def token_columns(model: Any, width: int) -> dict[str, slice]:
-    """Return which columns of `token_features` are what.
+def token_feature_slices(model: Any, num_columns: int) -> dict[str, slice]:
+    """Return the columns of `token_features` by name.
 
     Args:
-        model: the network that they are of.
-        width: number of columns.
-    Returns: "pre-logits", and the inputs of DINOv2's linear probe: class tokens of the last block
-        and of the last four, with and without the patches' mean.
+        model: the network that computed the features.
+        num_columns: total number of columns.
+    Returns: a dict with the slice of "pre-logits" and the slices of DINOv2's linear probe inputs:
+        the class token of the last block, or those of the last four, each with and without the mean
+        patch token.
     """
     if not _has_class_token(model):
-        return {"pre-logits": slice(0, width)}
-    blocks, size = min(_BLOCKS, len(model.blocks)), int(model.embed_dim)
-    patches = width - size  # the first column of the patches' mean
+        return {"pre-logits": slice(0, num_columns)}
+    blocks, size = min(_NUM_PROBE_BLOCKS, len(model.blocks)), int(model.embed_dim)
+    patches = num_columns - size  # first column of the mean patch token
     columns = {"pre-logits": slice(0, patches - blocks * size)}
     for count in (1, blocks):
-        name = counted(count, "class token")
+        name = pluralize(count, "class token")
         columns[name] = slice(patches - count * size, patches)
-        columns[f"{name}, patches"] = slice(patches - count * size, width)
+        columns[f"{name}, patches"] = slice(patches - count * size, num_columns)
     return columns
 
 
 def _has_class_token(model: Any) -> bool:
-    """True for a transformer of timm's whose every block computes a class token."""
-    known = isinstance(model, VisionTransformer | Eva | Beit)
-    return known and model.cls_token is not None and len(model.blocks) > 0
+    """True for a timm transformer whose blocks all process a class token."""
+    is_supported = isinstance(model, VisionTransformer | Eva | Beit)
+    return is_supported and model.cls_token is not None and len(model.blocks) > 0
 
 
-def last_layers(model: nn.Module) -> list[str]:
-    """Names of the linear classifiers: no pre-logit depends on them."""
+def linear_classifier_names(model: nn.Module) -> list[str]:
+    """Return the names of the classifiers that are linear layers; they read the pre-logits."""
     names = classifier_names(model)
     return [name for name in names if isinstance(model.get_submodule(name), nn.Linear)]
 
 
-def accept_features(model: nn.Module, image_size: tuple[int, int], *, training: bool) -> str | None:
-    """Let a network take its own pre-logits in the place of images, if they decide its logits.
+def enable_feature_input(
+    model: nn.Module, image_size: tuple[int, int], *, training: bool
+) -> str | None:
+    """Patch a network's forward to accept cached pre-logits as well as images.
 
-    Afterwards `model(features_BD)` gives what `model(images_BCHW)` would, from the classifier and
-    the dropout right before it alone; images are taken as before. Names, copies and wrappers of
-    the network stay as they are.
+    Afterwards `model(features_BD)` returns the same logits as `model(images_BCHW)`, but runs only
+    the classifier and the dropout right before it. Parameter names do not change, and deep copies
+    and wrappers (DDP, EMA) of the network keep working.
 
     Args:
-        model: in float32; nothing is changed where the answer is no.
+        model: a float32 network; its forward stays unchanged if the function returns a reason.
         image_size: (height, width) in pixels.
-        training: also while it trains, so nothing before the classifier may learn or be random.
-            The network is left in training mode then, else in evaluation mode.
-    Returns: None, or the reason why it cannot.
+        training: True if the network will train on features; then every layer before the classifier
+            must be frozen and deterministic. The network is left in training mode if True, else in
+            evaluation mode.
+    Returns: None on success; otherwise the reason why logits cannot be computed from pre-logits.
     """
     names = classifier_names(model)
-    if len(names) != 1 or last_layers(model) != names:
+    if len(names) != 1 or linear_classifier_names(model) != names:
         return "the network has no single linear classifier"
-    after = (f"{names[0]}.",)
+    head_prefix = (f"{names[0]}.",)
     if training and any(
-        parameter.requires_grad and not name.startswith(after)
+        parameter.requires_grad and not name.startswith(head_prefix)
         for name, parameter in model.named_parameters()
     ):
         return "more than the classifier is trained"
@@ -139,13 +152,13 @@ def accept_features(model: nn.Module, image_size: tuple[int, int], *, training: 
     model.eval()
     try:
         with torch.no_grad():
-            expected_BD = pre_logits(model, noise)
+            expected_BD = compute_pre_logits(model, noise)
     except WeightsError as error:
         return str(error)
-    head = _head(model, noise, names[0], expected_BD)
+    head = _find_head_modules(model, noise, names[0], expected_BD)
     if head is None:
-        return "the network's logits are not its classifier on its pre-logits"
-    if training and (reason := _why_varying(model, noise, head, expected_BD)) is not None:
+        return "the network's logits are not the output of its classifier on the pre-logits"
+    if training and (reason := _why_features_vary(model, noise, head, expected_BD)) is not None:
         return reason
 
     def forward(self: nn.Module, values: Tensor) -> Tensor:
@@ -156,7 +169,7 @@ def accept_features(model: nn.Module, image_size: tuple[int, int], *, training: 
             values = self.get_submodule(name)(values)
         return values
 
-    # bound to the network, so that a copy's is bound to the copy
+    # a bound method: copying the network binds it to the copy
     model.forward = MethodType(forward, model)
     return None
 
@@ -165,15 +178,18 @@ def accept_features(model: nn.Module, image_size: tuple[int, int], *, training: 
 def _run_with_hooks(
     model: nn.Module, images_BCHW: Tensor, names: list[str]
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """Run a network. Returns: its logits, and (input, output) of each named module that ran."""
-    ends: dict[str, tuple[Tensor, Tensor]] = {}
+    """Run a network and record (input, output) of the named modules.
+
+    Returns: the logits, and the records by module name, in the order in which the modules ran.
+    """
+    recorded: dict[str, tuple[Tensor, Tensor]] = {}
     handles = []
     for name in names:
 
         def record(
             module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor, name: str = name
         ) -> None:
-            ends[name] = (inputs[0], output)
+            recorded[name] = (inputs[0], output)
 
         handles.append(model.get_submodule(name).register_forward_hook(record))
     try:
@@ -181,53 +197,56 @@ def _run_with_hooks(
     finally:
         for handle in handles:
             handle.remove()
-    return logits, ends
+    return logits, recorded
 
 
-def _head(
+def _find_head_modules(
     model: nn.Module, images_BCHW: Tensor, classifier: str, expected_BD: Tensor
 ) -> list[str] | None:
-    """Names of the modules from pre-logits to logits; None if modules alone do not decide them."""
-    dropouts = [name for name, module in model.named_modules() if _is_random(module)]
-    logits, ends = _run_with_hooks(model, images_BCHW, [*dropouts, classifier])
-    if classifier not in ends:
+    """Return the names of the modules between pre-logits and logits, in forward order.
+
+    None if code outside these modules changes the values on the way.
+    """
+    dropouts = [name for name, module in model.named_modules() if _is_active_dropout(module)]
+    logits, recorded = _run_with_hooks(model, images_BCHW, [*dropouts, classifier])
+    if classifier not in recorded:
         return None
-    features, output = ends.pop(classifier)
-    if not _is_same_memory(output, logits) or not _close(features.float(), expected_BD):
+    features, output = recorded.pop(classifier)
+    if not _shares_memory(output, logits) or not _is_close(features.float(), expected_BD):
         return None
-    # outside of training dropout returns its input
-    before = [name for name, (_, out) in ends.items() if _is_same_memory(out, features)]
+    # in evaluation mode dropout returns its input
+    before = [name for name, (_, out) in recorded.items() if _shares_memory(out, features)]
     return [*before[-1:], classifier]
 
 
-def _why_varying(
+def _why_features_vary(
     model: nn.Module, images_BCHW: Tensor, head: list[str], expected_BD: Tensor
 ) -> str | None:
-    """The reason why pre-logits would change between steps of training; None if they do not."""
+    """Return why the pre-logits of an image change between training steps; None if they do not."""
     set_train_mode(model)
     for name, module in model.named_modules():
-        if name not in head and _is_random(module):
-            return f"there is dropout before the classifier ({name})"
+        if name not in head and _is_active_dropout(module):
+            return f"the network has dropout before the classifier ({name})"
         if isinstance(getattr(module, "running_mean", None), Tensor) and module.training:
-            return f"batch norm goes on counting ({name})"
-    _, ends = _run_with_hooks(model, images_BCHW, [head[0]])
-    if not _close(ends[head[0]][0].float(), expected_BD):
-        return "the network computes otherwise while it trains"
+            return f"batch norm updates its running statistics ({name})"
+    _, recorded = _run_with_hooks(model, images_BCHW, [head[0]])
+    if not _is_close(recorded[head[0]][0].float(), expected_BD):
+        return "the network computes other features in training mode"
     return None
 
 
-def _is_random(module: nn.Module) -> bool:
-    """True for a dropout layer of any kind whose rate is not 0."""
-    drops = "drop" in type(module).__name__.lower()
-    return drops and any(bool(getattr(module, rate, 0)) for rate in _RATES)
+def _is_active_dropout(module: nn.Module) -> bool:
+    """True for a dropout or drop path layer whose rate is not 0."""
+    is_dropout = "drop" in type(module).__name__.lower()
+    return is_dropout and any(bool(getattr(module, rate, 0)) for rate in _RATE_ATTRIBUTES)
 
 
-def _is_same_memory(one: Tensor, other: Tensor) -> bool:
-    """True if nothing was computed between them."""
+def _shares_memory(one: Tensor, other: Tensor) -> bool:
+    """True if both tensors are the same memory, so nothing was computed between them."""
     return one.shape == other.shape and one.data_ptr() == other.data_ptr()
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
+def _is_close(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape:
         return False
     return bool((one - other).abs().max() <= _TOLERANCE * other.abs().max())

@@ -1,1 +1,1 @@
-"""The model card, what goes with it, and the push."""
+"""Write the model card and its artifacts, and push them to the hub."""

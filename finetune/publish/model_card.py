@@ -1,4 +1,4 @@
-"""The model card: what a reader of `model/README.md` needs to know, from the run's own figures."""
+"""Render the model card `model/README.md` from the recipe, the run record and the results."""
 
 from __future__ import annotations
 
@@ -11,58 +11,68 @@ from typing import Any
 import timm
 from huggingface_hub import EvalResult, ModelCardData
 
-from finetune.evaluation.claims import table
-from finetune.evaluation.intervals import TOO_FEW_IMAGES, interval
+from finetune.evaluation.claims import claims_table
+from finetune.evaluation.confidence_intervals import TOO_FEW_IMAGES, accuracy_interval
 from finetune.evaluation.metrics import mean_std
-from finetune.recipe.load import Recipe
-from finetune.run.record import RunRecord, teacher_in_words
-from finetune.text import MISSING, TOO_FEW, counted, markdown_table, mean_and_std, percent_range
+from finetune.formatting import (
+    MISSING,
+    TOO_FEW_IMAGES_NOTE,
+    format_mean_std,
+    format_percent_range,
+    markdown_table,
+    pluralize,
+)
+from finetune.recipe.schema import Recipe
+from finetune.run.record import RunRecord, describe_teacher
 
-__all__ = ["Facts", "licence_keys", "write_adapter_card", "write_card"]
+__all__ = ["CardContent", "license_metadata", "render_adapter_card", "render_card"]
 
-_LICENCES = (  # what the hub knows: it refuses a card with any other
+_HUB_LICENSES = (  # the identifiers of the hub, which rejects a card with any other
     "apache-2.0 mit bsd-2-clause bsd-3-clause cc0-1.0 cc-by-4.0 cc-by-nc-4.0 cc-by-sa-4.0 "
     "cc-by-nc-sa-4.0 gpl-3.0 agpl-3.0 openrail gemma apple-amlr unknown other"
 )
 
 
-def licence_keys(licence: object) -> dict[str, str]:
-    """Return the keys of a licence in the head of a card; one unknown to the hub is named."""
-    if not licence or str(licence) in _LICENCES.split():
-        return {"license": str(licence)} if licence else {}
-    name = re.sub(r"[^a-z0-9.]+", "-", str(licence).lower()).strip("-.")
+def license_metadata(license_id: object) -> dict[str, str]:
+    """Return a license as card metadata; one that the hub does not know becomes "other"."""
+    if not license_id or str(license_id) in _HUB_LICENSES.split():
+        return {"license": str(license_id)} if license_id else {}
+    name = re.sub(r"[^a-z0-9.]+", "-", str(license_id).lower()).strip("-.")
     return {"license": "other", "license_name": name or "unknown"}
 
 
-_SHOWN_CLASSES = 30
-_TAME = re.compile(r"[\w. -]+")  # what nobody takes for markup
-_TURNS = re.compile("[\u202a-\u202e\u2066-\u2069]")  # they would turn the text behind a name too
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
-_COLUMNS = {
+_MAX_LISTED_CLASSES = 30
+_PLAIN_TITLE = re.compile(r"[\w. -]+")  # no Markdown or HTML characters
+_BIDI_CONTROLS = re.compile(
+    "[\u202a-\u202e\u2066-\u2069]"
+)  # they would also reorder the text after a name
+_REPO_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_METRIC_COLUMNS = {
     **{"top1": "top-1", "top5": "top-5", "balanced_accuracy": "balanced accuracy"},
     **{"map": "mAP", "macro_f1": "macro F1", "micro_f1": "micro F1"},
     **{"loss": "loss", "ece": "calibration error"},
 }
-_PICTURES = {
-    "curves.png": ("Curves", "Loss, accuracy and learning rate over the run"),
-    "confusion.png": ("Confusion matrix", "Rows are true classes, columns predicted ones"),
+_PLOTS = {
+    "curves.png": ("Curves", "Loss, accuracy and learning rate during the run"),
+    "confusion.png": ("Confusion matrix", "Rows are true classes, columns are predicted classes"),
     "reliability.png": ("Calibration", "Accuracy against confidence"),
 }
 
 
 @dataclass(frozen=True)
-class Facts:
-    """The content of a card.
+class CardContent:
+    """Everything that a model card reports.
 
     Attributes:
-        recipe: of the run, as it may be published.
+        recipe: of the run, without local paths.
         record: the content of run.json.
         results: the content of results.json so far.
         config: the content of the model's config.json.
         sha256: of model.safetensors.
-        seeds: (seed, results) of the runs that differ in nothing but the seed, this one included.
-        pictures: names of the pictures beside the card.
-        repository: owner/name on the hub; None before it is known.
+        seed_results: (seed, results) of the runs that differ only in the seed, including this one.
+        plots: names of the plot files next to the card.
+        repository: owner/name on the hub; None if unknown.
+        weights: provenance of the pretrained weights, from run.json.
     """
 
     recipe: Recipe
@@ -70,294 +80,311 @@ class Facts:
     results: Mapping[str, Any]
     config: Mapping[str, Any]
     sha256: str
-    seeds: Sequence[tuple[int, Mapping[str, Any]]] = ()
-    pictures: Sequence[str] = ()
+    seed_results: Sequence[tuple[int, Mapping[str, Any]]] = ()
+    plots: Sequence[str] = ()
     repository: str | None = None
     weights: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def data_name(self) -> str:
-        """The data set's name: owner/name on the hub, else the last part of its path."""
+    def dataset_name(self) -> str:
+        """The dataset's name: owner/name on the hub, else the last part of its path."""
         kind, _, rest = self.recipe.data.source.partition(":")
         return re.split(r"[@:]", rest)[0] if kind == "hub" else rest.rstrip("/").rpartition("/")[2]
 
     @property
-    def data_id(self) -> str:
-        """The same where only what could be a repository's name is taken, as for `my photos`."""
-        plain = re.sub(r"[^A-Za-z0-9_]+", "-", self.data_name).strip("-_")[:96] or "data"
-        return self.data_name if _REPOSITORY.fullmatch(self.data_name) else plain
+    def dataset_id(self) -> str:
+        """The dataset's name as a valid hub id: `my photos` becomes `my-photos`."""
+        plain = re.sub(r"[^A-Za-z0-9_]+", "-", self.dataset_name).strip("-_")[:96] or "data"
+        return self.dataset_name if _REPO_ID.fullmatch(self.dataset_name) else plain
 
     @property
     def is_multilabel(self) -> bool:
-        """True if an image has any number of labels."""
+        """True for a multi-label task."""
         return self.recipe.data.task == "multilabel"
 
     @property
-    def columns(self) -> dict[str, str]:
-        """The figures of a split to show, with their heads; top-5 of five classes is always 1."""
-        every = [self.results, *(results for _, results in self.seeds)]
+    def metric_columns(self) -> dict[str, str]:
+        """Metrics to show, with their column titles; no top-5 for up to five classes (always 1)."""
+        every = [self.results, *(results for _, results in self.seed_results)]
         measured = [one[split] for one in every for split in ("test", "val") if one.get(split)]
-        missing = {key for key in _COLUMNS if not all(key in one for one in measured)}
+        missing = {key for key in _METRIC_COLUMNS if not all(key in one for one in measured)}
         missing |= {"top5"} if 0 < len(self.config.get("label_names") or []) <= 5 else set()
         missing |= {"top1", "top5"} if self.is_multilabel else {"map", "micro_f1"}
-        return {key: head for key, head in _COLUMNS.items() if key not in missing}
+        return {key: head for key, head in _METRIC_COLUMNS.items() if key not in missing}
 
     @property
-    def name(self) -> str:
+    def model_name(self) -> str:
         """The model's name."""
         if self.repository:
             return self.repository.partition("/")[2]
         start = re.sub(r"[^\w.-]+", "-", self.recipe.model.name.rpartition("/")[2])
-        return f"{start}-{self.data_name.rpartition('/')[2]}".removeprefix("embedded-")
+        return f"{start}-{self.dataset_name.rpartition('/')[2]}".removeprefix("embedded-")
 
 
-def write_card(facts: Facts) -> str:
-    """Write the card of a fine-tuned model.
+def render_card(content: CardContent) -> str:
+    """Render the card of a fine-tuned model.
 
-    Returns: the text of README.md, with the hub's YAML at its head.
+    Returns: the text of README.md, with the hub's YAML header.
     """
     sections = [
-        _summary(facts),
-        _usage(facts),
-        _results(facts),
-        _classes(facts),
-        _claims(facts),
-        _training(facts),
-        _pictures(facts),
-        _data(facts),
-        _limits(facts),
-        _provenance(facts),
+        _summary_section(content),
+        _usage_section(content),
+        _results_section(content),
+        _classes_section(content),
+        _claims_section(content),
+        _training_section(content),
+        _plots_section(content),
+        _data_section(content),
+        _limits_section(content),
+        _provenance_section(content),
     ]
-    head = _metadata(facts).to_yaml()
+    head = _card_metadata(content).to_yaml()
     return f"---\n{head}\n---\n\n" + "\n".join(line for part in sections for line in part)
 
 
-def write_adapter_card(facts: Facts) -> str:
-    """Write the card of a run's adapter.
+def render_adapter_card(content: CardContent) -> str:
+    """Render the card of a run's adapter.
 
     Args:
-        facts: of the run; `repository` is the adapter's.
-    Returns: the text of README.md, with the hub's YAML at its head.
+        content: of the run, with the adapter's `repository`.
+    Returns: the text of README.md, with the hub's YAML header.
     """
-    adapter = facts.recipe.model.adapter
-    assert adapter is not None, "the run trained one"
+    adapter = content.recipe.model.adapter
+    assert adapter is not None, "the run has an adapter"
     kind = {"lora": "LoRA", "dora": "DoRA"}[adapter.kind]
-    about = f"{kind} of rank {adapter.rank} on {', '.join(map(_code, adapter.targets))}"
+    about = f"{kind} of rank {adapter.rank} on {', '.join(map(_inline_code, adapter.targets))}"
     sections = [
-        *(_summary(facts), [f"This is its adapter alone: {about}, and the classifier.", ""]),
-        *(_adapter_usage(facts), _results(facts), _classes(facts), _limits(facts)),
-        [f"Began from weights with sha256 `{facts.weights.get('sha256')}`.", ""],
+        *(
+            _summary_section(content),
+            [f"This repository holds only the adapter ({about}) and the classifier.", ""],
+        ),
+        *(
+            _adapter_usage_section(content),
+            _results_section(content),
+            _classes_section(content),
+            _limits_section(content),
+        ),
+        [f"The base weights have sha256 `{content.weights.get('sha256')}`.", ""],
     ]
-    head = _metadata(facts, library="peft", relation="adapter").to_yaml()
+    head = _card_metadata(content, library="peft", relation="adapter").to_yaml()
     return f"---\n{head}\n---\n\n" + "\n".join(line for part in sections for line in part)
 
 
-def _adapter_usage(facts: Facts) -> list[str]:
-    """The code that loads an adapter: on timm's own network, where nothing of that was changed."""
-    model, classes = facts.recipe.model, len(facts.config.get("label_names") or [])
-    of_timm = timm.is_model(model.name.partition(".")[0]) and not facts.weights.get("posemb")
+def _adapter_usage_section(content: CardContent) -> list[str]:
+    """Code that loads an adapter: onto a plain timm model if the run did not change it."""
+    model, classes = content.recipe.model, len(content.config.get("label_names") or [])
+    from_timm = timm.is_model(model.name.partition(".")[0]) and not content.weights.get("posemb")
     changes = model.model_dump(include={"args", "rename", "image_size", "posemb"})
-    if of_timm and not model.args and not model.rename:
+    if from_timm and not model.args and not model.rename:
         lines = ["import timm"]
         base = f'timm.create_model("{model.name}", pretrained=True, num_classes={classes})'
     else:
-        lines = ["from finetune.models.build import build"]
+        lines = ["from finetune.models.build import build_model"]
         settings = "".join(f", {key}={value!r}" for key, value in changes.items() if value)
-        base = f"build({model.name!r}, num_classes={classes}{settings}).model"
+        base = f"build_model({model.name!r}, num_classes={classes}{settings}).model"
     lines += ["from peft import PeftModel", "", f"base = {base}"]
-    lines += [f'model = PeftModel.from_pretrained(base, "{facts.repository or "THIS_FOLDER"}")']
+    lines += [f'model = PeftModel.from_pretrained(base, "{content.repository or "THIS_FOLDER"}")']
     return ["## Use", "", "```python", *lines, "model.eval()", "```", ""]
 
 
-def _metadata(facts: Facts, *, library: str = "timm", relation: str = "finetune") -> ModelCardData:
-    """The YAML head, as the hub defines it."""
-    base = str(facts.weights.get("repository") or "")
-    on_hub = bool(_REPOSITORY.fullmatch(base)) and facts.recipe.model.pretrained
-    several = facts.is_multilabel
+def _card_metadata(
+    content: CardContent, *, library: str = "timm", relation: str = "finetune"
+) -> ModelCardData:
+    """Return the YAML header in the hub's format."""
+    base = str(content.weights.get("repository") or "")
+    on_hub = bool(_REPO_ID.fullmatch(base)) and content.recipe.model.pretrained
+    is_multilabel = content.is_multilabel
     return ModelCardData(
-        **licence_keys(facts.weights.get("license")),
+        **license_metadata(content.weights.get("license")),
         library_name=library,
         pipeline_tag="image-classification",
-        tags=["image-classification", library, "finetune", *["multi-label"] * several],
-        datasets=[facts.data_id],
-        metrics=["mean_average_precision", "f1"] if several else ["accuracy"],
+        tags=["image-classification", library, "finetune", *["multi-label"] * is_multilabel],
+        datasets=[content.dataset_id],
+        metrics=["mean_average_precision", "f1"] if is_multilabel else ["accuracy"],
         base_model=base if on_hub else None,
         base_model_relation=relation if on_hub else None,
-        model_name=facts.name,
-        eval_results=_model_index(facts),
+        model_name=content.model_name,
+        eval_results=_model_index(content),
         ignore_metadata_errors=False,
     )
 
 
-def _model_index(facts: Facts) -> list[EvalResult] | None:
-    """The test figures, as the hub lists them."""
-    test = facts.results.get("test")
+def _model_index(content: CardContent) -> list[EvalResult] | None:
+    """Return the test metrics in the hub's model-index format."""
+    test = content.results.get("test")
     if not test:
         return None
-    known = {
+    hub_metrics = {
         "top1": ("accuracy", "Top-1 accuracy"),
         "top5": ("top-5-accuracy", "Top-5 accuracy"),
         "balanced_accuracy": ("balanced_accuracy", "Balanced accuracy"),
         "map": ("mean_average_precision", "Mean average precision"),
         "macro_f1": ("f1", "Macro F1"),
         "micro_f1": ("f1", "Micro F1"),
-        "loss": ("binary-cross-entropy" if facts.is_multilabel else "cross-entropy", "Loss"),
+        "loss": ("binary-cross-entropy" if content.is_multilabel else "cross-entropy", "Loss"),
         "ece": ("expected-calibration-error", "Expected calibration error"),
     }
     return [
         EvalResult(
             task_type="image-classification",
             task_name="Image Classification",
-            dataset_type=facts.data_id,
-            dataset_name=facts.data_name,
+            dataset_type=content.dataset_id,
+            dataset_name=content.dataset_name,
             dataset_split="test",
             metric_type=kind,
             metric_name=name,
             metric_value=round(float(test[key]), 6),
         )
-        for key in facts.columns
-        for kind, name in [known[key]]
+        for key in content.metric_columns
+        for kind, name in [hub_metrics[key]]
     ]
 
 
-def _summary(facts: Facts) -> list[str]:
-    recipe, results = facts.recipe, facts.results
-    size = "×".join(map(str, facts.config["pretrained_cfg"]["input_size"][1:]))
+def _summary_section(content: CardContent) -> list[str]:
+    recipe, results = content.recipe, content.results
+    size = "×".join(map(str, content.config["pretrained_cfg"]["input_size"][1:]))
     start = (
-        f"Fine-tuned from {_code(recipe.model.name)}"
+        f"Fine-tuned from {_inline_code(recipe.model.name)}"
         if recipe.model.pretrained
-        else f"{_code(recipe.model.name)} trained from random weights"
+        else f"{_inline_code(recipe.model.name)} trained from random weights"
     )
-    names = [_plain(str(name)) for name in facts.config.get("label_names") or []]
-    shown = ", ".join(names[:_SHOWN_CLASSES])
-    more = f" and {len(names) - _SHOWN_CLASSES} more" if len(names) > _SHOWN_CLASSES else ""
-    note = [f"> {_plain(recipe.run.note)}", ""] if recipe.run.note else []
+    names = [_escape_markdown(str(name)) for name in content.config.get("label_names") or []]
+    shown = ", ".join(names[:_MAX_LISTED_CLASSES])
+    more = (
+        f" and {len(names) - _MAX_LISTED_CLASSES} more" if len(names) > _MAX_LISTED_CLASSES else ""
+    )
+    note = [f"> {_escape_markdown(recipe.run.note)}", ""] if recipe.run.note else []
     if average := results.get("average"):
         training = (
-            f"averaged weights ({average['kind']}: {_plain(average['chosen'])}) of "
-            f"{', '.join(map(_code, average['runs']))}, chosen on the validation images. The "
-            "training below is that of the first."
+            f"averaged weights ({average['kind']}: {_escape_markdown(average['chosen'])}) of "
+            f"{', '.join(map(_inline_code, average['runs']))}, selected on validation images. The "
+            "training section below describes the first run."
         )
     else:
         training = (
             f"{results['steps']:,} steps of {recipe.data.batch_size} images at {size} pixels; "
             f"these are the weights of step {results['best_step']:,}."
         )
+    title = content.model_name
     return [
-        f"# {facts.name if _TAME.fullmatch(facts.name) else _plain(facts.name)}",
+        f"# {title if _PLAIN_TITLE.fullmatch(title) else _escape_markdown(title)}",
         "",
         *note,
-        f"{start} on {_plain(facts.data_name)}: {training}",
+        f"{start} on {_escape_markdown(content.dataset_name)}: {training}",
         "",
         f"Classes ({len(names)}): {shown}{more}.",
         "",
     ]
 
 
-def _usage(facts: Facts) -> list[str]:
-    where = f"hf-hub:{facts.repository}" if facts.repository else "local-dir:THIS_FOLDER"
-    plain = where.removeprefix("local-dir:")
-    name = facts.repository or plain
-    several = facts.is_multilabel
-    each = ', function_to_apply="sigmoid"' if several else ""
+def _usage_section(content: CardContent) -> list[str]:
+    where = f"hf-hub:{content.repository}" if content.repository else "local-dir:THIS_FOLDER"
+    load_name = where.removeprefix("local-dir:")
+    name = content.repository or load_name
+    multilabel = content.is_multilabel
+    extra_argument = ', function_to_apply="sigmoid"' if multilabel else ""
     return [
         "## Use",
         "",
         "```python",
         "import finetune",
-        f'model = finetune.Classifier.load("{plain}")',
-        'model.predict("photo.jpg", top_k=3)' + "  # all its labels, and the best three" * several,
+        f'model = finetune.Classifier.load("{load_name}")',
+        'model.predict("photo.jpg", top_k=3)' + "  # its labels, and the top three" * multilabel,
         "```",
         "",
         "```python",
         "import timm",
         f'model = timm.create_model("{where}", pretrained=True).eval()',
         "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))",
-        *["# of an image: model(transform(image)[None]).sigmoid() >= thresholds"] * several,
+        *["# labels of an image: model(transform(image)[None]).sigmoid() >= thresholds"]
+        * multilabel,
         "```",
         "",
         "```python",
         "from transformers import pipeline",
-        f'pipeline("image-classification", model="{name}"{each})("photo.jpg")',
+        f'pipeline("image-classification", model="{name}"{extra_argument})("photo.jpg")',
         "```",
         "",
     ]
 
 
-def _results(facts: Facts) -> list[str]:
+def _results_section(content: CardContent) -> list[str]:
     rows = []
     for split in ("test", "val"):
-        if result := facts.results.get(split):
-            numbers = [f"{result[key]:.4f}" for key in facts.columns]
+        if result := content.results.get(split):
+            numbers = [f"{result[key]:.4f}" for key in content.metric_columns]
             rows.append([split, f"{result['examples']:,}", *numbers])
-    measured = [(seed, one["test"]) for seed, one in facts.seeds if one.get("test")]
+    measured = [(seed, one["test"]) for seed, one in content.seed_results if one.get("test")]
     if len(measured) > 1:
         spread = []
-        for key in facts.columns:
+        for key in content.metric_columns:
             mean, std, _ = mean_std(result[key] for _, result in measured)
-            spread.append(mean_and_std(mean, std, 4))
+            spread.append(format_mean_std(mean, std, 4))
         seeds = ", ".join(str(seed) for seed, _ in measured)
         label = f"test, mean ± std of {len(measured)} seeds ({seeds})"
         rows.append([label, f"{measured[0][1]['examples']:,}", *spread])
-    heads = ["split", "images", *facts.columns.values()]
+    heads = ["split", "images", *content.metric_columns.values()]
     lines = ["## Results", "", *markdown_table(heads, rows), ""]
-    return [*lines, *_uncertainty(facts), *_temperature(facts.results)]
+    return [*lines, *_uncertainty_notes(content), *_temperature_note(content.results)]
 
 
-def _uncertainty(facts: Facts) -> list[str]:
-    """Intervals of the accuracies, and marks of too few images and of a missing test split."""
+def _uncertainty_notes(content: CardContent) -> list[str]:
+    """Confidence intervals, and warnings about too few images or a missing test split."""
     lines: list[str] = []
-    results = facts.results
+    results = content.results
     ranges, few = [], []
     for split, name in (("test", "test"), ("val", "validation")):
         result = results.get(split) or {"examples": 0}
-        if "top1" in result and (ends := interval(result["top1"], result["examples"])):
-            ranges.append(f"{percent_range(*ends)} ({name})")
+        if "top1" in result and (ends := accuracy_interval(result["top1"], result["examples"])):
+            ranges.append(f"{format_percent_range(*ends)} ({name})")
         if 0 < result["examples"] < TOO_FEW_IMAGES:
-            few.append(f"{counted(result['examples'], 'image')} of {name}")
+            few.append(f"{pluralize(result['examples'], 'image')} of {name}")
     if few:
-        lines += [f"> **{TOO_FEW.capitalize()}** to judge the model by: {', '.join(few)}.", ""]
+        lines += [
+            f"> **{TOO_FEW_IMAGES_NOTE.capitalize()}** to judge the model: {', '.join(few)}.",
+            "",
+        ]
     if ranges:
-        lines += [f"95 % interval of top-1, after Wilson: {', '.join(ranges)}.", ""]
-    if results.get("val") and not results.get("test") and facts.recipe.run.best != "last":
+        lines += [f"95 % interval of top-1 (Wilson): {', '.join(ranges)}.", ""]
+    if results.get("val") and not results.get("test") and content.recipe.run.best != "last":
         lines += [
             "No test split was measured. The validation images also chose the weights, so expect "
-            "the model to do worse on new images.",
+            "lower accuracy on new images.",
             "",
         ]
     return lines
 
 
-def _classes(facts: Facts) -> list[str]:
-    """Thresholds and figures of the labels, where an image has any number of them."""
-    split = next((one for one in ("test", "val") if facts.results.get(one)), None)
-    if split is None or not facts.is_multilabel:
+def _classes_section(content: CardContent) -> list[str]:
+    """Multi-label: the threshold and the metrics of each label."""
+    split = next((one for one in ("test", "val") if content.results.get(one)), None)
+    if split is None or not content.is_multilabel:
         return []
     keys = ("threshold", "ap", "precision", "recall", "f1")
-    names = [_plain(str(name)) for name in facts.config.get("label_names") or []]
+    names = [_escape_markdown(str(name)) for name in content.config.get("label_names") or []]
     rows = [
         [name, *(MISSING if row[key] is None else f"{row[key]:.4f}" for key in keys)]
-        for name, row in zip(names, facts.results[split]["per_class"], strict=True)
+        for name, row in zip(names, content.results[split]["per_class"], strict=True)
     ]
-    origin = "is 0.5, as there was no validation split to fit it on."
-    if facts.results.get("thresholds"):
+    origin = "is 0.5, because the run had no validation split to tune it on."
+    if content.results.get("thresholds"):
         origin = (
-            "gave the largest F1 on the validation images (so the F1 of val is a little too good) "
-            "and is in [config.json](config.json) under `calibration`."
+            "maximizes F1 on the validation images (so val F1 is slightly optimistic) and is in "
+            "[config.json](config.json) under `calibration`."
         )
-        if unseen := sum(not row["support"] for row in facts.results["val"]["per_class"]):
-            origin += f" For {counted(unseen, 'label')} without a validation image it is 0.5."
+        if unseen := sum(not row["support"] for row in content.results["val"]["per_class"]):
+            origin += f" For {pluralize(unseen, 'label')} without a validation image it is 0.5."
     return [
-        "An image has every label whose score, the sigmoid of its logit, is at or above the "
-        f"label's threshold, which {origin}",
+        "The model predicts every label whose score (sigmoid of the logit) reaches the label's "
+        f"threshold. The threshold {origin}",
         "",
-        *markdown_table([f"label ({split})", *keys], rows[:_SHOWN_CLASSES]),
+        *markdown_table([f"label ({split})", *keys], rows[:_MAX_LISTED_CLASSES]),
         "",
     ]
 
 
-def _temperature(results: Mapping[str, Any]) -> list[str]:
-    """The effect of the temperature on the test split, and advice against one that does harm."""
+def _temperature_note(results: Mapping[str, Any]) -> list[str]:
+    """The effect of temperature scaling on the test split, with a warning if it is harmful."""
     test = results.get("test") or {}
     if not (scaled := test.get("calibrated")):
         return []
@@ -365,8 +392,8 @@ def _temperature(results: Mapping[str, Any]) -> list[str]:
     if scaled["loss"] > test["loss"]:
         return [
             f"Do not divide the logits by {fitted} to calibrate them: it makes the test loss "
-            f"worse, {scaled['loss']:.4f} in place of {test['loss']:.4f} (calibration error "
-            f"{scaled['ece']:.4f} in place of {test['ece']:.4f}).",
+            f"worse, {scaled['loss']:.4f} instead of {test['loss']:.4f} (calibration error "
+            f"{scaled['ece']:.4f} instead of {test['ece']:.4f}).",
             "",
         ]
     return [
@@ -377,37 +404,37 @@ def _temperature(results: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _claims(facts: Facts) -> list[str]:
-    answers = facts.results.get("claims")
-    return ["## Claims", "", _inert(table(answers))] if answers else []
+def _claims_section(content: CardContent) -> list[str]:
+    answers = content.results.get("claims")
+    return ["## Claims", "", _escape_html(claims_table(answers))] if answers else []
 
 
-def _training(facts: Facts) -> list[str]:
-    optim, record = facts.recipe.optim, facts.record
+def _training_section(content: CardContent) -> list[str]:
+    optim, record = content.recipe.optim, content.record
     device, processes = record.get("device", {}), record.get("num_processes", 1)
-    seconds = facts.results.get("train", {}).get("seconds")
+    seconds = content.results.get("train", {}).get("seconds")
     time = f", {seconds:,.0f} seconds" if seconds else ""
-    whole = facts.recipe.to_yaml().strip()
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", whole)), default=0))
-    distill = facts.recipe.distill
+    recipe_text = content.recipe.to_yaml().strip()
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", recipe_text)), default=0))
+    distill = content.recipe.distill
     teacher = []
     if distill is not None:
-        words = _plain(teacher_in_words(distill, record))
-        teacher = [f"Distilled from the teacher {_code(distill.teacher)}: {words}.", ""]
+        details = _escape_markdown(describe_teacher(distill, record))
+        teacher = [f"Distilled from the teacher {_inline_code(distill.teacher)}: {details}.", ""]
     return [
         "## Training",
         "",
         *teacher,
         f"{optim.name}, peak learning rate {optim.lr:g}, schedule {optim.schedule}, weight decay "
-        f"{optim.weight_decay:g}, seed {facts.recipe.run.seed}; "
+        f"{optim.weight_decay:g}, seed {content.recipe.run.seed}; "
         f"{record.get('precision') or 'fp32'} on {processes} "
         f"process{'' if processes == 1 else 'es'} ({device.get('name') or device.get('type')})"
-        f"{time}. The figures of every class are in [results.json](results.json).",
+        f"{time}. The metrics of every class are in [results.json](results.json).",
         "",
-        "<details><summary>The whole recipe, also in recipe.yaml</summary>",
+        "<details><summary>The full recipe, also in recipe.yaml</summary>",
         "",
         f"{fence}yaml",
-        whole,
+        recipe_text,
         fence,
         "",
         "</details>",
@@ -415,29 +442,29 @@ def _training(facts: Facts) -> list[str]:
     ]
 
 
-def _pictures(facts: Facts) -> list[str]:
+def _plots_section(content: CardContent) -> list[str]:
     lines: list[str] = []
-    for name, (title, text) in _PICTURES.items():
-        if name in facts.pictures:
+    for name, (title, text) in _PLOTS.items():
+        if name in content.plots:
             lines += [f"## {title}", "", f"![{text}]({name})", ""]
     return lines
 
 
-def _data(facts: Facts) -> list[str]:
-    images = facts.record.get("plan", {}).get("images", {})
-    config = facts.config["pretrained_cfg"]
+def _data_section(content: CardContent) -> list[str]:
+    images = content.record.get("plan", {}).get("images", {})
+    config = content.config["pretrained_cfg"]
     splits = [f"- train: {images['train']:,} images"] if "train" in images else []
     if "val" in images:
-        chose = "" if facts.recipe.run.best == "last" else "; they alone chose the weights"
+        chose = "" if content.recipe.run.best == "last" else "; they alone chose the weights"
         splits.append(f"- val: {images['val']:,} images{chose}")
     if "test" in images:
-        splits.append(f"- test: {images['test']:,} images, read once, after training was over")
-    eval_pipeline = facts.record.get("plan", {}).get("eval_pipeline")
+        splits.append(f"- test: {images['test']:,} images, evaluated once, after training")
+    eval_pipeline = content.record.get("plan", {}).get("eval_pipeline")
     return [
         "## Data",
         "",
-        f"Source: {_code(facts.recipe.data.source)}, fingerprint "
-        f"`{facts.record.get('data_fingerprint')}`.",
+        f"Source: {_inline_code(content.recipe.data.source)}, fingerprint "
+        f"`{content.record.get('data_fingerprint')}`.",
         "",
         *splits,
         f"- evaluation: `{eval_pipeline}`, {config['interpolation']}, mean {config['mean']}, std "
@@ -446,50 +473,53 @@ def _data(facts: Facts) -> list[str]:
     ]
 
 
-def _limits(facts: Facts) -> list[str]:
-    measured = "test" if facts.results.get("test") else "validation"
+def _limits_section(content: CardContent) -> list[str]:
+    measured = "test" if content.results.get("test") else "validation"
     lines = [
         "## Limits",
         "",
-        "- It names the labels above alone, whatever else an image shows."
-        if facts.is_multilabel
-        else "- Every image gets one of the classes above, also one that shows none of them.",
-        f"- The figures hold for images like those of the {measured} split; other sources, other "
-        "cameras and damaged images were not measured, nor was any difference between groups of "
-        "people.",
+        "- The model predicts only the labels above, whatever else an image shows."
+        if content.is_multilabel
+        else "- Every image gets one of the classes above, even if it shows none of them.",
+        f"- The metrics hold for images like those of the {measured} split. Other sources, other "
+        "cameras, damaged images and differences between groups of people were not evaluated.",
     ]
-    if not facts.weights.get("license"):
-        lines.append("- The licence of the weights that it started from is not recorded.")
+    if not content.weights.get("license"):
+        lines.append("- The license of the pretrained weights is not recorded.")
     return [*lines, ""]
 
 
-def _provenance(facts: Facts) -> list[str]:
-    record = facts.record
+def _provenance_section(content: CardContent) -> list[str]:
+    record = content.record
     versions = ", ".join(f"{name} {value}" for name, value in record.get("versions", {}).items())
-    known = {key: facts.weights.get(key) for key in ("source", "revision", "file", "sha256")}
-    start = ", ".join(f"{key} {_code(str(value))}" for key, value in known.items() if value)
+    known = {key: content.weights.get(key) for key in ("source", "revision", "file", "sha256")}
+    start = ", ".join(f"{key} {_inline_code(str(value))}" for key, value in known.items() if value)
     return [
         "## Provenance",
         "",
-        f"- model.safetensors: sha256 `{facts.sha256}`",
+        f"- model.safetensors: sha256 `{content.sha256}`",
         f"- started from: {start or 'random weights'}",
-        f"- commit of finetune: {_code(record.get('commit') or 'not known')}",
+        f"- commit of finetune: {_inline_code(record.get('commit') or 'unknown')}",
         f"- versions: {versions}",
         "",
     ]
 
 
-def _plain(text: str) -> str:
-    """Escape what Markdown or HTML would take for markup, on one line."""
-    return re.sub(r"([\\`*_{}\[\]()#+!|~])", r"\\\1", _inert(" ".join(text.split())))
+def _escape_markdown(text: str) -> str:
+    """Escape Markdown and HTML markup, and put the text on one line."""
+    return re.sub(r"([\\`*_{}\[\]()#+!|~])", r"\\\1", _escape_html(" ".join(text.split())))
 
 
-def _inert(text: str) -> str:
-    """Escape HTML, and halves of characters, which JSON may hold."""
-    whole = _TURNS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+def _escape_html(text: str) -> str:
+    """Escape HTML, bidi controls and lone surrogates, which JSON may hold."""
+    whole = _BIDI_CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
     return html.escape(whole.encode("utf-8", "backslashreplace").decode(), quote=False)
 
 
-def _code(text: str) -> str:
-    """Text as code, or as plain text where it would end the code itself."""
-    return _plain(text) if re.search(r"[`\s]", text) or _TURNS.search(text) else f"`{text}`"
+def _inline_code(text: str) -> str:
+    """Return text as inline code, or escaped if it would end the code span."""
+    return (
+        _escape_markdown(text)
+        if re.search(r"[`\s]", text) or _BIDI_CONTROLS.search(text)
+        else f"`{text}`"
+    )

@@ -1,7 +1,7 @@
-"""The rights to push: names, the token, the owner, what there is already.
+"""Check the permission to push: repository id, token, owner, privacy, write access and branch.
 
-The client's `create_repo(exist_ok=True)` succeeds for whoever may read the repository, so that it
-proves nothing; every right is asked for here, and nothing is created.
+The client's `create_repo(exist_ok=True)` succeeds for anyone who can read the repository, so it
+proves nothing. This module asks the hub for every permission, and creates nothing.
 """
 
 from __future__ import annotations
@@ -15,41 +15,49 @@ from huggingface_hub import constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
-from finetune.errors import FinetuneError, HubError, RecipeError, masked
-from finetune.hub.client import Fault, status_of, understood
-from finetune.publish.repository import Hub
+from finetune.errors import FinetuneError, HubError, RecipeError, redact_secrets
+from finetune.hub.client import TransientHubError, expect_json, http_status
+from finetune.publish.repo_client import RepoClient
 
-__all__ = ["MAIN", "Found", "check_names", "check_privacy", "check_rights", "find"]
+__all__ = [
+    "DEFAULT_BRANCH",
+    "RepoState",
+    "check_privacy",
+    "check_push_access",
+    "check_repo_id_and_branch",
+    "check_rights",
+]
 
-MAIN = "main"
+DEFAULT_BRANCH = "main"
 
 
 def check_rights(repository: str, *, private: bool = False, revision: str | None = None) -> None:
-    """Make sure that a push to owner/name would be allowed, without creating anything.
+    """Check that the hub would accept a push to owner/name, without creating anything.
 
-    Raises: RecipeError for a name that cannot be one, HubError for what the hub would refuse.
+    Raises: RecipeError for an invalid name, HubError for anything that the hub would refuse.
     """
-    check_names(repository, revision)
-    hub = Hub(repository)
-    with hub.explained():
-        find(hub, private=private, revision=revision or MAIN)
+    check_repo_id_and_branch(repository, revision)
+    hub = RepoClient(repository)
+    with hub.translate_errors():
+        check_push_access(hub, private=private, revision=revision or DEFAULT_BRANCH)
 
 
 @dataclass(frozen=True)
-class Found:
-    """The repository on the hub, before anything is changed."""
+class RepoState:
+    """State of the repository on the hub before the push."""
 
     exists: bool
     branches: Sequence[str] = ()
 
 
-def check_names(repository: str, revision: str | None) -> None:
-    """Refuse what is no owner/name, or no branch. Raises: RecipeError with the nearest name."""
+def check_repo_id_and_branch(repository: str, revision: str | None) -> None:
+    """Check a repository id and a branch name. Raises: RecipeError with a valid name."""
     for text in (repository, revision or ""):
-        if masked(text) != text:  # it would be published, and stands in the hub's logs at once
+        if redact_secrets(text) != text:
+            # the name would become public, and every request would log it
             raise RecipeError(
-                f"{masked(text)}: a token or password in the place of a name; the token is read "
-                "from HF_TOKEN or the login, so leave it out, and make a new one",
+                f"{redact_secrets(text)}: is a token or password, not a name; the token is "
+                "read from HF_TOKEN or the login, so leave it out here, and create a new token",
                 code="recipe.holds_secret",
             )
     bare = re.sub(r"^(hf-hub:|https?://[^/]+/)", "", repository).split("@")[0].strip("/ ")
@@ -59,91 +67,95 @@ def check_names(repository: str, revision: str | None) -> None:
             raise HFValidationError("write owner/name")
     except HFValidationError:
         name = re.sub(r"[^\w.-]+", "-", bare.split("/")[-1]).strip("-.") or "name"
-        owner = bare.split("/")[0] if bare.count("/") == 1 else _own_name() or "owner"
+        owner = bare.split("/")[0] if bare.count("/") == 1 else _user_name() or "owner"
         raise RecipeError(
-            f"'{repository}' is no repository's name; did you mean '{owner}/{name}'?",
+            f"'{repository}' is not a repository id; did you mean '{owner}/{name}'?",
             code="recipe.wrong_value",
         ) from None
     if revision is not None and not re.fullmatch(r"(?!-)[\w.-]+(/[\w.-]+)*", revision):
         raise RecipeError(
-            f"--revision: '{revision}' is no name for a branch; try 'main'",
+            f"--revision: '{revision}' is not a valid branch name; try 'main'",
             code="recipe.wrong_value",
         )
     if revision is not None and constants.REGEX_COMMIT_OID.fullmatch(revision):
         raise RecipeError(
-            f"--revision: {revision} is a commit, which cannot change; name a branch",
+            f"--revision: {revision} is a commit, which cannot change; give a branch",
             code="recipe.wrong_value",
         )
 
 
-def _own_name() -> str | None:
-    """Ask for the user's name, once, for a suggestion. Returns: None where it cannot be had."""
+def _user_name() -> str | None:
+    """Return the user's name on the hub for a suggestion, or None if one request fails."""
     try:
-        hub = Hub("")
-        with understood(""):
-            return str(hub.once(hub.api.whoami)["name"])
-    except (FinetuneError, Fault, HfHubHTTPError):
+        hub = RepoClient("")
+        with expect_json(""):
+            return str(hub.call_once(hub.api.whoami)["name"])
+    except (FinetuneError, TransientHubError, HfHubHTTPError):
         return None
 
 
-def find(hub: Hub, *, private: bool, revision: str) -> Found:
-    """Raise the first reason for which the hub would refuse a push."""
-    with understood(hub.repository):
-        return _find(hub, private=private, revision=revision)
+def check_push_access(hub: RepoClient, *, private: bool, revision: str) -> RepoState:
+    """Check that the hub would accept a push.
+
+    Returns: the state of the repository.
+    Raises: HubError or RecipeError for the first reason to refuse it.
+    """
+    with expect_json(hub.repository):
+        return _check_push_access(hub, private=private, revision=revision)
 
 
-def _find(hub: Hub, *, private: bool, revision: str) -> Found:
-    user = _user(hub)
+def _check_push_access(hub: RepoClient, *, private: bool, revision: str) -> RepoState:
+    user = _whoami(hub)
     owner = hub.repository.split("/")[0]
-    _check_token(hub, user, owner)
+    _check_token_can_write(hub, user, owner)
     try:
         read = "reading the repository"
-        info = hub.call(read, hub.api.model_info, hub.repository)
+        info = hub.call_with_retries(read, hub.api.model_info, hub.repository)
     except RepositoryNotFoundError:
-        _check_owner(hub, user, owner, writes=False)
-        return Found(exists=False)
-    check_privacy(hub, wanted=private, is_private=bool(info.private))
+        _check_owner(hub, user, owner, write_denied=False)
+        return RepoState(exists=False)
+    check_privacy(hub, want_private=private, is_private=bool(info.private))
     try:
         writes = "asking for write access"
-        hub.call(writes, hub.api.auth_check, hub.repository, write=True)
-        known = True
+        hub.call_with_retries(writes, hub.api.auth_check, hub.repository, write=True)
+        endpoint_exists = True
     except HfHubHTTPError as error:
-        if status_of(error) not in (401, 403, 404):
+        if http_status(error) not in (401, 403, 404):
             raise
-        known = status_of(error) != 404  # 404: a hub that has no such question
-        _check_owner(hub, user, owner, writes=known)
-    refs = hub.call("reading the branches", hub.api.list_repo_refs, hub.repository)
+        endpoint_exists = http_status(error) != 404  # 404: this hub lacks the endpoint
+        _check_owner(hub, user, owner, write_denied=endpoint_exists)
+    refs = hub.call_with_retries("reading the branches", hub.api.list_repo_refs, hub.repository)
     if revision in [tag.name for tag in refs.tags]:
         raise RecipeError(
-            f"--revision: {revision} is a tag, which does not move; name a branch",
+            f"--revision: {revision} is a tag, which does not move; give a branch",
             code="recipe.wrong_value",
         )
-    return Found(exists=True, branches=[branch.name for branch in refs.branches])
+    return RepoState(exists=True, branches=[branch.name for branch in refs.branches])
 
 
-def _user(hub: Hub) -> Mapping[str, Any]:
+def _whoami(hub: RepoClient) -> Mapping[str, Any]:
     try:
-        user = hub.call("asking who you are", hub.api.whoami)
+        user = hub.call_with_retries("asking who you are", hub.api.whoami)
         return {**user, "name": user["name"]}
     except HfHubHTTPError as error:
-        if status_of(error) not in (401, 403):
+        if http_status(error) not in (401, 403):
             raise
     raise HubError(
-        f"{hub.repository}: the hub does not accept the token of {hub.token_source}; make a new "
-        f"one at {hub.api.endpoint}/settings/tokens, then `hf auth login`",
+        f"{hub.repository}: the hub does not accept the token of {hub.token_source}; create a "
+        f"new one at {hub.api.endpoint}/settings/tokens, then `hf auth login`",
         code="hub.forbidden",
     )
 
 
-def _check_token(hub: Hub, user: Mapping[str, Any], owner: str) -> None:
-    """Refuse a token that may not write, where the hub tells what it may."""
+def _check_token_can_write(hub: RepoClient, user: Mapping[str, Any], owner: str) -> None:
+    """Refuse a token without write permission, if the hub reports its permissions."""
     token = (user.get("auth") or {}).get("accessToken") or {}
     role = token.get("role")
     more = f"{hub.api.endpoint}/settings/tokens"
     if role == "read":
         raise HubError(
-            f"{hub.repository}: the token of {hub.token_source} may only read; make one with "
-            f"write rights at {more}",
+            f"{hub.repository}: the token of {hub.token_source} may only read; create one with "
+            f"write permission at {more}",
             code="hub.forbidden",
         )
     scopes = (token.get("fineGrained") or {}).get("scoped")
@@ -160,26 +172,32 @@ def _check_token(hub: Hub, user: Mapping[str, Any], owner: str) -> None:
         )
 
 
-def _check_owner(hub: Hub, user: Mapping[str, Any], owner: str, *, writes: bool) -> None:
-    """Refuse an owner in whose name the user cannot write; `writes`: the hub has said no."""
+def _check_owner(
+    hub: RepoClient, user: Mapping[str, Any], owner: str, *, write_denied: bool
+) -> None:
+    """Refuse an owner for whom the user cannot write.
+
+    Args:
+        write_denied: True if the hub has already denied write access.
+    """
     name = str(user.get("name"))
     orgs = {str(org.get("name")).casefold(): org for org in user.get("orgs") or []}
     suggestion = f"{name}/{hub.repository.split('/')[1]}"
     if owner.casefold() != name.casefold() and owner.casefold() not in orgs:
         known = ", ".join(str(org.get("name")) for org in orgs.values())
-        among = f" nor one of your organisations ({known})" if known else ""
+        among = f" nor one of your organizations ({known})" if known else ""
         raise HubError(
             f"{hub.repository}: '{owner}' is neither you ({name}){among}; push to {suggestion}, or "
-            "ask to be let into the organisation",
+            "ask to join the organization",
             code="hub.forbidden",
         )
     if orgs.get(owner.casefold(), {}).get("roleInOrg") == "read":
         raise HubError(
-            f"{hub.repository}: you may only read in the organisation '{owner}'; ask it for the "
-            f"role 'write', or push to {suggestion}",
+            f"{hub.repository}: you may only read in the organization '{owner}'; ask it "
+            f"for the role 'write', or push to {suggestion}",
             code="hub.forbidden",
         )
-    if writes:
+    if write_denied:
         raise HubError(
             f"{hub.repository}: it exists, and the hub does not let you ({name}) write to it; ask "
             f"its owner, or push to another name",
@@ -187,11 +205,11 @@ def _check_owner(hub: Hub, user: Mapping[str, Any], owner: str, *, writes: bool)
         )
 
 
-def check_privacy(hub: Hub, *, wanted: bool, is_private: bool) -> None:
-    """Refuse to push as private what is public already. Raises: HubError."""
-    if wanted and not is_private:
+def check_privacy(hub: RepoClient, *, want_private: bool, is_private: bool) -> None:
+    """Refuse a private push to a public repository. Raises: HubError."""
+    if want_private and not is_private:
         raise HubError(
-            f"{hub.repository}: is public already, and a push does not hide it; leave --private "
-            "out, push to another name, or make it private in its settings",
+            f"{hub.repository}: is public already, and a push does not make it private; "
+            "omit --private, push to another name, or make it private in its settings",
             code="hub.public",
         )

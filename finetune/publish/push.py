@@ -1,8 +1,8 @@
-"""Publish a model on the hub: rights first, then the files of model/ in one commit.
+"""Push a model to the hub: check permissions first, then send the files of model/ in one commit.
 
-A push that was interrupted anywhere can be repeated: it compares with what the hub holds and sends
-the difference. The sending has a process of its own (`upload.py`), as only that can be ended while
-native code waits for the hub's storage.
+An interrupted push can be repeated: it compares the files with the hub and sends the difference.
+The upload runs in a subprocess (`upload.py`), because only a process can be killed while native
+code waits for the hub's storage.
 """
 
 from __future__ import annotations
@@ -20,30 +20,35 @@ from pathlib import Path
 from typing import Any
 
 from finetune import __version__, errors
-from finetune.console import say
 from finetune.errors import FinetuneError, Interrupted
-from finetune.processes import signals_to
-from finetune.publish.artifacts import ADAPTER, PUBLISHED, refresh
-from finetune.publish.contents import (
-    adapter_of,
-    check_card,
-    check_weights,
-    is_run,
-    published,
-    refuse_secrets,
+from finetune.log import logger
+from finetune.process_lifecycle import handle_interrupts
+from finetune.publish.artifacts import PUBLISHED_ADAPTER_FILES, PUBLISHED_FILES, rewrite_artifacts
+from finetune.publish.permissions import (
+    DEFAULT_BRANCH,
+    check_push_access,
+    check_repo_id_and_branch,
+    check_rights,
 )
-from finetune.publish.permissions import MAIN, check_names, check_rights, find
-from finetune.publish.repository import Hub
-from finetune.publish.upload import Job
+from finetune.publish.push_checks import (
+    adapter_folder,
+    check_card,
+    check_no_secrets,
+    check_weights,
+    files_to_push,
+    is_run_dir,
+)
+from finetune.publish.repo_client import RepoClient
+from finetune.publish.upload import UploadJob
 from finetune.run.directory import RunDir
 
-__all__ = ["check_rights", "push", "send_apart"]
+__all__ = ["check_rights", "push", "upload_in_subprocess"]
 
-NOTICE_SECONDS = 15.0  # between two words on standard error
-LOOK_SECONDS = 1.5  # for the hub to say what became of a commit, after the second signal
+PROGRESS_SECONDS = 15.0  # between two progress messages on standard error
+CONFIRM_TIMEOUT_SECONDS = 1.5  # to ask the hub whether a commit succeeded, after the second signal
 _POLL_SECONDS = 0.1
-# The imports of this program and no others: the working folder is not searched.
-_COMMAND = (
+# The subprocess gets the sys.path of this process, so it does not import from the working folder.
+_UPLOAD_PROGRAM = (
     "import sys; sys.path[:] = sys.argv[1:]; from finetune.publish.upload import main; main()"
 )
 
@@ -61,44 +66,52 @@ def push(
 
     Args:
         run: a finished run directory, or a folder with config.json and model.safetensors.
-        repository: owner/name; created when there is none.
-        revision: the branch; by default main; created when there is none.
-        private, message: create it private; text of the commit.
-        adapter: send the adapter alone, in peft's format, in the place of the merged model.
-    Returns: repository, url, commit (its sha), changed (False if the hub held it all already),
+        repository: owner/name; created if it does not exist.
+        private: create the repository as private.
+        revision: the branch, by default main; created if it does not exist.
+        message: commit message.
+        adapter: push only the adapter, in peft's format, instead of the merged model.
+    Returns: repository, url, commit (its sha), changed (False if the hub already held all files),
         revision, files, deleted.
-    Raises: RecipeError for a wrong name, CheckpointError or WeightsError for a model that is not
-        there, HubError for what the hub refuses or cannot do now, Interrupted after a signal.
+    Raises: RecipeError for an invalid name, CheckpointError or WeightsError if the model is
+        missing, HubError if the hub refuses or fails, Interrupted after a signal.
     """
-    check_names(repository, revision)
-    folder, names, of_run = _to_send(Path(run), adapter=adapter)
-    hub = Hub(repository, again=_command(run, repository, private, revision, message, adapter))
-    branch = revision or MAIN
+    check_repo_id_and_branch(repository, revision)
+    folder, names, is_run = _select_files(Path(run), adapter=adapter)
+    hub = RepoClient(
+        repository,
+        retry_command=_retry_command(run, repository, private, revision, message, adapter),
+    )
+    branch = revision or DEFAULT_BRANCH
     text = (message or "").strip() or f"Push the model with finetune {__version__}"
     try:
-        with hub.explained():
-            repo = find(hub, private=private, revision=branch)
-            if of_run:
-                refresh(RunDir(run), **{f"{'adapter_' if adapter else ''}repository": repository})
-            files = published(folder, names)
+        with hub.translate_errors():
+            repo = check_push_access(hub, private=private, revision=branch)
+            if is_run:
+                rewrite_artifacts(
+                    RunDir(run), **{f"{'adapter_' if adapter else ''}repository": repository}
+                )
+            files = files_to_push(folder, names)
             check_weights(files)
-            refuse_secrets(files, text, Path(run), hub)
+            check_no_secrets(files, text, Path(run), hub)
             check_card(hub, files)
     except KeyboardInterrupt:
-        text = f"{repository}: stopped before anything was sent; push again with: {hub.again}"
+        text = (
+            f"{repository}: stopped before anything was sent; push again with: {hub.retry_command}"
+        )
         raise Interrupted(text, signal.SIGINT) from None
-    job = Job(
+    job = UploadJob(
         repository=repository,
         branch=branch,
         private=private,
-        text=text,
-        again=hub.again,
+        commit_message=text,
+        retry_command=hub.retry_command,
         files={name: str(path.absolute()) for name, path in files.items()},
-        names=names,
-        exists=repo.exists,
-        branches=repo.branches,
+        allowed_names=names,
+        repo_exists=repo.exists,
+        existing_branches=repo.branches,
     )
-    sent = send_apart(hub, job)
+    sent = upload_in_subprocess(hub, job)
     return {
         "repository": repository,
         "url": f"{hub.api.endpoint}/{repository}",
@@ -110,19 +123,23 @@ def push(
     }
 
 
-def _to_send(run: Path, *, adapter: bool) -> tuple[Path, tuple[str, ...], bool]:
-    """The folder to send, the names that it may hold, and whether it is a run's.
+def _select_files(run: Path, *, adapter: bool) -> tuple[Path, tuple[str, ...], bool]:
+    """Return the folder to push, the allowed file names, and whether it belongs to a run.
 
-    Raises: CheckpointError or WeightsError for a model, or an adapter, that is not there.
+    Raises: CheckpointError or WeightsError if the model or the adapter is missing.
     """
-    of_run = is_run(run)
-    folder = run / "model" if of_run else run
+    is_run = is_run_dir(run)
+    folder = run / "model" if is_run else run
     if adapter:
-        return adapter_of(folder), ADAPTER, of_run
-    return folder, (*PUBLISHED, *(f"adapter/{name}" for name in ADAPTER)), of_run
+        return adapter_folder(folder), PUBLISHED_ADAPTER_FILES, is_run
+    return (
+        folder,
+        (*PUBLISHED_FILES, *(f"adapter/{name}" for name in PUBLISHED_ADAPTER_FILES)),
+        is_run,
+    )
 
 
-def _command(
+def _retry_command(
     run: str | Path,
     repository: str,
     private: bool,
@@ -137,29 +154,28 @@ def _command(
     return shlex.join(words)
 
 
-# --- sending -------------------------------------------------------------------------------------
+# --- upload --------------------------------------------------------------------------------------
 
 
-def send_apart(hub: Hub, job: Job) -> dict[str, Any]:
-    """Carry out a job in a process of its own, which the first signal asks to stop and the second
-    one ends.
+def upload_in_subprocess(hub: RepoClient, job: UploadJob) -> dict[str, Any]:
+    """Run the upload in a subprocess; the first signal asks it to stop, the second kills it.
 
     Returns: commit, changed and deleted.
-    Raises: its error; Interrupted after a signal, with what the hub holds now.
+    Raises: the error of the subprocess; Interrupted after a signal, with the state of the hub.
     """
     received: list[int] = []
-    with signals_to(received.append):
-        command = [sys.executable, "-c", _COMMAND, *sys.path]
-        # a session of its own: what the terminal sends comes here only
+    with handle_interrupts(received.append):
+        command = [sys.executable, "-c", _UPLOAD_PROGRAM, *sys.path]
+        # in a new session, so that signals from the terminal reach only this process
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         ) as process:
             try:
-                reports = _follow(process, job, received)
+                reports = _monitor_upload(process, job, received)
             finally:
                 process.kill()
         if received:
-            raise Interrupted(_outcome(hub, job, reports), received[0])
+            raise Interrupted(_interruption_message(hub, job, reports), received[0])
     if "result" in reports:
         return dict(reports["result"])
     if "error" in reports:
@@ -168,78 +184,89 @@ def send_apart(hub: Hub, job: Job) -> dict[str, Any]:
         raise kind(error["message"], code=error["code"])
     if "internal" in reports:
         raise RuntimeError(reports["internal"])
-    how = f"exit code {process.returncode}"
+    cause = f"exit code {process.returncode}"
     if process.returncode < 0:
-        how = signal.Signals(-process.returncode).name
-    text = f"the process that sends the files has ended by itself ({how}; is memory short?)"
-    raise hub.failure(text, code="hub.push_crashed")
+        cause = signal.Signals(-process.returncode).name
+    text = f"the upload process ended unexpectedly ({cause}; out of memory?)"
+    raise hub.error_with_retry_command(text, code="hub.push_crashed")
 
 
-def _follow(process: subprocess.Popen[bytes], job: Job, signals: list[int]) -> dict[str, Any]:
-    """Give a process its work, pass signals on and tell what it does, until it ends.
+def _monitor_upload(
+    process: subprocess.Popen[bytes], job: UploadJob, signals: list[int]
+) -> dict[str, Any]:
+    """Send the job to the subprocess, forward signals and log progress until it ends.
 
-    Returns: the newest of each kind of report, by name.
+    Returns: the latest report of each kind, by name.
     """
     assert process.stdin is not None
     assert process.stdout is not None
-    work = {**dataclasses.asdict(job), "parent": os.getpid()}
+    payload = {**dataclasses.asdict(job), "parent": os.getpid()}
     try:
-        process.stdin.write(json.dumps(work).encode())
+        process.stdin.write(json.dumps(payload).encode())
         process.stdin.close()
-    except BrokenPipeError:  # its exit code tells more
+    except BrokenPipeError:  # the process has ended; its exit code is reported below
         pass
     reports: dict[str, Any] = {"phase": "starting"}
-    passed_on, began = 0, time.monotonic()
-    spoken, rest = began, b""
+    num_forwarded, started = 0, time.monotonic()
+    last_log, partial_line = started, b""
     while True:
         ready, _, _ = select.select([process.stdout], [], [], _POLL_SECONDS)
         if ready:
-            piece = os.read(process.stdout.fileno(), 1 << 16)
-            if not piece:
+            chunk = os.read(process.stdout.fileno(), 1 << 16)
+            if not chunk:
                 process.wait()
                 return reports
-            *lines, rest = (rest + piece).split(b"\n")
+            *lines, partial_line = (partial_line + chunk).split(b"\n")
             for line in lines:
                 reports |= json.loads(line)
-        if len(signals) > passed_on:
-            passed_on = len(signals)
-            (process.terminate if passed_on == 1 else process.kill)()
-            if passed_on == 1:
-                _say(f"{job.repository}: stopping after what is in flight; again to stop at once")
-                spoken = time.monotonic()
-        elif time.monotonic() - spoken >= NOTICE_SECONDS:
-            spoken = time.monotonic()
-            stop = "" if passed_on else "; Ctrl-C stops it"
-            _say(f"{job.repository}: {reports['phase']}, {spoken - began:.0f} s so far{stop}")
+        if len(signals) > num_forwarded:
+            num_forwarded = len(signals)
+            (process.terminate if num_forwarded == 1 else process.kill)()
+            if num_forwarded == 1:
+                _say(
+                    f"{job.repository}: stopping after the current request; "
+                    "interrupt again to stop now"
+                )
+                last_log = time.monotonic()
+        elif time.monotonic() - last_log >= PROGRESS_SECONDS:
+            last_log = time.monotonic()
+            stop = "" if num_forwarded else "; Ctrl-C stops it"
+            _say(f"{job.repository}: {reports['phase']}, {last_log - started:.0f} s so far{stop}")
 
 
 def _say(text: str) -> None:
-    """Tell one line; on a terminal, in the place of the other process's progress bar."""
+    """Log one line; on a terminal, overwrite the subprocess's progress bar."""
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K")
-    say(text)
+    logger.info(text)
 
 
-def _outcome(hub: Hub, job: Job, reports: dict[str, Any]) -> str:
-    """Say what the hub holds after a push that was stopped."""
-    name, again = job.repository, f"push again with: {job.again}"
+def _interruption_message(hub: RepoClient, job: UploadJob, reports: dict[str, Any]) -> str:
+    """Return the message for a stopped push: what the hub holds now."""
+    name, retry = job.repository, f"push again with: {job.retry_command}"
     if "result" in reports:
         commit = reports["result"]["commit"]
     elif "parent" in reports:  # the hub was asked to commit
         try:
-            info = hub.once(hub.api.model_info, name, revision=job.branch, timeout=LOOK_SECONDS)
-        except Exception:  # of any kind, after what the user has asked for
+            info = hub.call_once(
+                hub.api.model_info, name, revision=job.branch, timeout=CONFIRM_TIMEOUT_SECONDS
+            )
+        except Exception:  # any failure: the user wants to stop
             return (
-                f"{name}: stopped while the hub was asked to commit, and it does not answer now: "
-                f"it holds the whole commit or nothing of it; {again}"
+                f"{name}: stopped during the commit, and the hub does not answer now: "
+                f"it holds the whole commit or nothing of it; {retry}"
             )
         commit = info.sha
         if commit == reports["parent"]:
             return (
-                f"{name}: stopped while the hub was asked to commit: it holds nothing of it yet, "
-                f"and may still take the whole; {again}"
+                f"{name}: stopped during the commit: the hub holds nothing of it yet, and may "
+                f"still take the whole commit; {retry}"
             )
     else:
-        left = "it holds nothing of this push" if job.exists else "the new repository is empty"
-        return f"{name}: stopped before the commit: {left}; {again}"
-    return f"{name}: stopped, and the hub holds the whole commit {commit}"
+        state = (
+            "the hub holds nothing of this push"
+            if job.repo_exists
+            else "the new repository is empty"
+        )
+        return f"{name}: stopped before the commit: {state}; {retry}"
+    return f"{name}: stopped, but the hub holds the whole commit {commit}"

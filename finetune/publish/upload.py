@@ -1,10 +1,10 @@
-"""Send a model to the hub in one commit; it runs in a process of its own, see `push.py`.
+"""Upload a model to the hub in one commit; runs in a subprocess that `push.py` starts.
 
-That process is given a `Job` on its standard input and reports on its standard output, one JSON
-object a line: the phase it is in, then the result or the error. SIGTERM asks it to stop: it does
-so at once, except while a commit is being made, which is finished first. SIGKILL at any moment
-leaves the hub without the commit or with all of it: a commit is one request. Nothing that imports
-torch is imported here, so that it starts in half a second.
+The subprocess reads an `UploadJob` from standard input and writes reports to standard output, one
+JSON object per line: its current phase, then the result or the error. SIGTERM stops it immediately,
+except during a commit, which it finishes first. SIGKILL at any moment leaves the hub with the whole
+commit or without it, because a commit is one request. This module imports nothing that imports
+torch, so the subprocess starts in half a second.
 """
 
 from __future__ import annotations
@@ -41,172 +41,183 @@ from huggingface_hub.utils import (
     enable_progress_bars,
 )
 
-from finetune.console import say
-from finetune.errors import FinetuneError, masked
-from finetune.files import git_sha1_of, sha256_of
-from finetune.hub.client import Fault, clean, described, retried, status_of
-from finetune.processes import end_with_parent
-from finetune.publish.permissions import MAIN, check_privacy
-from finetune.publish.repository import Hub
+from finetune.errors import FinetuneError, redact_secrets
+from finetune.files import file_sha256, git_blob_sha1
+from finetune.hub.client import TransientHubError, describe_error, http_status, redact, retry
+from finetune.log import logger
+from finetune.process_lifecycle import die_with_parent
+from finetune.publish.permissions import DEFAULT_BRANCH, check_privacy
+from finetune.publish.repo_client import RepoClient
 
-__all__ = ["Job", "main", "send"]
+__all__ = ["UploadJob", "main", "upload_and_commit"]
 
-# What an earlier push may have left at the top of a repository and a loader would prefer: other
-# weights, and preprocessing that would not be this model's.
-STALE = (
+# Files of an earlier push at the top level that a loader would prefer: other weights, and
+# preprocessing of another model. A push deletes them.
+STALE_PATTERNS = (
     *("*.safetensors", "*.bin", "*.npz", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack"),
     *("*.index.json", "preprocessor_config.json", "processor_config.json", "adapter_config.json"),
 )
-BAR_BYTES = 20_000_000  # below that an upload is over before a bar tells anything
-STORAGE_SECONDS = 10.0  # for the hub to say whether it has Xet storage
-_CONFLICTS = (409, 412)  # the branch has moved since it was read
+PROGRESS_BAR_MIN_BYTES = 20_000_000  # smaller uploads finish before a bar is useful
+XET_TIMEOUT_SECONDS = 10.0  # for the hub to answer whether it has Xet storage
+_CONFLICTS = (409, 412)  # the branch moved after it was read
 
-Report = Callable[[dict[str, Any]], None]
+ReportFn = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
-class Job:
-    """A push whose rights and files have been checked.
+class UploadJob:
+    """A push with checked permissions and files.
 
     Attributes:
-        text: the commit's message.
-        again: the command that does the same again.
-        files: the path of each file by its name on the hub.
-        names: of all files that a push may send; those that are not sent now are deleted.
-        exists: True if the repository was there when it was looked for.
-        branches: that it had then.
+        commit_message: of the commit.
+        retry_command: the command that repeats the push.
+        files: local path of each file, by its name on the hub.
+        allowed_names: all files that a push may send; the push deletes those not in `files`.
+        repo_exists: True if the repository existed at the permission check.
+        existing_branches: its branches at that time.
     """
 
     repository: str
     branch: str
     private: bool
-    text: str
-    again: str
+    commit_message: str
+    retry_command: str
     files: dict[str, str]
-    names: Sequence[str]
-    exists: bool
-    branches: Sequence[str]
+    allowed_names: Sequence[str]
+    repo_exists: bool
+    existing_branches: Sequence[str]
 
 
-def send(job: Job, report: Report) -> dict[str, Any]:
-    """Create what is absent, then make the branch hold exactly the job's files.
+def upload_and_commit(job: UploadJob, report: ReportFn) -> dict[str, Any]:
+    """Create repository and branch if needed, then make the branch hold exactly the job's files.
 
-    Returns: commit (its sha), changed (False if the hub held it all already) and deleted.
-    Raises: HubError for what the hub refuses or cannot do now.
+    Returns: commit (its sha), changed (False if the hub already held all files) and deleted.
+    Raises: HubError if the hub refuses or fails.
     """
-    hub = Hub(job.repository, again=job.again)
-    with hub.explained():
+    hub = RepoClient(job.repository, retry_command=job.retry_command)
+    with hub.translate_errors():
         report({"phase": "creating the repository"})
-        _create(hub, job)
-        return _Push(hub, job, report).run()
+        _create_repo_and_branch(hub, job)
+        return _Committer(hub, job, report).commit()
 
 
-def _create(hub: Hub, job: Job) -> None:
-    """Create what is absent; "exists already" is the echo of a lost answer."""
+def _create_repo_and_branch(hub: RepoClient, job: UploadJob) -> None:
+    """Create the repository and branch if missing; ignore "already exists" after a lost answer."""
 
     def unless_there(function: Any, *args: Any, **options: Any) -> None:
         try:
             function(*args, **options)
         except HfHubHTTPError as error:
-            if status_of(error) != 409:
+            if http_status(error) != 409:
                 raise
 
     create, create_branch = hub.api.create_repo, hub.api.create_branch
     name = hub.repository
-    if not job.exists:
-        # None is the owner's default: an organisation may want all of its repositories private
-        hub.call("creating it", unless_there, create, name, private=job.private or None)
-    if job.branch != MAIN and job.branch not in job.branches:
-        hub.call("creating the branch", unless_there, create_branch, name, branch=job.branch)
+    if not job.repo_exists:
+        # None: the owner's default; an organization may require private repositories
+        hub.call_with_retries(
+            "creating it", unless_there, create, name, private=job.private or None
+        )
+    if job.branch != DEFAULT_BRANCH and job.branch not in job.existing_branches:
+        hub.call_with_retries(
+            "creating the branch", unless_there, create_branch, name, branch=job.branch
+        )
 
 
-class _Push:
-    """The commit of a job, over as many tries as it takes.
+class _Committer:
+    """Uploads and commits a job, with retries.
 
     Attributes:
-        plain: True once Xet storage has failed, and the files go by LFS.
+        use_lfs: True after Xet storage has failed; the files are then sent by plain LFS.
     """
 
-    def __init__(self, hub: Hub, job: Job, report: Report) -> None:
+    def __init__(self, hub: RepoClient, job: UploadJob, report: ReportFn) -> None:
         self.hub = hub
         self.job = job
         self.report = report
-        self.plain = False
+        self.use_lfs = False
         has_xet = importlib.util.find_spec("hf_xet") is not None
         self._has_xet = has_xet and not constants.HF_HUB_DISABLE_XET
-        self._knows_storage = not self._has_xet
+        self._has_checked_xet = not self._has_xet
         self._deleted: list[str] = []
         self._digests: dict[tuple[str, bool], str] = {}
-        self._first = ""
+        self._initial_head = ""
 
-    def run(self) -> dict[str, Any]:
+    def commit(self) -> dict[str, Any]:
         """Commit. Returns: commit, changed and deleted. Raises: HubError."""
         try:
-            return retried(self.hub.repository, self._try)
-        except Fault as fault:
+            return retry(self.hub.repository, self._try_commit)
+        except TransientHubError as fault:
             last = fault
-        if done := self._unchanged():  # the answer to the last try may have been lost
+        if done := self._result_if_up_to_date():  # the last answer may be lost
             return done
-        raise self.hub.gave_up("the commit", last)
+        raise self.hub.retries_exhausted_error("the commit", last)
 
-    def _try(self) -> dict[str, Any]:
-        """Read the head and send what differs; again, this finds out what became of the last try.
+    def _try_commit(self) -> dict[str, Any]:
+        """Compare with the head of the branch and commit the difference.
 
-        The parent is pinned, so that a commit whose answer was lost cannot be made a second time.
+        A retry starts the same way, so it detects a commit whose answer was lost. The parent commit
+        is fixed, so the same commit cannot happen twice.
         """
-        if done := self._unchanged():
+        if done := self._result_if_up_to_date():
             return done
         try:
-            sha = self._send().oid
+            sha = self._send_changes().oid
         except HfHubHTTPError as error:
-            if status_of(error) not in _CONFLICTS:
+            if http_status(error) not in _CONFLICTS:
                 raise
-            raise Fault("the branch has moved meanwhile", seconds=0.0) from None
+            raise TransientHubError(
+                "the branch moved during the push", retry_after_seconds=0.0
+            ) from None
         return {"commit": sha, "changed": True, "deleted": self._deleted}
 
-    def _unchanged(self) -> dict[str, Any] | None:
-        """Compare with the hub. Returns: the answer, if it holds exactly the files; or None."""
+    def _result_if_up_to_date(self) -> dict[str, Any] | None:
+        """Compare with the hub. Returns: the result if it holds exactly these files, else None."""
         self.report({"phase": "comparing with the hub"})
-        self._head, held = _head(self.hub, self.job.branch, private=self.job.private)
-        self._first = self._first or self._head
+        self._head, held = _read_branch(self.hub, self.job.branch, private=self.job.private)
+        self._initial_head = self._initial_head or self._head
         files = {name: Path(path) for name, path in self.job.files.items()}
         self._changed = [
-            name for name, path in files.items() if not _same(path, held.get(name), self._digests)
+            name
+            for name, path in files.items()
+            if not _is_same_file(path, held.get(name), self._digests)
         ]
         self._stale = [name for name in held if name not in files and self._is_stale(name)]
         if not self._changed and not self._stale:
-            changed = self._head != self._first
+            changed = self._head != self._initial_head
             return {"commit": self._head, "changed": changed, "deleted": self._deleted}
         self._deleted = self._stale
         return None
 
     def _is_stale(self, name: str) -> bool:
-        return name in self.job.names or any(fnmatch.fnmatch(name, kind) for kind in STALE)
+        return name in self.job.allowed_names or any(
+            fnmatch.fnmatch(name, kind) for kind in STALE_PATTERNS
+        )
 
-    def _send(self) -> CommitInfo:
-        """Upload the large files, then commit everything, on top of the head or not at all."""
+    def _send_changes(self) -> CommitInfo:
+        """Upload the large files, then commit all changes on top of the known head."""
         hub, branch = self.hub, self.job.branch
-        title, _, rest = self.job.text.partition("\n")
+        title, _, rest = self.job.commit_message.partition("\n")
         additions = [CommitOperationAdd(name, self.job.files[name]) for name in self._changed]
         deletions = [CommitOperationDelete(name, is_folder=False) for name in self._stale]
         with contextlib.ExitStack() as opened:
-            if not self._knows_storage:
+            if not self._has_checked_xet:
                 self.report({"phase": "asking for storage"})
-                self._ask_for_storage()
+                self._check_xet()
             self.report({"phase": "sending the files"})
-            self.plain = self.plain or not self._upload(additions)
-            if self.plain:
-                # huggingface_hub takes open files to where there is no Xet
+            self.use_lfs = self.use_lfs or not self._upload_large_files(additions)
+            if self.use_lfs:
+                # huggingface_hub sends open files without Xet
                 paths = {one.path_in_repo: str(one.path_or_fileobj) for one in additions}
                 additions = [
                     CommitOperationAdd(name, opened.enter_context(open(path, "rb")))
                     for name, path in paths.items()
                 ]
-                self._upload(additions)
+                self._upload_large_files(additions)
             opened.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")  # on the card: they were told when it was checked
+            warnings.simplefilter("ignore")  # check_card has reported them
             self.report({"phase": "committing", "parent": self._head})
-            return hub.once(
+            return hub.call_once(
                 hub.api.create_commit,
                 hub.repository,
                 [*additions, *deletions],
@@ -216,39 +227,41 @@ class _Push:
                 parent_commit=self._head,
             )
 
-    def _ask_for_storage(self) -> None:
-        """Ask for the token of Xet storage: hf_xet would repeat this for minutes, silently."""
-        hub, self._knows_storage = self.hub, True
+    def _check_xet(self) -> None:
+        """Request a token for Xet storage; hf_xet would silently retry this for minutes."""
+        hub, self._has_checked_xet = self.hub, True
         url = f"{hub.api.endpoint}/api/models/{hub.repository}/xet-write-token/"
         url += self.job.branch.replace("/", "%2F")
         headers = build_hf_headers(token=hub.token)
 
         def ask() -> None:
-            response = get_session().get(url, headers=headers, timeout=STORAGE_SECONDS)
+            response = get_session().get(url, headers=headers, timeout=XET_TIMEOUT_SECONDS)
             hf_raise_for_status(response)
 
         try:
-            retried(hub.repository, lambda: hub.once(ask))
-        except (Fault, HfHubHTTPError) as error:
-            is_fault = isinstance(error, Fault)
-            self._leave_xet(str(error) if is_fault else described(error)[0])
+            retry(hub.repository, lambda: hub.call_once(ask))
+        except (TransientHubError, HfHubHTTPError) as error:
+            is_fault = isinstance(error, TransientHubError)
+            self._fall_back_to_lfs(str(error) if is_fault else describe_error(error)[0])
 
-    def _leave_xet(self, problem: str) -> None:
-        self.plain = True
-        say(
-            f"{self.hub.repository}: Xet does not work here ({problem}); sending by plain LFS, as "
-            "HF_HUB_DISABLE_XET=1 does from the start"
+    def _fall_back_to_lfs(self, problem: str) -> None:
+        self.use_lfs = True
+        logger.info(
+            f"{self.hub.repository}: Xet does not work here ({problem}); sending by plain LFS; "
+            "set HF_HUB_DISABLE_XET=1 to do so from the start"
         )
 
-    def _upload(self, additions: list[CommitOperationAdd]) -> bool:
-        """Upload the large files; the commit itself is then a small request.
+    def _upload_large_files(self, additions: list[CommitOperationAdd]) -> bool:
+        """Upload the large files, so that the commit itself is a small request.
 
-        Returns: False if Xet did not work and plain LFS has yet to be tried.
+        Returns: False if Xet failed; the caller then tries plain LFS.
         """
         hub = self.hub
         try:
-            with _bars(sum(one.upload_info.size for one in additions) >= BAR_BYTES):
-                hub.call(
+            with _progress_bars(
+                sum(one.upload_info.size for one in additions) >= PROGRESS_BAR_MIN_BYTES
+            ):
+                hub.call_with_retries(
                     "sending the files",
                     hub.api.preupload_lfs_files,
                     hub.repository,
@@ -259,21 +272,23 @@ class _Push:
             return True
         except (FinetuneError, HfHubHTTPError):
             raise
-        except (OSError, RuntimeError, ValueError) as error:  # hf_xet's, or of the LFS answer
-            problem = clean(str(error), hub.token)
-        if self.plain or not self._has_xet:
-            switch = "; without Xet, by HF_HUB_DISABLE_XET=1, it may work" * self._has_xet
-            raise hub.failure(f"sending the files failed ({problem}){switch}", code="hub.upload")
-        self._leave_xet(problem)
+        except (OSError, RuntimeError, ValueError) as error:  # of hf_xet or the LFS answer
+            problem = redact(str(error), hub.token)
+        if self.use_lfs or not self._has_xet:
+            switch = "; try again without Xet: HF_HUB_DISABLE_XET=1" * self._has_xet
+            raise hub.error_with_retry_command(
+                f"sending the files failed ({problem}){switch}", code="hub.upload"
+            )
+        self._fall_back_to_lfs(problem)
         return False
 
 
 @contextlib.contextmanager
-def _bars(shown: bool) -> Iterator[None]:
-    """Show the client's progress bars for what takes a while; it leaves them open on failure."""
+def _progress_bars(show: bool) -> Iterator[None]:
+    """Show or hide the client's progress bars; on failure, end the line of an open bar."""
     if are_progress_bars_disabled():
         yield
-    elif shown:
+    elif show:
         try:
             yield
         except Exception:
@@ -287,83 +302,83 @@ def _bars(shown: bool) -> Iterator[None]:
             enable_progress_bars()
 
 
-def _head(hub: Hub, branch: str, *, private: bool) -> tuple[str, dict[str, RepoFile]]:
-    """Read the branch. Returns: its newest commit, and the files at its top by name."""
+def _read_branch(hub: RepoClient, branch: str, *, private: bool) -> tuple[str, dict[str, RepoFile]]:
+    """Read the branch. Returns: its head commit, and its top-level files by name."""
     reading, name = "reading the branch", hub.repository
-    info = hub.call(reading, hub.api.model_info, name, revision=branch)
-    check_privacy(hub, wanted=private, is_private=bool(info.private))
+    info = hub.call_with_retries(reading, hub.api.model_info, name, revision=branch)
+    check_privacy(hub, want_private=private, is_private=bool(info.private))
     sha = str(info.sha)
 
-    def tree() -> list[Any]:  # the client gives them one after another
+    def tree() -> list[Any]:  # the client returns an iterator
         return list(hub.api.list_repo_tree(name, revision=sha))
 
-    entries = hub.call(reading, tree)
+    entries = hub.call_with_retries(reading, tree)
     return sha, {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
 
 
-def _same(path: Path, held: RepoFile | None, digests: dict[tuple[str, bool], str]) -> bool:
-    """True if the hub holds this very file: by sha256 if it is in LFS, by git's sha1 if not."""
+def _is_same_file(path: Path, held: RepoFile | None, digests: dict[tuple[str, bool], str]) -> bool:
+    """Return True if the hub holds the same file: by sha256 for LFS files, else by git's sha1."""
     if held is None or held.size != path.stat().st_size:
         return False
     key = (path.name, held.lfs is not None)
     if key not in digests:
-        digests[key] = sha256_of(path) if held.lfs else git_sha1_of(path)
+        digests[key] = file_sha256(path) if held.lfs else git_blob_sha1(path)
     return digests[key] == (held.lfs.sha256 if held.lfs else held.blob_id)
 
 
-# --- the process ---------------------------------------------------------------------------------
+# --- subprocess ----------------------------------------------------------------------------------
 
 
-class _Stopped(BaseException):
-    """SIGTERM came; no `except Exception` catches it."""
+class _StopRequested(BaseException):
+    """SIGTERM was received; `except Exception` does not catch this."""
 
 
-class _Reports:
-    """The reports of this process, and its obedience to SIGTERM between two phases."""
+class _Reporter:
+    """Writes the reports of this process, and stops it on SIGTERM, but not during a commit."""
 
     def __init__(self) -> None:
-        # what a library prints must not come between the reports
+        # redirect the output of libraries to stderr, so that stdout holds reports only
         self._stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)
-        self._stops = False
-        self._commits = False
-        signal.signal(signal.SIGTERM, self._stop)
+        self._stop_requested = False
+        self._is_committing = False
+        signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def __call__(self, report: dict[str, Any]) -> None:
         if "phase" in report:
-            self._commits = report["phase"] == "committing"
-            if self._stops:
-                raise _Stopped
+            self._is_committing = report["phase"] == "committing"
+            if self._stop_requested:
+                raise _StopRequested
         self._stream.write(json.dumps(report) + "\n")
         self._stream.flush()
 
-    def _stop(self, number: int, frame: FrameType | None) -> None:
-        self._stops = True
-        if not self._commits:
-            raise _Stopped
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self._stop_requested = True
+        if not self._is_committing:
+            raise _StopRequested
 
 
 def main() -> None:
-    """Carry out the job on standard input; the last report is its result or error."""
-    end_with_parent()
+    """Run the job from standard input; the last report is the result or the error."""
+    die_with_parent()
     work = json.load(sys.stdin)
-    if os.getppid() != work.pop("parent"):  # it ended before it could be noticed
+    if os.getppid() != work.pop("parent"):  # the parent ended before die_with_parent took effect
         return
-    report: Report | None = None
+    report: ReportFn | None = None
     outcome: dict[str, Any]
     try:
-        report = _Reports()
-        outcome = {"result": send(Job(**work), report)}
-    except _Stopped:
+        report = _Reporter()
+        outcome = {"result": upload_and_commit(UploadJob(**work), report)}
+    except _StopRequested:
         outcome = {"stopped": True}
     except FinetuneError as error:
-        kind, message = type(error).__name__, masked(str(error))
+        kind, message = type(error).__name__, redact_secrets(str(error))
         outcome = {"error": {"kind": kind, "message": message, "code": error.code}}
     except Exception as error:
-        trace = masked(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        trace = redact_secrets(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
         outcome = {"internal": trace}
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if report is not None:
         report(outcome)
-    # not through the interpreter's end: threads of an upload that was stopped would be waited for
+    # skip the interpreter's teardown, which would wait for the threads of a stopped upload
     os._exit(0)

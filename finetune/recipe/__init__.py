@@ -1,1 +1,1 @@
-"""A recipe: from YAML to a frozen, checked object; no torch here."""
+"""Recipes: schema, YAML loading, validation and help; no torch here."""

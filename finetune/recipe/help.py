@@ -1,27 +1,33 @@
-"""The keys of a recipe, for people (`finetune recipes help`) and for editors (JSON schema)."""
+"""Help on the keys of a recipe: for `finetune recipes help`, and as JSON schema for editors."""
 
 from __future__ import annotations
 
 import types
 import typing
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from finetune.errors import RecipeError, nearest
-from finetune.recipe.load import Recipe, load_recipe
-from finetune.recipe.names import hint_of
+from finetune.errors import RecipeError, did_you_mean
+from finetune.recipe.aliases import alias_hint
+from finetune.recipe.schema import Recipe
+from finetune.transforms.operations import OPERATIONS, format_operations_help, format_signature
 
-__all__ = ["help_table", "help_text", "json_schema", "list_folder"]
+__all__ = ["explain_topic", "format_keys_help", "json_schema", "list_keys"]
 
-_NAMES = {int: "whole number", float: "number", str: "text", bool: "true or false", dict: "mapping"}
+_TYPE_NAMES = {
+    int: "whole number",
+    float: "number",
+    str: "text",
+    bool: "true or false",
+    dict: "mapping",
+}
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON schema of a recipe, in the dialect that editors read."""
+    """Return the JSON schema of a recipe, for autocompletion in editors."""
     schema = Recipe.model_json_schema()
     schema.pop("title", None)
     return {
@@ -31,16 +37,39 @@ def json_schema() -> dict[str, Any]:
     }
 
 
-def help_table(topic: str = "") -> list[dict[str, Any]]:
+def explain_topic(topic: str = "") -> tuple[list[dict[str, Any]], str]:
+    """Explain a section, a key or an image operation.
+
+    Args:
+        topic: a section, section.key or the name of an operation; empty for all keys.
+    Returns: rows for JSON, and the text for a terminal.
+    Raises: RecipeError for an unknown topic.
+    """
+    name = topic.strip()
+    for prefix in ("data.train.", "data.eval."):
+        name = name.removeprefix(prefix)
+    operation = OPERATIONS.get(name)
+    if operation is None:
+        return list_keys(topic), format_keys_help(topic)
+    signature = format_signature(name)
+    row = {"operation": name, "signature": signature, "description": operation.help}
+    text = (
+        f"{signature}\n    {operation.help}\n\nAn image operation; data.train and data.eval join "
+        "operations by ' | '.\nAll operations: finetune recipes help data.train"
+    )
+    return [row], text
+
+
+def list_keys(topic: str = "") -> list[dict[str, Any]]:
     """List keys with their types, defaults and descriptions.
 
     Args:
-        topic: a section, a section.key, or nothing for all keys.
-    Raises: RecipeError if there is no such section or key.
+        topic: a section or section.key; empty for all keys.
+    Raises: RecipeError for an unknown section or key.
     """
     rows: list[dict[str, Any]] = []
     for section, field in Recipe.model_fields.items():
-        for name, inner in _keys_of(section, field):
+        for name, inner in _iter_keys(section, field):
             rows.append(
                 {
                     "section": section,
@@ -52,91 +81,62 @@ def help_table(topic: str = "") -> list[dict[str, Any]]:
                 }
             )
     wanted = topic.strip().removesuffix(".")
-    chosen = [row for row in rows if wanted in ("", row["section"], row["key"], _plain(row["key"]))]
+    chosen = [
+        row
+        for row in rows
+        if wanted in ("", row["section"], row["key"], _without_brackets(row["key"]))
+    ]
     if not chosen:
-        names = [*Recipe.model_fields, *(_plain(row["key"]) for row in rows)]
+        names = [*Recipe.model_fields, *(_without_brackets(row["key"]) for row in rows)]
         by_last_part = {name.rsplit(".", 1)[-1]: name for name in reversed(names)}
-        hint = nearest(wanted, names)
+        hint = did_you_mean(wanted, [*names, *OPERATIONS])
         if not hint and wanted in by_last_part:
             hint = f"; did you mean '{by_last_part[wanted]}'?"
-        hint = hint_of(wanted.rpartition(".")[2]) or hint
-        raise RecipeError(
-            f"{topic}: no such section or key{hint}; see: finetune recipes help",
-            code="recipe.unknown_key",
-        )
+        hint = alias_hint(wanted.rpartition(".")[2]) or hint
+        see = "" if "; see: " in hint else "; see: finetune recipes help"
+        raise RecipeError(f"{topic}: no such section or key{hint}{see}", code="recipe.unknown_key")
     return chosen
 
 
-def help_text(topic: str = "") -> str:
-    """Format `help_table` for a terminal; for `data.train` and `data.eval` with the operations."""
+def format_keys_help(topic: str = "") -> str:
+    """Format `list_keys` for a terminal; for data.train and data.eval, append the operations."""
     lines: list[str] = []
     section = None
-    rows = help_table(topic)
+    rows = list_keys(topic)
     for row in rows:
         if row["section"] != section:
             section = row["section"]
-            purpose = (_model_of(Recipe.model_fields[section]).__doc__ or "").strip()
+            purpose = (_section_class(Recipe.model_fields[section]).__doc__ or "").strip()
             lines += ["", f"{section}: {purpose}"] if lines else [f"{section}: {purpose}"]
-        default = "required" if row["required"] else f"default {_shown(row['default'])}"
+        default = "required" if row["required"] else f"default {_format_default(row['default'])}"
         lines.append(f"  {row['key']}  ({row['type']}; {default})")
         lines.append(f"      {row['description']}")
     if len(rows) == 1 and rows[0]["key"] in ("data.train", "data.eval"):
-        from finetune.transforms import operations
-
-        lines += ["", "Operations, joined by ' | ':", operations.help_text()]
+        lines += ["", "Operations, joined by ' | ':", format_operations_help()]
     elif not topic:
         lines += [
             "",
-            "Change a key for one run: finetune train RECIPE section.key=value",
-            "Operations on images: finetune recipes help data.train",
+            "Override a key for one run: finetune train RECIPE section.key=value",
+            "Image transforms: finetune recipes help data.train",
         ]
     return "\n".join(lines)
 
 
-def list_folder(folder: str | Path) -> list[dict[str, Any]]:
-    """Summarise the recipes below a folder; `accelerate/` and plans are no recipes.
-
-    Returns: one row for each file: path, valid, summary, and the recipe's model and source.
-    Raises: RecipeError if there is no such folder.
-    """
-    root = Path(folder)
-    if not root.is_dir():
-        raise RecipeError(
-            f"{folder}: no such folder; run where the recipes are, or: finetune recipes list "
-            "FOLDER",
-            code="recipe.not_found",
-        )
-    rows: list[dict[str, Any]] = []
-    for path in sorted(root.rglob("*.yaml")):
-        if "accelerate" in path.relative_to(root).parts[:-1] or path.name == "plan.yaml":
-            continue
-        row: dict[str, Any] = {"path": str(path), "valid": False, "model": None, "source": None}
-        try:
-            recipe = load_recipe(path)
-        except RecipeError:
-            row["summary"] = f"not valid; see: finetune recipes check {path}"
-        else:
-            row |= {"valid": True, "model": recipe.model.name, "source": recipe.data.source}
-            row["summary"] = f"{recipe.model.name} on {recipe.data.source}"
-        rows.append(row)
-    return rows
-
-
-def _keys_of(name: str, field: FieldInfo) -> Iterator[tuple[str, FieldInfo]]:
-    """Names and fields of a section, and after each key that is a section itself those in it."""
-    listed = "[]" if typing.get_origin(field.annotation) is tuple else ""
-    for key, inner in _model_of(field).model_fields.items():
-        yield f"{name}{listed}.{key}", inner
-        model = _model_of(inner)
+def _iter_keys(section: str, field: FieldInfo) -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the keys of a section with their fields; each nested section follows its key."""
+    brackets = "[]" if typing.get_origin(field.annotation) is tuple else ""
+    for key, inner in _section_class(field).model_fields.items():
+        yield f"{section}{brackets}.{key}", inner
+        model = _section_class(inner)
         if isinstance(model, type) and issubclass(model, BaseModel):
-            yield from _keys_of(f"{name}{listed}.{key}", inner)
+            yield from _iter_keys(f"{section}{brackets}.{key}", inner)
 
 
-def _plain(key: str) -> str:
+def _without_brackets(key: str) -> str:
     return key.replace("[]", "")
 
 
-def _model_of(field: FieldInfo) -> type[BaseModel]:
+def _section_class(field: FieldInfo) -> type[BaseModel]:
     kind: Any = field.annotation
     return typing.get_args(kind)[0] if typing.get_origin(kind) else kind
 
@@ -151,17 +151,17 @@ def _type_name(annotation: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " | ".join(dict.fromkeys(_type_name(argument) for argument in arguments))
     if origin is tuple:
-        many = arguments[-1] is Ellipsis
+        has_any_length = arguments[-1] is Ellipsis
         inner = [_type_name(argument) for argument in arguments if argument is not Ellipsis]
-        return f"list of {inner[0]}" if many else f"[{', '.join(inner)}]"
+        return f"list of {inner[0]}" if has_any_length else f"[{', '.join(inner)}]"
     if annotation is type(None):
         return "null"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "mapping"
-    return _NAMES.get(origin or annotation, getattr(annotation, "__name__", str(annotation)))
+    return _TYPE_NAMES.get(origin or annotation, getattr(annotation, "__name__", str(annotation)))
 
 
-def _shown(default: Any) -> str:
+def _format_default(default: Any) -> str:
     if default is None:
         return "null"
     if isinstance(default, bool):

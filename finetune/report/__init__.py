@@ -1,1 +1,1 @@
-"""One page of a run, and one that compares runs: self-contained HTML."""
+"""Self-contained HTML pages: one for a run, and one that compares runs."""

@@ -1,4 +1,4 @@
-"""The sections of a page that compares runs, as plain rows: recipes, runs, claims."""
+"""Rows for the sections of a comparison page: recipes, runs and claims."""
 
 from __future__ import annotations
 
@@ -12,260 +12,289 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.errors import RecipeError
-from finetune.evaluation.claims import ACCURACIES
+from finetune.evaluation.claims import PERCENT_METRICS
 from finetune.evaluation.metrics import mean_std
-from finetune.recipe.identity import without_seed
-from finetune.recipe.load import Recipe
+from finetune.formatting import MISSING, format_mean_std
+from finetune.recipe.schema import Recipe
+from finetune.recipe.training_keys import training_keys_without_seed
 from finetune.report.run_data import (
     Run,
-    accuracy_range,
-    duration,
-    is_too_few,
-    narrow,
-    number,
-    percent,
-    plain,
+    as_finite_number,
+    format_accuracy_interval,
+    format_decimal,
+    format_duration,
+    format_percent,
+    has_too_few_images,
+    use_narrow_spaces,
 )
-from finetune.report.sections import claim_rows, training_rate
-from finetune.text import MISSING, mean_and_std
+from finetune.report.sections import claim_rows, training_images_per_second
 
 __all__ = [
-    "Group",
+    "RecipeGroup",
     "check_comparable",
-    "claims_beside",
-    "columns",
+    "claim_comparison_rows",
     "differing_keys",
     "differing_settings",
+    "group_by_recipe",
     "group_rows",
-    "groups",
-    "run_names",
+    "metric_columns",
     "run_rows",
+    "unique_run_names",
 ]
 
 Row = dict[str, Any]
 
-Column = tuple[str, str, str]  # split, key of its figures, head
+Column = tuple[str, str, str]  # split, metric, table header
 
-_FIGURES = {
+_CLASSIFICATION_METRICS = {
     **{"top1": "top-1", "top5": "top-5", "balanced_accuracy": "balanced accuracy"},
     **{"loss": "loss", "ece": "ECE"},
 }
-_OF_SEVERAL = {"map": "mAP", "macro_f1": "macro F1", "micro_f1": "micro F1", "loss": "loss"}
-_LONGEST_NAME = 60  # characters of a recipe's name with the settings that tell it apart
+_MULTILABEL_METRICS = {"map": "mAP", "macro_f1": "macro F1", "micro_f1": "micro F1", "loss": "loss"}
+_MAX_NAME_LENGTH = 60  # characters of a recipe's name with its distinguishing settings
 
 
 def check_comparable(runs: Sequence[Run]) -> None:
-    """Refuse runs of which some give an image one label and some several: no figure is of both."""
+    """Refuse to compare single-label with multi-label runs: they have no metric in common."""
     if len({run.is_multilabel for run in runs}) > 1:
-        several, one = (
-            next(run.path for run in runs if run.is_multilabel is wanted)
-            for wanted in (True, False)
+        multilabel_path, single_label_path = (
+            next(run.path for run in runs if run.is_multilabel is is_multilabel)
+            for is_multilabel in (True, False)
         )
         raise RecipeError(
-            f"report: {several} gives an image several labels and {one} one, so no figure is of "
-            "both; give runs of one kind",
+            f"report: {multilabel_path} is multi-label and {single_label_path} is single-label, so "
+            "they have no metric in common; give runs of one kind",
             code="recipe.conflict",
         )
 
 
 @dataclass(frozen=True)
-class Group:
-    """Runs of one recipe that differ in nothing but the seed."""
+class RecipeGroup:
+    """Runs of one recipe that differ only in the seed."""
 
     name: str
     runs: list[Run]
 
 
-def groups(runs: Sequence[Run]) -> list[Group]:
-    """Put the seeds of a recipe together, in the order of the runs."""
+def group_by_recipe(runs: Sequence[Run]) -> list[RecipeGroup]:
+    """Group runs that differ only in the seed, in the order of the runs."""
     by_recipe: dict[str, list[Run]] = {}
     for run in runs:
-        recipe = json.dumps(without_seed(run.recipe), sort_keys=True, default=str)
+        recipe = json.dumps(training_keys_without_seed(run.recipe), sort_keys=True, default=str)
         by_recipe.setdefault(recipe, []).append(run)
-    named = [Group(_common([run.name for run in same]), same) for same in by_recipe.values()]
+    recipe_groups = [
+        RecipeGroup(_common_name([run.name for run in group_runs]), group_runs)
+        for group_runs in by_recipe.values()
+    ]
     labels: dict[int, str] = {}
-    for name in {group.name for group in named}:
-        alike = [group for group in named if group.name == name]
-        labels |= zip(map(id, alike), _told_apart(alike), strict=True)
-    return [Group(labels[id(group)], group.runs) for group in named]
+    for name in {group.name for group in recipe_groups}:
+        same_name = [group for group in recipe_groups if group.name == name]
+        labels |= zip(map(id, same_name), _disambiguate_names(same_name), strict=True)
+    return [RecipeGroup(labels[id(group)], group.runs) for group in recipe_groups]
 
 
-def _told_apart(alike: list[Group]) -> list[str]:
-    """Names for recipes of one name: with as few settings as tell them apart, else numbered."""
-    name = alike[0].name
-    if len(alike) == 1:
+def _disambiguate_names(groups: list[RecipeGroup]) -> list[str]:
+    """Name recipes of the same name by as few differing settings as possible, else by numbers."""
+    name = groups[0].name
+    if len(groups) == 1:
         return [name]
-    settings = differing_keys([group.runs[0] for group in alike])
-    for count in range(1, len(settings) + 1):
+    settings = differing_keys([group.runs[0] for group in groups])
+    for num_keys in range(1, len(settings) + 1):
         labels = [
-            f"{name} ({', '.join(f'{key}={values[place]}' for key, values in settings[:count])})"
-            for place in range(len(alike))
+            f"{name} ({', '.join(f'{key}={values[index]}' for key, values in settings[:num_keys])})"
+            for index in range(len(groups))
         ]
-        if len(set(labels)) == len(labels) and max(map(len, labels)) <= _LONGEST_NAME:
+        if len(set(labels)) == len(labels) and max(map(len, labels)) <= _MAX_NAME_LENGTH:
             return labels
-    return [f"{name} ({place})" for place in range(1, len(alike) + 1)]
+    return [f"{name} ({index})" for index in range(1, len(groups) + 1)]
 
 
-def run_names(runs: Sequence[Run]) -> list[str]:
-    """The names of the runs' folders, with as many of those above as tell them apart."""
+def unique_run_names(runs: Sequence[Run]) -> list[str]:
+    """Return the folder names of runs, with as many parent folders as make them unique."""
     paths = [run.path.resolve().parts for run in runs]
     names = []
     for parts in paths:
         depths = range(1, len(parts) + 1)
-        unique = (d for d in depths if sum(other[-d:] == parts[-d:] for other in paths) == 1)
+        unique = (
+            depth
+            for depth in depths
+            if sum(other[-depth:] == parts[-depth:] for other in paths) == 1
+        )
         names.append("/".join(parts[-next(unique, 1) :]))
     return names
 
 
-def _common(names: list[str]) -> str:
-    """The part that the names of a group's runs share: nano-s0, nano-s1 → nano."""
-    alike = itertools.takewhile(lambda chars: len(set(chars)) == 1, zip(*names, strict=False))
-    shared = "".join(chars[0] for chars in alike)
-    return re.sub(r"[-_.]((s|seed)[-_.]?\d*)?$", "", shared) or names[0]
+def _common_name(names: list[str]) -> str:
+    """Return the common prefix of the names of a group's runs: nano-s0, nano-s1 → nano."""
+    common_chars = itertools.takewhile(
+        lambda chars: len(set(chars)) == 1, zip(*names, strict=False)
+    )
+    prefix = "".join(chars[0] for chars in common_chars)
+    return re.sub(r"[-_.]((s|seed)[-_.]?\d*)?$", "", prefix) or names[0]
 
 
 def differing_keys(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """The recipe keys in which runs differ, the seed apart. Returns: key, value of each run."""
+    """Find recipe keys in which runs differ, except the seed. Returns: (key, value of each run)."""
     return differing_settings([run.recipe for run in runs])
 
 
 def differing_settings(recipes: Sequence[Recipe]) -> list[tuple[str, list[str]]]:
-    """The keys in which recipes differ, the seed apart. Returns: key, value of each recipe."""
-    resolved = [without_seed(recipe) for recipe in recipes]
+    """Find keys in which recipes differ, except the seed. Returns: (key, value of each recipe)."""
+    resolved = [training_keys_without_seed(recipe) for recipe in recipes]
     differing = []
-    for part in resolved[0] if resolved else ():
-        for key in dict.fromkeys(key for recipe in resolved for key in recipe[part]):
-            values = [recipe[part].get(key) for recipe in resolved]
+    for section in resolved[0] if resolved else ():
+        for key in dict.fromkeys(key for recipe in resolved for key in recipe[section]):
+            values = [recipe[section].get(key) for recipe in resolved]
             if any(value != values[0] for value in values):
-                differing.append((f"{part}.{key}", [_shown(value) for value in values]))
+                differing.append((f"{section}.{key}", [_format_setting(value) for value in values]))
     return differing
 
 
-def _shown(value: Any) -> str:
+def _format_setting(value: Any) -> str:
     if value is None:
         return MISSING
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def columns(runs: Sequence[Run]) -> list[Column]:
-    """The figures of the tables that at least one run has.
+def metric_columns(runs: Sequence[Run]) -> list[Column]:
+    """Select the metric columns of the tables; at least one run has each metric.
 
-    They are those of test and the first of validation. Where a finished run was not tested,
-    those of validation lead: all runs have them.
+    These are all metrics of test and the primary metric of validation. If a finished run has no
+    test metrics, the validation metrics come first, because all runs have them.
     """
-    heads = _OF_SEVERAL if any(run.is_multilabel for run in runs) else _FIGURES
-    tested = all(run.figures("test") for run in runs if run.results)
-    order = [("test", key) for key in heads] + [("val", next(iter(heads)))]
+    headers = (
+        _MULTILABEL_METRICS if any(run.is_multilabel for run in runs) else _CLASSIFICATION_METRICS
+    )
+    tested = all(run.metrics("test") for run in runs if run.results)
+    order = [("test", key) for key in headers] + [("val", next(iter(headers)))]
     if not tested:
-        order = [(split, key) for split in ("val", "test") for key in heads]
-    wanted = [(split, key, f"{split.capitalize()} {heads[key]}") for split, key in order]
+        order = [(split, key) for split in ("val", "test") for key in headers]
+    candidates = [(split, key, f"{split.capitalize()} {headers[key]}") for split, key in order]
     return [
-        (split, key, head)
-        for split, key, head in wanted
-        if any(_figure(run, split, key)["value"] is not None for run in runs)
+        (split, key, header)
+        for split, key, header in candidates
+        if any(_metric_cell(run, split, key)["value"] is not None for run in runs)
     ]
 
 
-def _mean_cell(cells: list[Row], *, share: bool) -> Row:
-    """The cell of several runs: mean ± standard deviation, or a single run's own."""
+def _mean_cell(cells: list[Row], *, is_percent: bool) -> Row:
+    """Build the cell of several runs: mean ± standard deviation, or the cell of a single run."""
     if len(cells) == 1:
         return cells[0]
     if not cells:
         return {"text": MISSING, "value": None, "interval": "", "is_too_few": False}
     mean, std, _ = mean_std(cell["value"] for cell in cells)
-    text = mean_and_std(mean, std, 4)
-    if share:
-        text = mean_and_std(100 * mean, None if std is None else 100 * std) + narrow(" %")
-    few = any(cell["is_too_few"] for cell in cells)
-    return {"text": text, "value": mean, "interval": "", "is_too_few": few}
+    text = format_mean_std(mean, std, 4)
+    if is_percent:
+        text = format_mean_std(100 * mean, None if std is None else 100 * std) + use_narrow_spaces(
+            " %"
+        )
+    is_too_few = any(cell["is_too_few"] for cell in cells)
+    return {"text": text, "value": mean, "interval": "", "is_too_few": is_too_few}
 
 
 def group_rows(
-    recipes: Sequence[Group], shown: Sequence[Column]
+    groups: Sequence[RecipeGroup], columns: Sequence[Column]
 ) -> tuple[list[Row], tuple[str, str] | None]:
-    """Mean ± standard deviation and n of each recipe, and the positions of its runs on a scale.
+    """Build a row per recipe: mean ± standard deviation, n, and the positions of its runs.
 
-    Runs of one seed repeat one another: the first of them counts, and "twins" names them.
+    Runs of the same seed are repetitions: only the first one counts, and "twins" lists them.
 
     Args:
-        shown: of `columns`; the first one's accuracy is the scale.
-    Returns: a row per recipe with "dots", per cent of the scale; and the ends of the scale, None
+        columns: of `metric_columns`; the accuracy in the first column sets the scale.
+    Returns: a row per recipe, with "dots" in percent of the scale; and the ends of the scale, None
         if no accuracy was measured.
     """
-    lead, key = shown[0][:2] if shown and shown[0][1] in ("top1", "map") else ("", "")
+    scale_split, scale_key = (
+        columns[0][:2] if columns and columns[0][1] in ("top1", "map") else ("", "")
+    )
     values = {
-        group.name: [value for run in group.runs if (value := number(run.figures(lead).get(key)))]
-        for group in recipes
+        group.name: [
+            value
+            for run in group.runs
+            if (value := as_finite_number(run.metrics(scale_split).get(scale_key)))
+        ]
+        for group in groups
     }
     low = min((min(row) for row in values.values() if row), default=0.0)
     high = max((max(row) for row in values.values() if row), default=1.0)
-    # whole steps of 5 % around all runs, so that the ends of the scale can be named
+    # round the scale to steps of 5 %, so its ends have short labels
     low, high = math.floor(low * 20) / 20, math.ceil(high * 20) / 20
     width = high - low or 1.0
     rows = []
-    for place, group in enumerate(recipes):
+    for index, group in enumerate(groups):
         cells = []
-        for split, key, _ in shown:
+        for split, key, _ in columns:
             by_seed: dict[int, Row] = {}
             for run in group.runs:
-                cell = _figure(run, split, key)
+                cell = _metric_cell(run, split, key)
                 if cell["value"] is not None:
                     by_seed.setdefault(run.recipe.run.seed, cell)
-            cells.append(_mean_cell(list(by_seed.values()), share=key in ACCURACIES))
+            cells.append(_mean_cell(list(by_seed.values()), is_percent=key in PERCENT_METRICS))
         seeds = Counter(run.recipe.run.seed for run in group.runs)
-        twins = [f"{n} runs of seed {seed}" for seed, n in seeds.items() if n > 1]
+        repetitions = [f"{n} runs of seed {seed}" for seed, n in seeds.items() if n > 1]
         rows.append(
             {
                 "name": group.name,
-                "color": place % 8 + 1,
+                "color": index % 8 + 1,
                 "n": len(seeds),
-                "twins": f"{', '.join(twins)}: counted once" if twins else "",
+                "twins": f"{', '.join(repetitions)}: counted once" if repetitions else "",
                 "cells": cells,
                 "dots": [round(100 * (value - low) / width, 2) for value in values[group.name]],
             }
         )
-    return rows, (percent(low, 0), percent(high, 0)) if any(values.values()) else None
+    return rows, (format_percent(low, 0), format_percent(high, 0)) if any(values.values()) else None
 
 
-def run_rows(recipes: Sequence[Group], runs: Sequence[Run], shown: Sequence[Column]) -> list[Row]:
-    """A row per run: name, seed, the recipe's keys that differ between runs, and its figures."""
+def run_rows(
+    groups: Sequence[RecipeGroup], runs: Sequence[Run], columns: Sequence[Column]
+) -> list[Row]:
+    """Build a row per run: name, seed, the recipe keys that differ between runs, and metrics."""
     differing = differing_keys(runs)
-    colors = {id(run): place % 8 + 1 for place, group in enumerate(recipes) for run in group.runs}
+    colors = {id(run): index % 8 + 1 for index, group in enumerate(groups) for run in group.runs}
     rows = []
-    for place, (run, name) in enumerate(zip(runs, run_names(runs), strict=True)):
-        figures = [_figure(run, split, key) for split, key, _ in shown]
-        seconds = [number(line.get("seconds")) or 0.0 for line in run.history]
+    for index, (run, name) in enumerate(zip(runs, unique_run_names(runs), strict=True)):
+        cells = [_metric_cell(run, split, key) for split, key, _ in columns]
+        seconds = [as_finite_number(line.get("seconds")) or 0.0 for line in run.history]
         rows.append(
             {
                 "name": name,
                 "color": colors[id(run)],
                 "status": str(run.record.get("status", "unknown")),
                 "model": run.recipe.model.name,
-                "keys": [values[place] for _, values in differing],
+                "keys": [values[index] for _, values in differing],
                 "seed": str(run.recipe.run.seed),
-                "figures": figures,
-                "time": duration(max(seconds, default=None)),
+                "figures": cells,
+                "time": format_duration(max(seconds, default=None)),
                 "seconds": max(seconds, default=None),
-                "rate": training_rate(run),
+                "rate": training_images_per_second(run),
             }
         )
     return rows
 
 
-def _figure(run: Run, split: str, key: str) -> Row:
-    """A cell: "text", "value", "interval" of an accuracy on few images, and "is_too_few"."""
-    figures = run.figures(split) if key != "top5" or run.has_top5 else {}
-    value, images = figures.get(key), figures.get("examples")
+def _metric_cell(run: Run, split: str, key: str) -> Row:
+    """Build a cell: "text", "value", "interval" of an accuracy on few images, "is_too_few"."""
+    metrics = run.metrics(split) if key != "top5" or run.has_top5 else {}
+    value, num_images = metrics.get(key), metrics.get("examples")
     if not key.startswith("top"):
-        text = percent(value) if key in ACCURACIES else plain(value)
-        few = key == "map" and is_too_few(images)
-        return {"text": text, "value": number(value), "interval": "", "is_too_few": few}
-    marks = {"interval": accuracy_range(value, images), "is_too_few": is_too_few(images)}
-    return {"text": percent(value), "value": number(value), **marks}
+        text = format_percent(value) if key in PERCENT_METRICS else format_decimal(value)
+        is_too_few = key == "map" and has_too_few_images(num_images)
+        return {
+            "text": text,
+            "value": as_finite_number(value),
+            "interval": "",
+            "is_too_few": is_too_few,
+        }
+    marks = {
+        "interval": format_accuracy_interval(value, num_images),
+        "is_too_few": has_too_few_images(num_images),
+    }
+    return {"text": format_percent(value), "value": as_finite_number(value), **marks}
 
 
-def claims_beside(runs: Sequence[Run]) -> list[Row]:
-    """Each claim once, with the answer of every run that has it (None where a run has not)."""
+def claim_comparison_rows(runs: Sequence[Run]) -> list[Row]:
+    """List each claim once, with the result of every run (None for a run without the claim)."""
     claims: dict[tuple[str, ...], Row] = {}
     for place, run in enumerate(runs):
         for row in claim_rows(run):

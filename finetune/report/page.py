@@ -1,4 +1,4 @@
-"""A run, or several side by side, as one HTML file that needs nothing else to be read."""
+"""Write the HTML page of a run, or a page that compares runs, as one self-contained file."""
 
 from __future__ import annotations
 
@@ -17,283 +17,296 @@ import jinja2
 
 from finetune.data.source import Split
 from finetune.errors import RecipeError
-from finetune.evaluation.claims import main_figure
-from finetune.evaluation.confusion import DENSE_CLASSES, Confusion, read_confusion
-from finetune.files import make_folder, write_atomically
-from finetune.report import figures
+from finetune.evaluation.claims import primary_metric
+from finetune.evaluation.confusion import MAX_DENSE_CLASSES, ConfusionMatrix, parse_confusion_matrix
+from finetune.files import make_writable_folder, write_atomically
+from finetune.formatting import TOO_FEW_IMAGES_NOTE
+from finetune.report import plots
 from finetune.report.comparison import (
     check_comparable,
-    claims_beside,
-    columns,
+    claim_comparison_rows,
     differing_keys,
+    group_by_recipe,
     group_rows,
-    groups,
+    metric_columns,
     run_rows,
 )
+from finetune.report.figure_style import to_svg
 from finetune.report.run_data import (
     SPLIT_NAMES,
     Run,
-    bins,
-    listed,
-    percent,
-    plain,
+    calibration_bins,
+    format_count,
+    format_decimal,
+    format_percent,
+    get_dict,
+    get_list,
     read_run,
-    section,
-    whole,
 )
 from finetune.report.sections import (
     claim_rows,
-    class_heads,
+    class_columns,
     class_rows,
-    confused_pairs,
+    confused_pair_rows,
     data_rows,
-    headline,
-    provenance,
-    range_test,
-    speed,
-    status,
+    headline_tiles,
+    lr_range_test,
+    provenance_rows,
+    run_status,
+    speed_section,
 )
-from finetune.report.style import to_svg
 from finetune.report.thumbnails import (
-    class_pictures,
+    class_thumbnails,
     mistake_rows,
-    open_split,
-    training_images,
-    why_none,
+    no_mistakes_reason,
+    open_reported_split,
+    training_image_rows,
 )
-from finetune.text import TOO_FEW
 
-__all__ = ["compare", "report", "write_report"]
+__all__ = ["write_comparison", "write_report_pages", "write_run_report"]
 
-_VERSION = sys.modules["finetune"].__version__  # the package itself imports from here
-REPORT = "report.html"
-COMPARISON = "comparison.html"
-_DIAGRAM = "Accuracy by confidence"
-_WIDEST_BESIDE = 540  # pixels of a matrix that a calibration diagram fits beside
+_VERSION = sys.modules["finetune"].__version__  # not imported: the package imports from here
+REPORT_FILE = "report.html"
+COMPARISON_FILE = "comparison.html"
+_CALIBRATION_TITLE = "Accuracy by confidence"
+_MAX_MATRIX_WIDTH_PIXELS = 540  # of a matrix that fits next to a calibration diagram
 
-# XML and HTML know none of these; a file name may hold them
-_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\uffff]")
-_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{12,}")
+# XML and HTML forbid these, but file names may contain them
+_CONTROL_CHARACTERS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\uffff]")
+_HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{12,}")
 
 
-def report(runs: Sequence[str], *, out: str | None = None) -> dict[str, Any]:
-    """Write a page for each run and, for several, one that compares them.
+def write_report_pages(runs: Sequence[str], *, out: str | None = None) -> dict[str, Any]:
+    """Write a page for each run and, for several runs, a page that compares them.
 
     Args:
         runs: run directories, finished or not.
-        out: for one run the page's file, or the folder for it; for several the comparison's. By
-            default RUN/report.html, and comparison.html in the folder that the runs share.
-    Returns: "reports", the pages' paths, and "comparison", a path or None.
-    Raises: RecipeError if one is no run directory; CheckpointError if its files are damaged.
+        out: file or folder of the page or, for several runs, of the comparison page. The default is
+            RUN/report.html, and comparison.html in the common parent folder of the runs.
+    Returns: "reports", the paths of the pages, and "comparison", a path or None.
+    Raises: RecipeError if a path is not a run directory; CheckpointError if its files are damaged.
     """
     paths = list(dict.fromkeys(Path(run) for run in runs))
-    read = [read_run(path) for path in paths]  # all of them, before anything is written
-    check_comparable(read)
+    loaded_runs = [read_run(path) for path in paths]  # read all runs before writing anything
+    check_comparable(loaded_runs)
     if len(paths) == 1:
-        page = _target(out, REPORT, paths[0])
-        return {"reports": [str(_write_run(read[0], page, None))], "comparison": None}
-    reports = [str(_write_run(run, run.path / REPORT, None)) for run in read]
-    shared = os.path.commonpath([path.resolve().parent for path in paths])
-    # as the user wrote it, where all runs lie in one folder
-    folder = paths[0].parent if len({path.parent for path in paths}) == 1 else Path(shared)
-    page = _target(out, COMPARISON, folder)
-    return {"reports": reports, "comparison": str(_write_comparison(read, page))}
+        page = _resolve_output_file(out, REPORT_FILE, paths[0])
+        return {"reports": [str(_write_run_page(loaded_runs[0], page, None))], "comparison": None}
+    reports = [str(_write_run_page(run, run.path / REPORT_FILE, None)) for run in loaded_runs]
+    common_parent = os.path.commonpath([path.resolve().parent for path in paths])
+    # keep the path as the user wrote it if all runs are in one folder
+    folder = paths[0].parent if len({path.parent for path in paths}) == 1 else Path(common_parent)
+    page = _resolve_output_file(out, COMPARISON_FILE, folder)
+    return {"reports": reports, "comparison": str(_write_comparison_page(loaded_runs, page))}
 
 
-def write_report(run: Path, *, split: Split | None = None) -> Path:
+def write_run_report(run: Path, *, split: Split | None = None) -> Path:
     """Write report.html into a run directory.
 
     Args:
         run: the run directory, finished or not.
-        split: the split that the page is about, test or else validation, if it is open already;
-            else the recipe's source is opened.
-    Returns: the page's path.
-    Raises: as `report`.
+        split: the reported split (test or else validation), if it is open already; otherwise the
+            recipe's source is opened.
+    Returns: path of the page.
+    Raises: as `write_report_pages`.
     """
     run = Path(run)
-    return _write_run(read_run(run), run / REPORT, split)
+    return _write_run_page(read_run(run), run / REPORT_FILE, split)
 
 
-def compare(runs: Sequence[Path], out: Path) -> Path:
+def write_comparison(runs: Sequence[Path], out: Path) -> Path:
     """Write a page that compares runs.
 
     Args:
         runs: run directories.
         out: the file.
     Returns: `out`.
-    Raises: as `report`.
+    Raises: as `write_report_pages`.
     """
-    read = [read_run(Path(run)) for run in runs]
-    check_comparable(read)
-    return _write_comparison(read, Path(out))
+    loaded_runs = [read_run(Path(run)) for run in runs]
+    check_comparable(loaded_runs)
+    return _write_comparison_page(loaded_runs, Path(out))
 
 
-def _target(out: str | None, name: str, folder: Path) -> Path:
-    """The file to write: `out` itself, or `name` in it if it is a folder."""
+def _resolve_output_file(out: str | None, name: str, folder: Path) -> Path:
+    """Return the file to write: `out` itself, or `name` in it if it is a folder."""
     if out is None:
         return folder / name
     path = Path(out)
     if path.suffix.lower() in (".html", ".htm") and not path.is_dir():
-        make_folder(path.parent, option="--out")
+        make_writable_folder(path.parent, option="--out")
         return path
     if (path.exists() or path.suffix) and not path.is_dir():
         raise RecipeError(
-            f"--out: '{out}' is neither a folder nor an .html file; name one of them",
+            f"--out: '{out}' is neither a folder nor an .html file; give one of them",
             code="recipe.wrong_value",
         )
-    make_folder(path, option="--out")
+    make_writable_folder(path, option="--out")
     return path / name
 
 
-def _write_run(run: Run, page: Path, split: Split | None) -> Path:
-    """Fill the template of a run and write the page."""
-    split, why_closed = (split, "") if split is not None else open_split(run)
-    mistakes, pictures_note = mistake_rows(run, split, why_closed)
-    seen, seen_note = training_images(run)
-    name = run.shown_split
-    counts, classes = read_confusion(run.figures(name)), class_rows(run, name)
-    drawn = {**_matrix(run, counts), **_calibration(run, name)}
-    # one diagram has room beside a matrix that leaves it some
-    beside = len(drawn["diagrams"]) == 1 and 0 < drawn["matrix_width"][1] <= _WIDEST_BESIDE
+def _write_run_page(run: Run, page: Path, split: Split | None) -> Path:
+    """Render and write the page of a run."""
+    split, why_closed = (split, "") if split is not None else open_reported_split(run)
+    mistakes, images_note = mistake_rows(run, split, why_closed)
+    training_rows, training_note = training_image_rows(run)
+    split_name = run.reported_split
+    matrix, classes = parse_confusion_matrix(run.metrics(split_name)), class_rows(run, split_name)
+    rendered = {**_confusion_section(run, matrix), **_calibration_section(run, split_name)}
+    # put a single diagram next to a small matrix
+    is_diagram_beside = (
+        len(rendered["diagrams"]) == 1
+        and 0 < rendered["matrix_width"][1] <= _MAX_MATRIX_WIDTH_PIXELS
+    )
     content = {
         "title": run.name,
         "remark": run.recipe.run.note,
-        "status": status(run),
+        "status": run_status(run),
         "model": run.recipe.model.name,
         "source": run.recipe.data.source,
-        "tiles": headline(run),
-        "curves": _curves(run),
-        "split_name": SPLIT_NAMES[name],
-        "beside": beside,
-        "too_few": TOO_FEW,
-        **drawn,
-        "pairs": confused_pairs(run, name),
+        "tiles": headline_tiles(run),
+        "curves": _curve_svgs(run),
+        "split_name": SPLIT_NAMES[split_name],
+        "beside": is_diagram_beside,
+        "too_few": TOO_FEW_IMAGES_NOTE,
+        **rendered,
+        "pairs": confused_pair_rows(run, split_name),
         "classes": classes,
-        "class_heads": class_heads(run),
+        "class_heads": class_columns(run),
         "multilabel": run.is_multilabel,
         "fitted": "thresholds" in run.results,
-        "class_pictures": class_pictures(run, split),
-        "num_classes": len(listed(run.figures(name), "per_class")),
+        "class_pictures": class_thumbnails(run, split),
+        "num_classes": len(get_list(run.metrics(split_name), "per_class")),
         "intervals": any(row["interval"] for row in classes),
         "finished": bool(run.results),
         "mistakes": mistakes,
-        "pictures": any(one["picture"] for one in mistakes),
-        "pictures_note": pictures_note,
-        "mistakes_note": why_none(run),
-        "seen": seen,
-        "seen_note": seen_note,
+        "pictures": any(mistake["picture"] for mistake in mistakes),
+        "pictures_note": images_note,
+        "mistakes_note": no_mistakes_reason(run),
+        "seen": training_rows,
+        "seen_note": training_note,
         "claims": claim_rows(run),
-        "speed": speed(run),
+        "speed": speed_section(run),
         "data": data_rows(run),
-        "provenance": provenance(run),
+        "provenance": provenance_rows(run),
         "recipe": run.recipe.to_yaml(),
     }
-    calibrated = content["finished"] and not run.is_multilabel
-    anchors = {"confusion": bool(drawn["matrix"]), "calibration": calibrated}
+    has_calibration = content["finished"] and not run.is_multilabel
+    anchors = {"confusion": bool(rendered["matrix"]), "calibration": has_calibration}
     anchors |= {"classes": bool(classes), "mistakes": content["finished"]}
-    anchors |= {"images": seen or seen_note, "claims": content["claims"]}
-    every = ("curves", *anchors, "speed", "data", "provenance", "recipe")
+    anchors |= {"images": training_rows or training_note, "claims": content["claims"]}
+    all_anchors = ("curves", *anchors, "speed", "data", "provenance", "recipe")
     labels = {"mistakes": "Worst mistakes", "images": "Training images"}
-    shown = [(key, labels.get(key, key.capitalize())) for key in every if anchors.get(key, True)]
-    return _write(page, "run.html", contents=shown, **content)
+    contents = [
+        (key, labels.get(key, key.capitalize())) for key in all_anchors if anchors.get(key, True)
+    ]
+    return _render_page(page, "run.html", contents=contents, **content)
 
 
-def _curves(run: Run) -> list[str]:
-    """One small figure each: a phone shows them below one another, at a readable size."""
+def _curve_svgs(run: Run) -> list[str]:
+    """Plot each curve as its own small figure, to stay readable on a phone."""
     if not run.history:
         return []
-    per_epoch, tested = run.steps_per_epoch, range_test(run)
-    drawn = [
-        to_svg(figures.curves(run.history, run.results, keys=[key], steps_per_epoch=per_epoch))
-        for key in figures.curve_keys(run.history)
-    ]
-    return [*drawn, to_svg(figures.lr_range(**tested))] if tested else drawn
-
-
-def _matrix(run: Run, counts: Confusion | None) -> dict[str, Any]:
-    """The confusion matrix, its least and greatest width in pixels, and a note on its colours."""
-    if counts is None or not counts.num_classes:
-        return {"matrix": "", "matrix_width": (0, 0), "matrix_note": ""}
-    figure = figures.confusion(counts, run.class_names)
-    width = round(72 * figure.get_figwidth())
-    note = "The stronger the colour, the larger the share of the true class."
-    if counts.num_classes > DENSE_CLASSES:
-        note = f"Of {counts.num_classes:,} classes, those of the most confused pairs. {note}"
-    elif counts.num_classes > figures.COUNTED_CLASSES:
-        note = (
-            f"{counts.num_classes} classes: the colour goes by the square root of the share of the "
-            "true class, so that rare confusions show; not every class is labelled."
+    steps_per_epoch, range_test = run.steps_per_epoch, lr_range_test(run)
+    svgs = [
+        to_svg(
+            plots.plot_curves(run.history, run.results, keys=[key], steps_per_epoch=steps_per_epoch)
         )
-    # not so small that the counts cannot be read: a phone scrolls
-    least = min(width, 110 + 34 * counts.num_classes, 600)
+        for key in plots.curve_keys(run.history)
+    ]
+    return [*svgs, to_svg(plots.plot_lr_range_test(**range_test))] if range_test else svgs
+
+
+def _confusion_section(run: Run, matrix: ConfusionMatrix | None) -> dict[str, Any]:
+    """Render the confusion matrix with its minimum and maximum width in pixels, and a note."""
+    if matrix is None or not matrix.num_classes:
+        return {"matrix": "", "matrix_width": (0, 0), "matrix_note": ""}
+    figure = plots.plot_confusion_matrix(matrix, run.class_names)
+    width = round(72 * figure.get_figwidth())
+    note = "The stronger the color, the larger the share of the true class."
+    if matrix.num_classes > MAX_DENSE_CLASSES:
+        note = f"The most confused of {matrix.num_classes:,} classes. {note}"
+    elif matrix.num_classes > plots.MAX_CLASSES_WITH_COUNTS:
+        note = (
+            f"{matrix.num_classes} classes: the color shows the square root of the share of the "
+            "true class, so rare confusions are visible; not every class is labeled."
+        )
+    # keep the counts readable: a phone scrolls sideways
+    min_width = min(width, 110 + 34 * matrix.num_classes, 600)
     svg = to_svg(figure)
-    return {"matrix": svg, "matrix_width": (least, width), "matrix_note": note}
+    return {"matrix": svg, "matrix_width": (min_width, width), "matrix_note": note}
 
 
-def _calibration(run: Run, split: str) -> dict[str, Any]:
-    """The reliability diagrams, before and after temperature scaling where both are known."""
-    results = run.figures(split)
-    scaled = section(results, "calibrated")
-    before, after = bins(results), bins(scaled)
-    shown = {"diagrams": [], "ece": plain(results.get("ece")) if results.get("ece") else ""}
+def _calibration_section(run: Run, split: str) -> dict[str, Any]:
+    """Plot the reliability diagrams, before and after temperature scaling if both are known."""
+    results = run.metrics(split)
+    calibrated = get_dict(results, "calibrated")
+    before, after = calibration_bins(results), calibration_bins(calibrated)
+    section = {
+        "diagrams": [],
+        "ece": format_decimal(results.get("ece")) if results.get("ece") else "",
+    }
     if not before:
-        return {**shown, "calibration_note": ""}
+        return {**section, "calibration_note": ""}
     note = f"Expected calibration error on the {SPLIT_NAMES[split]} split "
-    note += plain(results.get("ece"))
-    diagrams = [figures.reliability(before, title="As trained" if after else _DIAGRAM)]
+    note += format_decimal(results.get("ece"))
+    diagrams = [
+        plots.plot_reliability_diagram(before, title="As trained" if after else _CALIBRATION_TITLE)
+    ]
     if after:
-        diagrams.append(figures.reliability(after, title="After temperature scaling"))
+        diagrams.append(plots.plot_reliability_diagram(after, title="After temperature scaling"))
         note += (
-            f"; {plain(scaled.get('ece'))} after temperature scaling with "
-            f"T = {plain(scaled.get('temperature'), 3)}, fitted on validation"
+            f"; {format_decimal(calibrated.get('ece'))} after temperature scaling with "
+            f"T = {format_decimal(calibrated.get('temperature'), 3)}, fitted on validation"
         )
     svgs = [to_svg(figure) for figure in diagrams]
     return {
         "diagrams": svgs,
         "ece": "",
-        "calibration_note": f"{note}. The bars of a calibrated model end on the line.",
+        "calibration_note": f"{note}. The bars of a calibrated model end at the diagonal.",
     }
 
 
-def _write_comparison(runs: Sequence[Run], page: Path) -> Path:
-    recipes = groups(runs)
-    named = [(group.name, run.history) for group in recipes for run in group.runs]
-    measured = main_figure({key for run in runs for line in run.history for key in line})
-    drawn = ((measured, "val"), ("loss", "val"), ("loss", "train"), ("lr", "train"))
-    shown = columns(runs)
-    rows, (recipe_rows, scale) = run_rows(recipes, runs, shown), group_rows(recipes, shown)
+def _write_comparison_page(runs: Sequence[Run], page: Path) -> Path:
+    groups = group_by_recipe(runs)
+    named_histories = [(group.name, run.history) for group in groups for run in group.runs]
+    metric = primary_metric({key for run in runs for line in run.history for key in line})
+    curves = ((metric, "val"), ("loss", "val"), ("loss", "train"), ("lr", "train"))
+    columns = metric_columns(runs)
+    rows, (recipe_rows, scale) = run_rows(groups, runs, columns), group_rows(groups, columns)
     for row, run in zip(rows, runs, strict=True):
-        target = run.path / REPORT
+        report = run.path / REPORT_FILE
         row["link"] = ""
-        if target.is_file():
-            relative = os.path.relpath(target.resolve(), page.parent.resolve())
+        if report.is_file():
+            relative = os.path.relpath(report.resolve(), page.parent.resolve())
             row["link"] = quote(os.fsencode(relative))
-    claims = claims_beside(runs)
+    claims = claim_comparison_rows(runs)
     anchors = ["recipes", "curves", "runs", *(["claims"] if claims else [])]
-    several = f"{len(recipes)} recipes" if len(recipes) > 1 else "one recipe"
-    return _write(
+    recipe_count = f"{len(groups)} recipes" if len(groups) > 1 else "one recipe"
+    return _render_page(
         page,
         "compare.html",
         title=f"{len(runs)} runs compared",
         remark=" ".join(dict.fromkeys(run.recipe.run.note for run in runs if run.recipe.run.note)),
-        lead=f"{several}: {', '.join(group.name for group in recipes)}",
+        lead=f"{recipe_count}: {', '.join(group.name for group in groups)}",
         contents=[(key, key.capitalize()) for key in anchors],
-        figures=[label for *_, label in shown],
+        figures=[label for *_, label in columns],
         groups=recipe_rows,
         scale=scale,
         runs=rows,
-        too_few=TOO_FEW,
+        too_few=TOO_FEW_IMAGES_NOTE,
         intervals=any(cell["interval"] for row in rows for cell in row["figures"]),
         differing=[key for key, _ in differing_keys(runs)],
         curves=[
-            to_svg(figures.compare_curves(named, key=key, split=split)) for key, split in drawn
+            to_svg(plots.plot_run_comparison(named_histories, key=key, split=split))
+            for key, split in curves
         ],
         claims=claims,
     )
 
 
 @functools.cache
-def _environment() -> jinja2.Environment:
+def _jinja_environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("finetune.report"),
         autoescape=True,
@@ -301,14 +314,18 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"percent": percent, "plain": plain, "whole": whole}
+    environment.filters |= {
+        "percent": format_percent,
+        "plain": format_decimal,
+        "whole": format_count,
+    }
     environment.filters["raw"] = lambda value: "" if value is None else value
     return environment
 
 
-def _write(page: Path, template: str, **content: Any) -> Path:
-    """Fill a template and replace the page in one step."""
-    environment = _environment()
+def _render_page(page: Path, template: str, **content: Any) -> Path:
+    """Render a template and replace the page atomically."""
+    environment = _jinja_environment()
     loader = environment.loader
     assert loader is not None
     script = loader.get_source(environment, "sort.js")[0]
@@ -316,7 +333,7 @@ def _write(page: Path, template: str, **content: Any) -> Path:
     html = environment.get_template(template).render(
         script=script, script_hash=f"sha256-{digest}", version=_VERSION, **content
     )
-    html = _TOKEN.sub("hf_…", _CONTROL.sub("\ufffd", html))
-    # names that are no valid Unicode are shown by their escapes
+    html = _HUB_TOKEN.sub("hf_…", _CONTROL_CHARACTERS.sub("\ufffd", html))
+    # escape names that are not valid Unicode
     write_atomically(page, html.encode("utf-8", "backslashreplace").decode())
     return page

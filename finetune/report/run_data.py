@@ -1,4 +1,4 @@
-"""Read a run directory for a report, checked once, and write its numbers for a page."""
+"""Read and check the files of a run for a report, and format its numbers."""
 
 from __future__ import annotations
 
@@ -8,49 +8,50 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune import text
+from finetune import formatting
 from finetune.errors import CheckpointError, RecipeError
-from finetune.evaluation.intervals import TOO_FEW_IMAGES, interval
-from finetune.recipe.load import Recipe, load_recipe
-from finetune.run.validation import MAX_LARGE_BYTES, read_regular
-from finetune.text import MISSING
+from finetune.evaluation.confidence_intervals import TOO_FEW_IMAGES, accuracy_interval
+from finetune.formatting import MISSING
+from finetune.recipe.load import load_recipe
+from finetune.recipe.schema import Recipe
+from finetune.run.integrity import MAX_LARGE_BYTES, read_regular_file
 
 __all__ = [
     "SPLIT_NAMES",
-    "TRAINING_IMAGES",
+    "TRAINING_IMAGES_FILE",
     "Run",
-    "accuracy_range",
-    "bins",
-    "check_run",
-    "duration",
-    "is_too_few",
-    "listed",
-    "narrow",
-    "number",
-    "percent",
-    "plain",
+    "as_finite_number",
+    "calibration_bins",
+    "check_run_directory",
+    "format_accuracy_interval",
+    "format_count",
+    "format_decimal",
+    "format_duration",
+    "format_percent",
+    "get_dict",
+    "get_list",
+    "has_too_few_images",
     "read_run",
-    "section",
-    "whole",
+    "use_narrow_spaces",
 ]
 
 
-TRAINING_IMAGES = "training_images.json"  # written at the end of a run
+TRAINING_IMAGES_FILE = "training_images.json"  # written at the end of a run
 SPLIT_NAMES = {"train": "training", "val": "validation", "test": "test"}  # on a page
 
 
 @dataclass(frozen=True)
 class Run:
-    """The files of a run, read and checked; it may be unfinished.
+    """The parsed files of a run, which may be unfinished.
 
     Attributes:
         path: the run directory.
         record: run.json.
-        recipe: every key resolved.
-        history: the lines of metrics.jsonl; none if the file is not there.
-        results: results.json; empty while the run is not finished.
-        class_names: in the order of the logits; numbers where no names are known.
-        training_images: of training_images.json; empty for a run of an earlier version.
+        recipe: with every key resolved.
+        history: the lines of metrics.jsonl; empty if the file does not exist.
+        results: results.json; empty for an unfinished run.
+        class_names: in the order of the logits; numbers for classes without a name.
+        training_images: training_images.json; empty if it was not written.
     """
 
     path: Path
@@ -63,53 +64,53 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The folder's own name."""
+        """The name of the run directory."""
         return self.path.resolve().name
 
     @property
     def plan(self) -> dict[str, Any]:
-        """The plan of the run, from run.json."""
-        return section(self.record, "plan")
+        """The plan in run.json."""
+        return get_dict(self.record, "plan")
 
     @property
     def steps_per_epoch(self) -> float | None:
-        """Optimiser steps of an epoch, if the plan was written."""
-        return number(self.plan.get("steps_per_epoch"))
+        """Optimizer steps per epoch; None without a plan."""
+        return as_finite_number(self.plan.get("steps_per_epoch"))
 
     @property
     def num_classes(self) -> int:
-        """The number of classes; 0 where neither plan nor model is written yet."""
-        return int(number(self.plan.get("classes")) or len(self.class_names))
+        """The number of classes; 0 if neither plan nor model exists yet."""
+        return int(as_finite_number(self.plan.get("classes")) or len(self.class_names))
 
     @property
     def has_top5(self) -> bool:
-        """False where top-5 accuracy says nothing: with five classes or fewer it is 1."""
+        """False if top-5 accuracy is always 1, with five classes or fewer."""
         return not 0 < self.num_classes <= 5
 
     @property
     def is_multilabel(self) -> bool:
-        """True if an image has any number of labels."""
+        """True for a multi-label run."""
         return self.recipe.data.task == "multilabel"
 
     @property
-    def shown_split(self) -> str:
-        """The split that the page is about: test, or val where test was not measured."""
-        return "test" if self.figures("test") else "val"
+    def reported_split(self) -> str:
+        """The split that the page reports: test, or val if test was not measured."""
+        return "test" if self.metrics("test") else "val"
 
-    def figures(self, split: str) -> dict[str, Any]:
-        """The final figures of a split; empty where it was not measured."""
-        return section(self.results, split)
+    def metrics(self, split: str) -> dict[str, Any]:
+        """Return the final metrics of a split; empty if it was not measured."""
+        return get_dict(self.results, split)
 
     def class_name(self, index: Any) -> str:
-        """The name of a class, or its number when it has none; of a list all of them."""
+        """Return the name of a class index, or its number; for a list, all names."""
         if isinstance(index, list):
             return ", ".join(map(self.class_name, index)) or "none"
         known = isinstance(index, int) and 0 <= index < len(self.class_names)
         return self.class_names[index] if known else str(index)
 
 
-def check_run(path: Path) -> None:
-    """Refuse what is not a run directory. Raises: RecipeError."""
+def check_run_directory(path: Path) -> None:
+    """Check that a path is a run directory. Raises: RecipeError if it is not."""
     if not (path / "run.json").is_file() or not (path / "recipe.yaml").is_file():
         problem, code = "does not exist", "recipe.not_found"
         if path.exists():
@@ -122,150 +123,156 @@ def check_run(path: Path) -> None:
 def read_run(path: Path) -> Run:
     """Read a run directory.
 
-    Raises: RecipeError if it is none; CheckpointError if one of its files is damaged, or nothing
-        was measured yet.
+    Raises: RecipeError if it is not a run directory; CheckpointError if one of its files is
+        damaged, or the run has no metrics yet.
     """
-    check_run(path)
-    record = _json(path / "run.json")
-    results = _json(path / "results.json")
+    check_run_directory(path)
+    record = _read_json(path / "run.json")
+    results = _read_json(path / "results.json")
     for split in ("val", "test", "train"):
         if not isinstance(results.get(split), (dict, type(None))):
             raise CheckpointError(
-                f"{path / 'results.json'}: '{split}' has no figures in it; {_HELP}",
+                f"{path / 'results.json'}: '{split}' holds no metrics; {_RESTORE_HINT}",
                 code="checkpoint.damaged",
             )
-    history = _history(path / "metrics.jsonl")
+    history = _read_metrics_log(path / "metrics.jsonl")
     if not history and not results:
         status = record.get("status", "unknown")
         raise CheckpointError(
             f"{path}: has no metrics yet (status: {status}); continue the run with --resume",
             code="checkpoint.not_finished",
         )
-    names = _json(path / "model" / "config.json").get("label_names")
+    names = _read_json(path / "model" / "config.json").get("label_names")
     names = [str(name) for name in names] if isinstance(names, list) else []
-    sizes = [
-        len(listed(section(results, split), key))
+    class_counts = [
+        len(get_list(get_dict(results, split), key))
         for split in ("val", "test")
         for key in ("confusion", "per_class")
     ]
-    # a model may come without names
-    names += [str(index) for index in range(len(names), max(sizes))]
-    recipe, images = load_recipe(path / "recipe.yaml"), _json(path / TRAINING_IMAGES)
-    return Run(path, record, recipe, history, results, names, images)
+    # number the classes of a model without names
+    names += [str(index) for index in range(len(names), max(class_counts))]
+    recipe, training_images = (
+        load_recipe(path / "recipe.yaml"),
+        _read_json(path / TRAINING_IMAGES_FILE),
+    )
+    return Run(path, record, recipe, history, results, names, training_images)
 
 
-_HELP = "restore it from a copy, or continue the run with --resume"
+_RESTORE_HINT = "restore it from a copy, or continue the run with --resume"
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """A JSON object, empty where there is no file."""
+def _read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; empty if the file does not exist."""
     try:
-        content = json.loads(read_regular(path, limit_bytes=MAX_LARGE_BYTES).decode())
+        content = json.loads(read_regular_file(path, max_bytes=MAX_LARGE_BYTES).decode())
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{path}: cannot be read as JSON ({error}); {_HELP}", code="checkpoint.damaged"
+            f"{path}: cannot be read as JSON ({error}); {_RESTORE_HINT}", code="checkpoint.damaged"
         ) from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: holds no JSON object; {_HELP}", code="checkpoint.damaged")
+        raise CheckpointError(
+            f"{path}: holds no JSON object; {_RESTORE_HINT}", code="checkpoint.damaged"
+        )
     return content
 
 
-def _history(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; a kill may have cut the last one short."""
+def _read_metrics_log(path: Path) -> list[dict[str, Any]]:
+    """Read the lines of metrics.jsonl; a kill may have truncated the last one."""
     try:
-        texts = read_regular(path, limit_bytes=MAX_LARGE_BYTES).decode().splitlines()
+        rows = read_regular_file(path, max_bytes=MAX_LARGE_BYTES).decode().splitlines()
     except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path}: cannot be read ({error}); {_HELP}", code="checkpoint.damaged"
+            f"{path}: cannot be read ({error}); {_RESTORE_HINT}", code="checkpoint.damaged"
         ) from error
     lines: list[dict[str, Any]] = []
-    for place, row in enumerate(texts, 1):
+    for line_number, row in enumerate(rows, 1):
         try:
             line = json.loads(row)
         except (ValueError, RecursionError):
             line = None
-        if isinstance(line, dict) and number(line.get("step")) is not None:
+        if isinstance(line, dict) and as_finite_number(line.get("step")) is not None:
             lines.append(line)
-        elif place < len(texts):
+        elif line_number < len(rows):
             raise CheckpointError(
-                f"{path}: line {place} is not a log line; {_HELP}", code="checkpoint.damaged"
+                f"{path}: line {line_number} is not a log line; {_RESTORE_HINT}",
+                code="checkpoint.damaged",
             )
     return lines
 
 
-def section(mapping: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """A part that is a mapping; empty where it is missing or something else."""
+def get_dict(mapping: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return a value that is a dict; empty if it is missing or of another type."""
     part = mapping.get(key)
     return part if isinstance(part, dict) else {}
 
 
-def listed(mapping: Mapping[str, Any], key: str) -> list[Any]:
-    """A part that is a list; empty where it is missing or something else."""
+def get_list(mapping: Mapping[str, Any], key: str) -> list[Any]:
+    """Return a value that is a list; empty if it is missing or of another type."""
     part = mapping.get(key)
     return part if isinstance(part, list) else []
 
 
-def bins(mapping: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The calibration bins of a split's figures that are whole."""
+def calibration_bins(mapping: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the complete calibration bins in the metrics of a split."""
     return [
-        one
-        for one in listed(mapping, "calibration")
-        if isinstance(one, dict)
-        and all(number(one.get(key)) is not None for key in ("low", "high", "count"))
+        bin_
+        for bin_ in get_list(mapping, "calibration")
+        if isinstance(bin_, dict)
+        and all(as_finite_number(bin_.get(key)) is not None for key in ("low", "high", "count"))
     ]
 
 
-def number(value: Any) -> float | None:
-    """A finite number, or None."""
+def as_finite_number(value: Any) -> float | None:
+    """Return the value if it is a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    # JSON knows NaN to Python, and whole numbers that no float can hold
+    # Python's JSON accepts NaN, and integers that are too large for a float
     return value if abs(value) < 1e300 else None
 
 
-def narrow(words: str) -> str:
-    """Text for a page, with narrow spaces at which no line breaks."""
+def use_narrow_spaces(words: str) -> str:
+    """Replace spaces by narrow no-break spaces."""
     return words.replace(" ", "\u202f")
 
 
-def percent(value: Any, digits: int = 2) -> str:
-    """A share as per cent, or a dash."""
-    share = number(value)
-    return MISSING if share is None else narrow(text.percent(share, digits))
+def format_percent(value: Any, digits: int = 2) -> str:
+    """Format a fraction as a percentage, or a dash."""
+    share = as_finite_number(value)
+    return MISSING if share is None else use_narrow_spaces(formatting.format_percent(share, digits))
 
 
-def accuracy_range(share: Any, images: Any) -> str:
-    """The 95 % interval of an accuracy as per cent; empty where it rests on enough images."""
-    accuracy, total = number(share), number(images)
+def format_accuracy_interval(accuracy: Any, num_images: Any) -> str:
+    """Format the 95 % interval of an accuracy; empty for an accuracy on enough images."""
+    accuracy, total = as_finite_number(accuracy), as_finite_number(num_images)
     if accuracy is None or total is None or not 0 <= accuracy <= 1:
         return ""
-    ends = interval(accuracy, int(total))
-    return "" if ends is None else narrow(text.percent_range(*ends))
+    interval = accuracy_interval(accuracy, int(total))
+    return "" if interval is None else use_narrow_spaces(formatting.format_percent_range(*interval))
 
 
-def is_too_few(images: Any) -> bool:
-    """True if a figure on so many images is hardly a figure."""
-    total = number(images)
+def has_too_few_images(num_images: Any) -> bool:
+    """Return True if this number of images is too small for a reliable metric."""
+    total = as_finite_number(num_images)
     return total is not None and total < TOO_FEW_IMAGES
 
 
-def plain(value: Any, digits: int = 4) -> str:
-    """A number with fixed digits, or a dash."""
-    known = number(value)
-    return MISSING if known is None else f"{known:.{digits}f}"
+def format_decimal(value: Any, digits: int = 4) -> str:
+    """Format a number with fixed decimals, or a dash."""
+    number = as_finite_number(value)
+    return MISSING if number is None else f"{number:.{digits}f}"
 
 
-def whole(value: Any) -> str:
-    """A count with its thousands apart, or a dash."""
-    count = number(value)
+def format_count(value: Any) -> str:
+    """Format a count with thousands separators, or a dash."""
+    count = as_finite_number(value)
     return MISSING if count is None else f"{count:,.0f}"
 
 
-def duration(value: Any) -> str:
-    """Seconds as a duration, or a dash."""
-    seconds = number(value)
-    return MISSING if seconds is None else narrow(text.duration(seconds))
+def format_duration(value: Any) -> str:
+    """Format seconds as a duration, or a dash."""
+    seconds = as_finite_number(value)
+    return MISSING if seconds is None else use_narrow_spaces(formatting.format_duration(seconds))

@@ -1,4 +1,4 @@
-"""The sections of a run's page as plain rows, ready for a template; nothing here is HTML."""
+"""Rows for the sections of a run's page; the templates turn them into HTML."""
 
 # K classes
 
@@ -11,185 +11,196 @@ from typing import Any
 
 import numpy as np
 
-from finetune.data.sampling import draws_in_words, imbalance
-from finetune.evaluation.claims import wording
-from finetune.evaluation.confusion import DENSE_CLASSES, read_confusion
+from finetune.data.class_balance import describe_class_draws, describe_imbalance
+from finetune.evaluation.claims import format_claim
+from finetune.evaluation.confusion import MAX_DENSE_CLASSES, parse_confusion_matrix
+from finetune.formatting import MISSING, format_short_count, pluralize
 from finetune.report.run_data import (
     SPLIT_NAMES,
     Run,
-    accuracy_range,
-    duration,
-    is_too_few,
-    listed,
-    narrow,
-    number,
-    percent,
-    plain,
-    section,
-    whole,
+    as_finite_number,
+    format_accuracy_interval,
+    format_count,
+    format_decimal,
+    format_duration,
+    format_percent,
+    get_dict,
+    get_list,
+    has_too_few_images,
+    use_narrow_spaces,
 )
-from finetune.run.record import teacher_in_words
-from finetune.run.validation import load_json
-from finetune.text import MISSING, counted, short_count
+from finetune.run.integrity import load_json
+from finetune.run.record import describe_teacher
 
 __all__ = [
     "claim_rows",
-    "class_heads",
+    "class_columns",
     "class_rows",
-    "confused_pairs",
+    "confused_pair_rows",
     "data_rows",
-    "headline",
-    "provenance",
-    "range_test",
-    "speed",
-    "status",
-    "training_rate",
+    "headline_tiles",
+    "lr_range_test",
+    "provenance_rows",
+    "run_status",
+    "speed_section",
+    "training_images_per_second",
 ]
 
 Row = dict[str, Any]
 
-_PAIRS = 12
-# of a class: key and head
-_CLASS_FIGURES = {"recall": "Recall", "precision": "Precision", "f1": "F1"}
-_MOST_CLASSES = 200  # rows of the table of classes, where there are more than 1,000
+_NUM_CONFUSED_PAIRS = 12
+# per class: key and table header
+_CLASS_METRICS = {"recall": "Recall", "precision": "Precision", "f1": "F1"}
+_MAX_CLASS_ROWS = 200  # rows of the class table if there are more than 1,000 classes
 
 
-def status(run: Run) -> Row:
-    """State of the run. Returns: "kind" (done, running or failed) and "text"."""
-    recorded = str(run.record.get("status", "unknown"))
-    steps, last = run.plan.get("steps"), run.history[-1]["step"] if run.history else 0
-    reached = f"{whole(last)} of {whole(steps)} steps"
-    # the page is written just before the record says so
-    ended = recorded == "running" and last > 0 and run.results.get("steps") == last
-    if recorded == "done" or ended:
+def run_status(run: Run) -> Row:
+    """Describe the state of the run. Returns: "kind" (done, running or failed) and "text"."""
+    status = str(run.record.get("status", "unknown"))
+    steps, last_step = run.plan.get("steps"), run.history[-1]["step"] if run.history else 0
+    progress = f"{format_count(last_step)} of {format_count(steps)} steps"
+    # the page is written just before the status becomes "done"
+    has_ended = status == "running" and last_step > 0 and run.results.get("steps") == last_step
+    if status == "done" or has_ended:
         return {"kind": "done", "text": "done"}
-    if recorded == "running":
-        text = f"running, or killed: {reached} are logged"
+    if status == "running":
+        text = f"running, or killed: {progress} are logged"
         return {"kind": "running", "text": text}
-    return {"kind": "failed", "text": f"{recorded}: {reached} are logged"}
+    return {"kind": "failed", "text": f"{status}: {progress} are logged"}
 
 
-def headline(run: Run) -> list[Row]:
-    """The figures at the head of the page, the most important first.
+def headline_tiles(run: Run) -> list[Row]:
+    """Build the tiles at the top of the page, the most important first.
 
-    Returns: "label", "value", "note", and "is_too_few" where too few images are behind a figure.
+    Returns: "label", "value", "note" and "is_too_few" (measured on too few images) of each tile.
     """
-    test, val = run.figures("test"), run.figures("val")
+    test, val = run.metrics("test"), run.metrics("val")
     tiles = []
-    if measured := test or val:
-        tiles += _split_tiles(run, measured)
+    if metrics := test or val:
+        tiles += _split_tiles(run, metrics)
     key, name = ("map", "Validation mAP") if run.is_multilabel else ("top1", "Validation top-1")
     if test and val:
-        tiles.append(_accuracy_tile(name, val.get(key), val.get("examples"), of=key))
-    elif not val and (line := _last(run, "val")):
-        share, images = line.get(key), _val_images(run)
-        tiles.append(_accuracy_tile(name, share, images, _at_step(line), of=key))
-    if not test and (line := _last(run, "train")):
-        tiles.append(_tile("Training loss", plain(line.get("loss")), _at_step(line)))
+        tiles.append(_accuracy_tile(name, val.get(key), val.get("examples"), metric=key))
+    elif not val and (line := _last_log_line(run, "val")):
+        accuracy, num_images = line.get(key), _num_val_images(run)
+        tiles.append(_accuracy_tile(name, accuracy, num_images, _step_note(line), metric=key))
+    if not test and (line := _last_log_line(run, "train")):
+        tiles.append(_tile("Training loss", format_decimal(line.get("loss")), _step_note(line)))
     if run.results:
-        kept = run.results.get("best_step")
-        note = f"of {whole(run.results.get('steps'))} steps"
+        best_step = run.results.get("best_step")
+        note = f"of {format_count(run.results.get('steps'))} steps"
         if stages := run.recipe.optim.stages:
-            note += f", after {counted(len(stages), 'stage')} (optim.stages)"
-        tiles.append(_tile("Kept step", whole(kept), note))
+            note += f", after {pluralize(len(stages), 'stage')} (optim.stages)"
+        tiles.append(_tile("Kept step", format_count(best_step), note))
     if run.plan:
-        trained = number(run.plan.get("trainable_parameters"))
-        all_of_them = trained == number(run.plan.get("parameters"))
-        note = "all trained" if all_of_them else f"{_short(trained)} trained"
+        num_trainable = as_finite_number(run.plan.get("trainable_parameters"))
+        all_trainable = num_trainable == as_finite_number(run.plan.get("parameters"))
+        note = "all trained" if all_trainable else f"{_format_short_count(num_trainable)} trained"
         if (adapter := run.recipe.model.adapter) is not None:
-            note += f", {adapter.kind} of rank {adapter.rank} among them"
+            note += f", including {adapter.kind} of rank {adapter.rank}"
         if run.recipe.model.sync_bn:
-            note += "; batch norm over all processes"
+            note += "; batch norm synchronized over processes"
         if run.recipe.model.freeze_bn:
-            note += "; batch norm keeps its statistics"
-        tiles.append(_tile("Parameters", _short(run.plan.get("parameters")), note))
+            note += "; batch norm statistics frozen"
+        tiles.append(_tile("Parameters", _format_short_count(run.plan.get("parameters")), note))
     return tiles
 
 
-def _split_tiles(run: Run, figures: Row) -> list[Row]:
-    """The tiles of the split that the page is about."""
-    name, images = SPLIT_NAMES[run.shown_split], figures.get("examples")
-    loss = _tile(f"{name.capitalize()} loss", plain(figures.get("loss")), "nats")
+def _split_tiles(run: Run, metrics: Row) -> list[Row]:
+    """Build the tiles of the reported split."""
+    name, num_images = SPLIT_NAMES[run.reported_split], metrics.get("examples")
+    loss = _tile(f"{name.capitalize()} loss", format_decimal(metrics.get("loss")), "nats")
     if run.is_multilabel:
-        head = f"{name.capitalize()} mAP"
+        label = f"{name.capitalize()} mAP"
         return [
-            _accuracy_tile(head, figures.get("map"), images, of="map"),
-            _tile("Macro F1", percent(figures.get("macro_f1")), "mean of the classes"),
-            _tile("Micro F1", percent(figures.get("micro_f1")), "all labels together"),
+            _accuracy_tile(label, metrics.get("map"), num_images, metric="map"),
+            _tile("Macro F1", format_percent(metrics.get("macro_f1")), "mean of the classes"),
+            _tile("Micro F1", format_percent(metrics.get("micro_f1")), "all labels together"),
             loss,
         ]
-    tiles = [_accuracy_tile(f"{name.capitalize()} top-1", figures.get("top1"), images)]
+    tiles = [_accuracy_tile(f"{name.capitalize()} top-1", metrics.get("top1"), num_images)]
     if run.has_top5:
-        tiles.append(_tile(f"{name.capitalize()} top-5", percent(figures.get("top5")), ""))
-    if (balanced := figures.get("balanced_accuracy")) is not None:
-        note = f"mean recall of the classes; macro F1 {percent(figures.get('macro_f1'))}"
-        tiles.append(_tile("Balanced accuracy", percent(balanced), note))
-    return [*tiles, loss, _tile("Calibration error", plain(figures.get("ece")), f"{name}, ECE")]
+        tiles.append(_tile(f"{name.capitalize()} top-5", format_percent(metrics.get("top5")), ""))
+    if (balanced_accuracy := metrics.get("balanced_accuracy")) is not None:
+        note = f"mean recall of the classes; macro F1 {format_percent(metrics.get('macro_f1'))}"
+        tiles.append(_tile("Balanced accuracy", format_percent(balanced_accuracy), note))
+    return [
+        *tiles,
+        loss,
+        _tile("Calibration error", format_decimal(metrics.get("ece")), f"{name}, ECE"),
+    ]
 
 
 def _tile(label: str, value: str, note: str) -> Row:
     return {"label": label, "value": value, "note": note, "is_too_few": False}
 
 
-def _accuracy_tile(label: str, accuracy: Any, images: Any, at: str = "", of: str = "top1") -> Row:
-    """A tile with the number of images behind a figure, of top1 with its interval if it is wide."""
-    interval = accuracy_range(accuracy, images) if of == "top1" else ""
-    notes = [at, f"on {whole(images)} images" if images else ""]
+def _accuracy_tile(
+    label: str, accuracy: Any, num_images: Any, step_note: str = "", metric: str = "top1"
+) -> Row:
+    """Build a tile with the number of images and, for top1 on few images, the 95 % interval."""
+    interval = format_accuracy_interval(accuracy, num_images) if metric == "top1" else ""
+    notes = [step_note, f"on {format_count(num_images)} images" if num_images else ""]
     notes.append(f"95\u202f% interval {interval}" if interval else "")
-    tile = _tile(label, percent(accuracy), ", ".join(note for note in notes if note))
-    return {**tile, "is_too_few": is_too_few(images)}
+    tile = _tile(label, format_percent(accuracy), ", ".join(note for note in notes if note))
+    return {**tile, "is_too_few": has_too_few_images(num_images)}
 
 
-def _at_step(line: Row) -> str:
-    return f"at step {whole(line.get('step'))}"
+def _step_note(line: Row) -> str:
+    return f"at step {format_count(line.get('step'))}"
 
 
-def _last(run: Run, split: str) -> Row | None:
+def _last_log_line(run: Run, split: str) -> Row | None:
     return next((line for line in reversed(run.history) if line.get("split") == split), None)
 
 
-def _short(value: Any) -> str:
+def _format_short_count(value: Any) -> str:
     """1021114 → 1.02 M."""
-    count = number(value)
-    return MISSING if count is None else narrow(short_count(count))
+    count = as_finite_number(value)
+    return MISSING if count is None else use_narrow_spaces(format_short_count(count))
 
 
 def class_rows(run: Run, split: str) -> list[Row]:
-    """Name, support and figures of every class, its recall with a 95 % interval.
+    """Build a row per class: name, support, metrics, and the 95 % interval of the recall.
 
-    Beyond 1,000 classes those with the lowest F1, of these first the ones with the most images.
+    Beyond 1,000 classes, only those with the lowest F1; ties are sorted by number of images.
     """
-    rows = [row if isinstance(row, dict) else {} for row in listed(run.figures(split), "per_class")]
-    shown = list(range(len(rows)))
-    if len(rows) > DENSE_CLASSES:
-        ranks = [(number(row.get("f1")), -(number(row.get("support")) or 0)) for row in rows]
-        shown = [index for index in shown if ranks[index][0] is not None]
-        shown = sorted(shown, key=ranks.__getitem__)[:_MOST_CLASSES]
+    rows = [
+        row if isinstance(row, dict) else {} for row in get_list(run.metrics(split), "per_class")
+    ]
+    shown_indices = list(range(len(rows)))
+    if len(rows) > MAX_DENSE_CLASSES:
+        sort_keys = [
+            (as_finite_number(row.get("f1")), -(as_finite_number(row.get("support")) or 0))
+            for row in rows
+        ]
+        shown_indices = [index for index in shown_indices if sort_keys[index][0] is not None]
+        shown_indices = sorted(shown_indices, key=sort_keys.__getitem__)[:_MAX_CLASS_ROWS]
     return [
         {
             "name": run.class_name(index),
-            "support": number(row.get("support")),
-            "interval": accuracy_range(row.get("recall"), row.get("support")),
-            **{key: number(row.get(key)) for key in class_heads(run)},
+            "support": as_finite_number(row.get("support")),
+            "interval": format_accuracy_interval(row.get("recall"), row.get("support")),
+            **{key: as_finite_number(row.get(key)) for key in class_columns(run)},
         }
-        for index in shown
+        for index in shown_indices
         if (row := rows[index])
     ]
 
 
-def class_heads(run: Run) -> dict[str, str]:
-    """The figures of a class, by key, with their heads."""
+def class_columns(run: Run) -> dict[str, str]:
+    """Return the metrics of a class by key, with their table headers."""
     if run.is_multilabel:
-        return {"ap": "AP", **_CLASS_FIGURES, "threshold": "Threshold"}
-    return _CLASS_FIGURES
+        return {"ap": "AP", **_CLASS_METRICS, "threshold": "Threshold"}
+    return _CLASS_METRICS
 
 
-def confused_pairs(run: Run, split: str) -> list[Row]:
-    """The pairs of a true and a predicted class with the most images, and their share."""
-    counts = read_confusion(run.figures(split))
-    if counts is None:
+def confused_pair_rows(run: Run, split: str) -> list[Row]:
+    """Build a row for each of the most confused pairs, with its share of the true class."""
+    matrix = parse_confusion_matrix(run.metrics(split))
+    if matrix is None:
         return []
-    support_K = counts.support_K.tolist()
+    support_K = matrix.support_K.tolist()
     return [
         {
             "true": run.class_name(true),
@@ -197,137 +208,162 @@ def confused_pairs(run: Run, split: str) -> list[Row]:
             "count": count,
             "share": count / support_K[true],
         }
-        for true, predicted, count in counts.most_confused(_PAIRS)
+        for true, predicted, count in matrix.most_confused_pairs(_NUM_CONFUSED_PAIRS)
     ]
 
 
 def claim_rows(run: Run) -> list[Row]:
-    """Each claim of the recipe: as its source reports it, and as the run measured it."""
-    answers = listed(run.results, "claims")
+    """Build a row per claim of the recipe: the reported and the measured value."""
+    checked_claims = get_list(run.results, "claims")
     return [
         {
-            "verdict": str(answer.get("verdict", "not measured")),
-            **dict(zip(("what", "reported", "measured"), wording(answer), strict=True)),
-            **{key: str(answer.get(key) or "") for key in ("source", "note", "how")},
+            "verdict": str(claim.get("verdict", "not measured")),
+            **dict(zip(("what", "reported", "measured"), format_claim(claim), strict=True)),
+            **{key: str(claim.get(key) or "") for key in ("source", "note", "how")},
         }
-        for answer in answers
-        if isinstance(answer, dict)
+        for claim in checked_claims
+        if isinstance(claim, dict)
     ]
 
 
-def speed(run: Run) -> Row:
-    """Speed of the run. Returns: "rows" of name and value, and "share" of time by activity."""
-    lines = {split: _lines(run, split) for split in ("train", "val")}
-    rate = training_rate(run)
-    evaluated = number((run.figures("test") or run.figures("val")).get("images_per_second"))
-    seconds = [number(line.get("seconds")) for line in run.history]
-    total = max((known for known in seconds if known is not None), default=None)
-    rows = [
-        ("Training", f"{whole(rate)} images/s, median of the log lines" if rate else MISSING),
-        ("Evaluation", f"{evaluated:,.0f} images/s" if evaluated else MISSING),
-        ("Time", duration(total)),
-    ]
-    examples = number(run.figures("val").get("examples")) or _val_images(run)
-    spent = math.fsum(
-        examples / rate
-        for line in lines["val"]
-        if examples and (rate := number(line.get("images_per_second")))
+def speed_section(run: Run) -> Row:
+    """Describe the speed of the run.
+
+    Returns: "rows" of name and value, and "share" of time by activity.
+    """
+    lines = {split: _log_lines(run, split) for split in ("train", "val")}
+    train_rate = training_images_per_second(run)
+    eval_rate = as_finite_number(
+        (run.metrics("test") or run.metrics("val")).get("images_per_second")
     )
-    share = []
-    if total and spent < total:
-        share = [("training", 1 - spent / total), ("validation", spent / total)]
-        text = ", ".join(f"{name} {percent(part, 1)}" for name, part in share)
-        rows.append(("Of this time", text))
-    return {"rows": rows, "share": share}
+    seconds = [as_finite_number(line.get("seconds")) for line in run.history]
+    total_seconds = max((known for known in seconds if known is not None), default=None)
+    rows = [
+        (
+            "Training",
+            f"{format_count(train_rate)} images/s, median of the log lines"
+            if train_rate
+            else MISSING,
+        ),
+        ("Evaluation", f"{eval_rate:,.0f} images/s" if eval_rate else MISSING),
+        ("Time", format_duration(total_seconds)),
+    ]
+    num_val_images = as_finite_number(run.metrics("val").get("examples")) or _num_val_images(run)
+    val_seconds = math.fsum(
+        num_val_images / val_rate
+        for line in lines["val"]
+        if num_val_images and (val_rate := as_finite_number(line.get("images_per_second")))
+    )
+    time_shares = []
+    if total_seconds and val_seconds < total_seconds:
+        time_shares = [
+            ("training", 1 - val_seconds / total_seconds),
+            ("validation", val_seconds / total_seconds),
+        ]
+        shares_text = ", ".join(
+            f"{name} {format_percent(fraction, 1)}" for name, fraction in time_shares
+        )
+        rows.append(("Of this time", shares_text))
+    return {"rows": rows, "share": time_shares}
 
 
-def training_rate(run: Run) -> float | None:
-    """Images per second, the median of the log lines."""
-    rates = [number(line.get("images_per_second")) for line in _lines(run, "train")]
+def training_images_per_second(run: Run) -> float | None:
+    """Return the training throughput in images per second, the median of the log lines."""
+    rates = [as_finite_number(line.get("images_per_second")) for line in _log_lines(run, "train")]
     return statistics.median(known) if (known := [rate for rate in rates if rate]) else None
 
 
-def _lines(run: Run, split: str) -> list[Row]:
+def _log_lines(run: Run, split: str) -> list[Row]:
     return [line for line in run.history if line.get("split") == split]
 
 
-def _val_images(run: Run) -> float | None:
-    return number(section(run.plan, "images").get("val"))
+def _num_val_images(run: Run) -> float | None:
+    return as_finite_number(get_dict(run.plan, "images").get("val"))
 
 
 def data_rows(run: Run) -> list[tuple[str, str]]:
-    """Handling of the data: counts, who chose the weights, when the test split was read."""
+    """Describe the data: counts, how the weights were selected, when the test split was read."""
     data = run.recipe.data
-    images = section(run.plan, "images")
+    split_sizes = get_dict(run.plan, "images")
     rows = [("Source", data.source)]
     for split in ("train", "val", "test"):
-        if split in images:
-            rows.append((f"{split.capitalize()} images", whole(images[split])))
-    counts_K, draws_K = _per_class(run, "class_images"), _per_class(run, "class_draws")
-    total = number(images.get("train"))
-    if run.is_multilabel and counts_K is not None and total:
-        rows.append(("Labels of an image", f"{counts_K.sum() / total:.2f}, the mean of train"))
-    if counts_K is not None and (rare := imbalance(counts_K, run.class_names)):
-        rows.append(("Rare classes", rare))
+        if split in split_sizes:
+            rows.append((f"{split.capitalize()} images", format_count(split_sizes[split])))
+    counts_K, draws_K = (
+        _per_class_counts(run, "class_images"),
+        _per_class_counts(run, "class_draws"),
+    )
+    num_train = as_finite_number(split_sizes.get("train"))
+    if run.is_multilabel and counts_K is not None and num_train:
+        rows.append(("Labels per image", f"{counts_K.sum() / num_train:.2f}, the mean of train"))
+    if counts_K is not None and (imbalance_note := describe_imbalance(counts_K, run.class_names)):
+        rows.append(("Rare classes", imbalance_note))
     if data.sampling and counts_K is not None and draws_K is not None:
-        words = draws_in_words(counts_K, draws_K, run.class_names)
+        words = describe_class_draws(counts_K, draws_K, run.class_names)
         rows.append(("Sampling", f"{data.sampling}: {words}"))
-    read = number(run.plan.get("images_read"))
-    if read is not None and read != number(images.get("train")):
-        rows.append(("Read of train", f"{whole(read)}; the others could not be decoded"))
-    if run.figures("val") or _lines(run, "val"):
+    num_read = as_finite_number(run.plan.get("images_read"))
+    if num_read is not None and num_read != as_finite_number(split_sizes.get("train")):
+        rows.append(("Read of train", f"{format_count(num_read)}; the others could not be decoded"))
+    if run.metrics("val") or _log_lines(run, "val"):
         best = run.recipe.run.best
-        chose = f"validation, by {best}" if best != "last" else "nobody: the last step is kept"
-        if "test" in images and best != "last":
-            chose += "; the test split had no part in it"
+        selection = f"validation, by {best}" if best != "last" else "nobody: the last step is kept"
+        if "test" in split_sizes and best != "last":
+            selection += "; the test split had no part in it"
     else:
-        chose = "nobody: there is no validation split, the last step is kept"
-    rows.append(("Who chose the weights", chose))
-    if run.figures("test"):
+        selection = "nobody: there is no validation split, the last step is kept"
+    rows.append(("Who chose the weights", selection))
+    if run.metrics("test"):
         rows.append(("Test", "read once, at the end"))
     elif not run.recipe.run.test:
         rows.append(("Test", "not read: run.test is false"))
-    elif run.results and "test" not in images:
-        rows.append(("Test", "the data has no test split: the figures are those of validation"))
+    elif run.results and "test" not in split_sizes:
+        rows.append(("Test", "the data has no test split: the metrics are of validation"))
     else:
         rows.append(("Test", "not read"))
-    skipped = number(run.results.get("skipped_steps"))
-    if skipped:
-        rows.append(("Skipped steps", f"{whole(skipped)}, with a loss that was not finite"))
+    num_skipped = as_finite_number(run.results.get("skipped_steps"))
+    if num_skipped:
+        rows.append(
+            ("Skipped steps", f"{format_count(num_skipped)}, with a loss that was not finite")
+        )
     for key, label in (("train_pipeline", "In training"), ("eval_pipeline", "In evaluation")):
         if run.plan.get(key):
             rows.append((label, str(run.plan[key])))
     return rows
 
 
-def _per_class(run: Run, key: str) -> np.ndarray | None:
-    """A whole number of each class from the plan, (K,); None where it is missing or damaged."""
-    numbers = [one for one in listed(run.plan, key) if isinstance(one, int) and one >= 0]
-    fits = len(numbers) == len(run.class_names) and any(numbers)
-    return np.array(numbers, dtype=np.int64) if fits else None
+def _per_class_counts(run: Run, key: str) -> np.ndarray | None:
+    """Read one count per class from the plan, (K,); None if it is missing or damaged."""
+    numbers = [
+        number for number in get_list(run.plan, key) if isinstance(number, int) and number >= 0
+    ]
+    is_complete = len(numbers) == len(run.class_names) and any(numbers)
+    return np.array(numbers, dtype=np.int64) if is_complete else None
 
 
-def range_test(run: Run) -> Row:
-    """The range test of the learning rate: "points" of rate and smoothed loss, and "chosen".
+def lr_range_test(run: Run) -> Row:
+    """Read the learning-rate range test of the run.
 
-    Returns: empty where there was none, or its file is damaged.
+    Returns: "points", pairs of rate and smoothed loss, and "chosen"; empty without a range test, or
+        if its file is damaged.
     """
     with contextlib.suppress(OSError, ValueError):
-        curve = section({"curve": load_json(run.path / "lr_range.json")}, "curve")
-        pairs = zip(listed(curve, "lr"), listed(curve, "smoothed"), strict=False)
-        points = [pair for pair in pairs if all((number(value) or 0) > 0 for value in pair)]
-        if points and number(curve.get("chosen")):
+        curve = get_dict({"curve": load_json(run.path / "lr_range.json")}, "curve")
+        pairs = zip(get_list(curve, "lr"), get_list(curve, "smoothed"), strict=False)
+        points = [
+            pair for pair in pairs if all((as_finite_number(value) or 0) > 0 for value in pair)
+        ]
+        if points and as_finite_number(curve.get("chosen")):
             return {"points": points, "chosen": curve["chosen"]}
     return {}
 
 
-def provenance(run: Run) -> list[tuple[str, str]]:
-    """Origin of the run: machine, versions, commit, weights, data."""
-    record, weights = run.record, section(run.plan, "weights")
-    device = section(record, "device")
+def provenance_rows(run: Run) -> list[tuple[str, str]]:
+    """Describe the origin of the run: machine, versions, commit, weights and data."""
+    record, weights = run.record, get_dict(run.plan, "weights")
+    device = get_dict(record, "device")
     machine = [str(device.get(key)) for key in ("name", "type") if device.get(key)]
     if device.get("threads"):
-        machine.append(counted(device["threads"], "thread"))
+        machine.append(pluralize(device["threads"], "thread"))
     precision = record.get("precision") or run.plan.get("precision")
     rows = [
         ("Started", record.get("started")),
@@ -338,15 +374,15 @@ def provenance(run: Run) -> list[tuple[str, str]]:
         ("Network", run.plan.get("architecture")),
     ]
     rows.append(("Weights", weights.get("source")))
-    names = {"revision": "revision", "file": "file", "license": "licence", "sha256": "sha256"}
+    names = {"revision": "revision", "file": "file", "license": "license", "sha256": "sha256"}
     rows += [(f"Weights {name}", weights.get(key)) for key, name in names.items()]
     if (distill := run.recipe.distill) is not None:
-        words = teacher_in_words(distill, record)
-        rows.append(("Teacher", f"{distill.teacher}, {words}"))
-        rows.append(("Teacher sha256", section(record, "teacher").get("sha256")))
+        teacher_note = describe_teacher(distill, record)
+        rows.append(("Teacher", f"{distill.teacher}, {teacher_note}"))
+        rows.append(("Teacher sha256", get_dict(record, "teacher").get("sha256")))
     rows.append(("Data fingerprint", record.get("data_fingerprint")))
     argv = record.get("argv")
     rows.append(("Command", " ".join(map(str, argv)) if isinstance(argv, list) else argv))
-    versions = section(record, "versions")
+    versions = get_dict(record, "versions")
     rows.append(("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
     return [(name, str(value)) for name, value in rows if value not in (None, "")]

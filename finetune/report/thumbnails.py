@@ -1,4 +1,4 @@
-"""The worst mistakes of a run with their pictures, read from the data that it was measured on."""
+"""Images for a run's page: worst mistakes, one image per class, and training images."""
 
 # B batch, H W pixels, C channels
 
@@ -15,170 +15,179 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from finetune.data.from_recipe import data_of, whole_data_of
+from finetune.data.from_recipe import open_data, open_full_data
 from finetune.data.source import Split
-from finetune.data.streaming.row_groups import ShardItems
 from finetune.errors import FinetuneError
-from finetune.report.run_data import SPLIT_NAMES, Run, listed
+from finetune.report.run_data import SPLIT_NAMES, Run, get_list
 
 __all__ = [
-    "class_pictures",
+    "class_thumbnails",
+    "denormalize",
     "mistake_rows",
-    "open_split",
-    "to_uri",
-    "training_images",
-    "visible",
-    "why_none",
+    "no_mistakes_reason",
+    "open_reported_split",
+    "to_data_uri",
+    "training_image_rows",
 ]
 
-_THUMBNAIL = 192  # pixels, of the longer side
-_CLASS_THUMBNAIL = 64
-_SMALL = 96  # pixels; below it single pixels are shown as squares
-_MOST_CLASS_PICTURES = 50
+_THUMBNAIL_PIXELS = 192  # longer side
+_CLASS_THUMBNAIL_PIXELS = 64
+_PIXELATED_BELOW_PIXELS = 96  # smaller images are enlarged with visible pixels
+_MAX_CLASS_THUMBNAILS = 50
 
 
 def mistake_rows(run: Run, split: Split | None, note: str = "") -> tuple[list[dict[str, Any]], str]:
-    """The worst mistakes of the split that the page is about.
+    """Build a row for each of the worst mistakes in the reported split.
 
     Args:
-        run: its results say which.
-        split: that split, None if it cannot be opened.
-        note: the reason why it cannot.
-    Returns: rows with "picture" (a data URI, or empty) and "small" (true if it is to be enlarged),
-        and a note for the page if pictures are missing.
+        run: its results list the mistakes.
+        split: the reported split; None if it cannot be opened.
+        note: why it cannot be opened.
+    Returns: rows with "picture" (a data URI, or empty) and "small" (true for an image to enlarge),
+        and a note for the page if images are missing.
     """
-    mistakes = listed(run.figures(run.shown_split), "mistakes")
-    recorded = [one for one in mistakes if isinstance(one, dict)]
+    recorded = get_list(run.metrics(run.reported_split), "mistakes")
+    mistakes = [mistake for mistake in recorded if isinstance(mistake, dict)]
     rows = []
-    for one in recorded:
-        row = {key: one.get(key) for key in ("name", "confidence", "loss")}
-        row |= {"label": _classes(run, one), "predicted": run.class_name(one.get("predicted"))}
-        picture, small = _picture(split, one) if split is not None else ("", False)
+    for mistake in mistakes:
+        row = {key: mistake.get(key) for key in ("name", "confidence", "loss")}
+        row |= {
+            "label": _class_names(run, mistake),
+            "predicted": run.class_name(mistake.get("predicted")),
+        }
+        picture, small = _thumbnail(split, mistake) if split is not None else ("", False)
         rows.append({**row, "name": row["name"] or "", "picture": picture, "small": small})
     if split is not None and rows and not any(row["picture"] for row in rows):
-        note = "The pictures are left out: the data is no longer what the run was measured on."
+        note = "Images are not shown: the data is no longer what the run was measured on."
     return rows, note if rows else ""
 
 
-def class_pictures(run: Run, split: Split | None) -> list[tuple[str, bool]]:
-    """The first image of each class, and true if it is to be enlarged.
+def class_thumbnails(run: Run, split: Split | None) -> list[tuple[str, bool]]:
+    """Return the first image of each class, and whether to enlarge it.
 
-    There are none for many classes or a streamed split, of which a whole shard would be read for an
-    image, and none where the split has not as many images of each class as the run measured: then
-    its labels may mean something else.
+    Empty for many classes, and for a streamed split, which would read a whole shard per image. Also
+    empty if the number of images per class differs from the evaluated one, because then the labels
+    may have changed their meaning.
     """
-    rows = listed(run.figures(run.shown_split), "per_class")
-    if split is None or isinstance(split.items, ShardItems) or split.is_multilabel:
+    rows = get_list(run.metrics(run.reported_split), "per_class")
+    if split is None or split.is_streamed or split.is_multilabel:
         return []
-    if not 0 < len(rows) <= _MOST_CLASS_PICTURES:
+    if not 0 < len(rows) <= _MAX_CLASS_THUMBNAILS:
         return []
     support = [row.get("support") if isinstance(row, dict) else None for row in rows]
-    classes, first, counts = np.unique(split.labels, return_index=True, return_counts=True)
-    places = dict(zip(classes.tolist(), first.tolist(), strict=True))
-    present = dict(zip(classes.tolist(), counts.tolist(), strict=True))
-    if support != [present.get(label, 0) for label in range(len(rows))]:
+    classes, first_indices, counts = np.unique(split.labels, return_index=True, return_counts=True)
+    first_index = dict(zip(classes.tolist(), first_indices.tolist(), strict=True))
+    num_images = dict(zip(classes.tolist(), counts.tolist(), strict=True))
+    if support != [num_images.get(label, 0) for label in range(len(rows))]:
         return []
     return [
-        _picture(split, {"index": places.get(label), "label": label}, side=_CLASS_THUMBNAIL)
+        _thumbnail(
+            split,
+            {"index": first_index.get(label), "label": label},
+            max_side=_CLASS_THUMBNAIL_PIXELS,
+        )
         for label in range(len(rows))
     ]
 
 
-def training_images(run: Run) -> tuple[list[dict[str, Any]], str]:
-    """Images as training and evaluation saw them, which the end of the run wrote down.
+def training_image_rows(run: Run) -> tuple[list[dict[str, Any]], str]:
+    """Build rows of images as training and evaluation used them, saved at the end of the run.
 
-    Returns: rows with "class", "name" and "pictures", each a data URI and true if it is to be
-        enlarged: as decoded, in some epochs, in evaluation; and a note for the page, if there are
-        no rows. Both are empty for a run of an earlier version.
+    Returns: rows with "class", "name" and "pictures" (decoded, in some epochs, in evaluation; each
+        a data URI, and true if to enlarge), and a note for the page if there are no rows. Both are
+        empty if the run saved no images.
     """
     rows = []
-    for one in listed(run.training_images, "rows"):
-        uris = listed(one, "pictures") if isinstance(one, dict) else []
+    for saved_row in get_list(run.training_images, "rows"):
+        uris = get_list(saved_row, "pictures") if isinstance(saved_row, dict) else []
         if len(uris) > 2 and all(str(uri).startswith("data:image/") for uri in uris):
             pictures = [(str(uri), str(uri).startswith("data:image/png")) for uri in uris]
-            row = {"class": _classes(run, one), "name": str(one.get("name"))}
+            row = {"class": _class_names(run, saved_row), "name": str(saved_row.get("name"))}
             rows.append({**row, "pictures": pictures})
     note = run.training_images.get("note")
     return rows, "" if rows or not isinstance(note, str) else note
 
 
-def _classes(run: Run, one: dict[str, Any]) -> str:
-    """The class of an image or, where it may have several, all of them."""
-    return run.class_name(one.get("labels", one.get("label")))
+def _class_names(run: Run, image: dict[str, Any]) -> str:
+    """Return the class name of an image or, for multi-label, all names."""
+    return run.class_name(image.get("labels", image.get("label")))
 
 
-def open_split(run: Run) -> tuple[Split | None, str]:
-    """Open the split that the page is about; None and the reason where it cannot be opened."""
-    name = run.shown_split
-    if not run.figures(name):
+def open_reported_split(run: Run) -> tuple[Split | None, str]:
+    """Open the reported split. Returns: the split, or None and the reason why it cannot open."""
+    name = run.reported_split
+    if not run.metrics(name):
         return None, ""
     data, seed = run.recipe.data, run.recipe.run.seed
     try:
-        source = whole_data_of(data, seed) if name == "test" else data_of(data, seed)
+        source = open_full_data(data, seed) if name == "test" else open_data(data, seed)
     except (FinetuneError, OSError, ValueError):
         return None, (
-            "Their pictures are not shown: the data cannot be opened from here; write the report "
-            "in the folder that the run was started in."
+            "Images are not shown: the data cannot be opened from here; write the report in the "
+            "folder where the run was started."
         )
     if name not in source.splits:
-        word = SPLIT_NAMES[name]
-        return None, f"Their pictures are not shown: the data has no {word} split any more."
+        split_title = SPLIT_NAMES[name]
+        return None, f"Images are not shown: the data no longer has a {split_title} split."
     return source.splits[name], ""
 
 
-def _picture(split: Split, mistake: dict[str, Any], side: int = _THUMBNAIL) -> tuple[str, bool]:
-    """A thumbnail as a data URI, empty if it cannot be read; and true if it is to be enlarged."""
-    index = mistake.get("index")
+def _thumbnail(
+    split: Split, image: dict[str, Any], max_side: int = _THUMBNAIL_PIXELS
+) -> tuple[str, bool]:
+    """Return a thumbnail as a data URI, empty if unreadable, and whether to enlarge it."""
+    index = image.get("index")
     if not isinstance(index, int) or not 0 <= index < len(split):
         return "", False
-    if split.classes_of(index) != mistake.get("labels", [mistake.get("label")]):
-        return "", False  # another image has taken its place
+    if split.class_indices(index) != image.get("labels", [image.get("label")]):
+        return "", False  # the data has another image at this index
     try:
-        pixels_HWC: np.ndarray = split.read(index)
+        pixels_HWC: np.ndarray = split.decode(index)
     except FinetuneError:
         return "", False
-    return to_uri(pixels_HWC, side=side), max(pixels_HWC.shape) < _SMALL
+    return to_data_uri(pixels_HWC, max_side=max_side), max(
+        pixels_HWC.shape
+    ) < _PIXELATED_BELOW_PIXELS
 
 
-def to_uri(pixels_HWC: NDArray[np.uint8], *, side: int) -> str:
-    """A picture as a data URI.
+def to_data_uri(pixels_HWC: NDArray[np.uint8], *, max_side: int) -> str:
+    """Encode an image as a data URI: small ones as PNG, others as JPEG at a tenth of the size.
 
     Args:
         pixels_HWC: uint8 RGB.
-        side: the longer one of the picture in pixels, at most. What is smaller stays as it is, as a
-            PNG; a photo becomes a JPEG of a tenth of a PNG's size.
+        max_side: longer side in pixels; a larger image is scaled down.
     """
     image = Image.fromarray(pixels_HWC)
-    kind = "png" if max(image.size) < _SMALL else "jpeg"
-    image.thumbnail((side, side), Image.Resampling.LANCZOS)
+    kind = "png" if max(image.size) < _PIXELATED_BELOW_PIXELS else "jpeg"
+    image.thumbnail((max_side, max_side), Image.Resampling.LANCZOS)
     stream = io.BytesIO()
-    image.save(stream, kind, optimize=True, quality=85)  # a PNG has none
+    image.save(stream, kind, optimize=True, quality=85)  # PNG ignores the quality
     return f"data:image/{kind};base64,{base64.b64encode(stream.getvalue()).decode()}"
 
 
-def visible(
+def denormalize(
     batch_BCHW: Tensor, *, mean: Sequence[float], std: Sequence[float]
 ) -> NDArray[np.float32]:
-    """Undo the normalisation of images, for people.
+    """Undo the normalization of images, for display.
 
     Args:
-        batch_BCHW: normalised images.
-        mean, std: what they were normalised with.
+        batch_BCHW: normalized images.
+        mean, std: used to normalize them.
     Returns: (B, H, W, C) in [0, 1].
     """
     scale, shift = (torch.tensor(values).view(3, 1, 1) for values in (std, mean))
-    plain: NDArray[np.float32] = (
+    restored: NDArray[np.float32] = (
         (batch_BCHW * scale + shift).clamp(0, 1).permute(0, 2, 3, 1).numpy()
     )
-    return plain
+    return restored
 
 
-def why_none(run: Run) -> str:
-    """The reason why no mistakes are shown."""
-    figures = run.figures(run.shown_split)
-    if not figures:
+def no_mistakes_reason(run: Run) -> str:
+    """Explain why no mistakes are shown."""
+    metrics = run.metrics(run.reported_split)
+    if not metrics:
         return "Neither a test nor a validation split was measured."
-    if figures.get("top1") == 1 or figures.get("mistakes") == []:
-        name = SPLIT_NAMES[run.shown_split]
+    if metrics.get("top1") == 1 or metrics.get("mistakes") == []:
+        name = SPLIT_NAMES[run.reported_split]
         return f"There are none: every {name} image was classified correctly."
     return "This run did not record single mistakes."

@@ -1,1 +1,1 @@
-"""The run directory: records and checkpoints, each verified when it is read."""
+"""The run directory: its records and checkpoints, which are verified when read."""

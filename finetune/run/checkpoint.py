@@ -1,8 +1,8 @@
-"""Checkpoints: the network, the optimiser's moments, the EMA, and the counters.
+"""Checkpoints: the network, the optimizer state, the EMA, and the counters.
 
-Tensors go to safetensors and numbers to JSON, so that loading can never run code. Names are those
-of the plain network, whatever it is wrapped in: a checkpoint of eight sharded processes loads into
-one. There is no random state in it, because every random draw is keyed by the step or the sample.
+Tensors are stored as safetensors and numbers as JSON, so loading never runs code. Parameter names
+are those of the unwrapped network: a checkpoint of eight sharded processes loads into one process.
+Checkpoints contain no random state, because every random draw is keyed by the step or the sample.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -30,89 +29,49 @@ from torch.distributed.checkpoint.state_dict import (
 
 from finetune.errors import CheckpointError
 from finetune.run.directory import RunDir
-from finetune.run.validation import load_json
+from finetune.run.integrity import load_json
 
 __all__ = [
     "CheckpointWriter",
-    "Counters",
     "Snapshot",
-    "capture",
-    "read_weights",
-    "restore",
-    "set_weights",
+    "capture_snapshot",
+    "load_checkpoint",
+    "load_full_state_dict",
+    "read_eval_weights",
 ]
 
 
-@dataclasses.dataclass
-class Counters:
-    """The numbers of a run under way.
-
-    Attributes:
-        step: optimiser steps done, with skipped ones.
-        best: the best value of `run.best` so far, and the last step it was found at.
-        stale: evaluations since the first such step.
-        skipped, skipped_in_row: steps left out because a gradient was not finite.
-        seconds: time spent.
-        pending: what the meter has summed since the last log line.
-        scaler: fp16's loss scale.
-    """
-
-    step: int = 0
-    best: float | None = None
-    best_step: int | None = None
-    stale: int = 0
-    skipped: int = 0
-    skipped_in_row: int = 0
-    seconds: float = 0.0
-    pending: list[float] = dataclasses.field(default_factory=list)
-    scaler: dict[str, float] | None = None
-
-    def note(self, metric: str, value: float) -> bool:
-        """Take an evaluation into account.
-
-        Of equal values the last is the best one: few images give many of them, and training that
-        went on, at a smaller rate, has the better weights. Patience waits for a better one.
-
-        Args:
-            metric: `run.best`.
-            value: of it; of "last" the step, which is always a greater one.
-        Returns: True if it is the best so far.
-        """
-        gain = math.inf
-        if self.best is not None:
-            gain = self.best - value if metric.endswith("loss") else value - self.best
-        self.stale = 0 if gain > 0 else self.stale + 1
-        if gain >= 0:
-            self.best, self.best_step = value, self.step
-        return gain >= 0
-
-
-_WHOLE = StateDictOptions(full_state_dict=True)
-# Settings of an optimiser's group that belong to the machine.
+_FULL_STATE = StateDictOptions(full_state_dict=True)
+# Settings of parameter groups that depend on the machine.
 _MACHINE_SETTINGS = {"foreach", "fused", "capturable", "differentiable"}
-_ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)  # empty on all others
+# Empty on other ranks.
+_FULL_STATE_ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 @dataclasses.dataclass(eq=False)
 class Snapshot:
-    """A copy of the training state on the host, ready to be written."""
+    """A copy of the training state in host memory, ready to be written."""
 
     weights: dict[str, Tensor]
-    moments: dict[str, Tensor]
-    optimizer: dict[str, Any]
+    optimizer_tensors: dict[str, Tensor]
+    optimizer_numbers: dict[str, Any]
     ema: dict[str, Tensor] | None
     counters: dict[str, Any]
 
     def num_bytes(self) -> int:
-        """Size on disk, without the few hundred bytes of headers."""
-        tensors = [*self.weights.values(), *self.moments.values(), *(self.ema or {}).values()]
+        """Return the size on disk, without a few hundred bytes of headers."""
+        tensors = [
+            *self.weights.values(),
+            *self.optimizer_tensors.values(),
+            *(self.ema or {}).values(),
+        ]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def write(self, folder: Path) -> None:
-        """Put the checkpoint's files into `folder`."""
+        """Write the files of the checkpoint into a folder."""
         save_file(self.weights, folder / "model.safetensors")
-        save_file(self.moments, folder / "optimizer.safetensors")
-        _write_json(folder / "optimizer.json", self.optimizer)
+        save_file(self.optimizer_tensors, folder / "optimizer.safetensors")
+        _write_json(folder / "optimizer.json", self.optimizer_numbers)
         if self.ema is not None:
             save_file(self.ema, folder / "ema.safetensors")
         _write_json(folder / "state.json", self.counters)
@@ -122,211 +81,226 @@ def _write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=2, allow_nan=False), encoding="utf-8")
 
 
-def capture(
+def capture_snapshot(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     ema: nn.Module | None,
     counters: dict[str, Any],
     *,
-    constant: Mapping[str, Tensor] | None = None,
+    frozen_weights: Mapping[str, Tensor] | None = None,
 ) -> Snapshot:
-    """Copy the training state to the host; every rank must call it when the network is sharded.
+    """Copy the training state to host memory; with a sharded network, every rank must call it.
 
     Args:
-        model: the network, wrapped by DDP or FSDP or not at all.
-        optimizer: its optimiser, unwrapped.
+        model: the network, with or without a DDP or FSDP wrapper.
+        optimizer: its optimizer, unwrapped.
         ema: the averaged network, or None.
-        counters: what JSON can hold: step, best, early stopping, loss scale.
-        constant: weights that are left out, as no step changes them.
-    Returns: a snapshot that shares no memory with the live state; whole on rank 0 only.
+        counters: JSON values: step, best metric, early stopping, loss scale.
+        frozen_weights: weights that are left out, because no step changes them.
+    Returns: a snapshot that shares no memory with the training state; complete on rank 0 only.
     """
     moments: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {"groups": [], "moments": {}}
-    elsewhere = next(model.parameters()).device.type != "cpu"
-    # An optimiser that has not stepped has no state, and asking for it would make one up.
+    is_on_device = next(model.parameters()).device.type != "cpu"
+    # Before its first step an optimizer has no state, and get_optimizer_state_dict would create it.
     if optimizer.state:
-        state: Any = get_optimizer_state_dict(model, optimizer, options=_ON_RANK_0)
+        state: Any = get_optimizer_state_dict(model, optimizer, options=_FULL_STATE_ON_RANK_0)
         for name, values in state.get("state", {}).items():
             for key, value in values.items():
                 if isinstance(value, Tensor):
-                    moments[f"{name}/{key}"] = _own(value, copied=elsewhere)
+                    moments[f"{name}/{key}"] = _copy_to_host(value, is_copy=is_on_device)
                 else:
                     numbers["moments"][f"{name}/{key}"] = value
-        # Some optimisers count their steps in the group, not with the moments.
+        # Some optimizers count their steps in the parameter group.
         numbers["groups"] = [
             {
-                key: value.item() if isinstance(value, Tensor) else value  # a tensor of one number
+                key: value.item() if isinstance(value, Tensor) else value  # a scalar tensor
                 for key, value in group.items()
                 if key != "params"
             }
             for group in state.get("param_groups", [])
         ]
-    weights: Any = get_model_state_dict(model, options=_ON_RANK_0)
-    left_out = constant or {}
-    average = {} if ema is None else ema.state_dict()
+    weights: Any = get_model_state_dict(model, options=_FULL_STATE_ON_RANK_0)
+    excluded = frozen_weights or {}
+    ema_weights = {} if ema is None else ema.state_dict()
     return Snapshot(
-        {n: _own(t, copied=elsewhere) for n, t in weights.items() if n not in left_out},
+        {
+            n: _copy_to_host(t, is_copy=is_on_device)
+            for n, t in weights.items()
+            if n not in excluded
+        },
         moments,
         numbers,
-        None if ema is None else {n: _own(t) for n, t in average.items() if n not in left_out},
+        None
+        if ema is None
+        else {n: _copy_to_host(t) for n, t in ema_weights.items() if n not in excluded},
         counters,
     )
 
 
-def _own(tensor: Tensor, *, copied: bool = False) -> Tensor:
-    """A tensor of the host that nothing else changes, contiguous.
+def _copy_to_host(tensor: Tensor, *, is_copy: bool = False) -> Tensor:
+    """Return a contiguous host tensor that shares no memory with the training state.
 
     Args:
-        copied: it came from a device, so it is nobody else's already; but an optimiser may count
-            its steps in numbers on the host.
+        is_copy: the tensor was copied from a device already. Scalars are cloned anyway, because
+            optimizers may keep their step counters on the host.
     """
     tensor = tensor.detach()
     if tensor.device.type != "cpu":
         return tensor.contiguous().cpu()
-    return tensor.contiguous() if copied and tensor.numel() > 1 else tensor.clone().contiguous()
+    return tensor.contiguous() if is_copy and tensor.numel() > 1 else tensor.clone().contiguous()
 
 
-def restore(
+def load_checkpoint(
     folder: Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     ema: nn.Module | None,
     *,
-    constant: Mapping[str, Tensor] | None = None,
+    frozen_weights: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Load a verified checkpoint into the live network, optimiser and EMA.
+    """Load a verified checkpoint into the network, the optimizer and the EMA.
 
-    Args: as for `capture`; `folder` is the checkpoint's, `constant` what it was made without.
+    Args: as for `capture_snapshot`.
     Returns: the counters.
-    Raises: CheckpointError, before anything live is changed, for a file of another format: a
-        manifest may have been written for it.
+    Raises: CheckpointError for a file of the wrong format, before anything is changed: the manifest
+        does not cover the format.
     """
     state: dict[str, dict[str, Any]] = {}
-    saved = _read(folder / "optimizer.json")
-    counters = _read(folder / "state.json")
-    tensors, weights = (_read(folder / f"{name}.safetensors") for name in ("optimizer", "model"))
-    average = None if ema is None else _read(folder / "ema.safetensors")
+    saved = _read_tensors_or_json(folder / "optimizer.json")
+    counters = _read_tensors_or_json(folder / "state.json")
+    tensors, weights = (
+        _read_tensors_or_json(folder / f"{name}.safetensors") for name in ("optimizer", "model")
+    )
+    ema_weights = None if ema is None else _read_tensors_or_json(folder / "ema.safetensors")
     for key, value in {**tensors, **saved["moments"]}.items():
         name, _, moment = key.rpartition("/")
         state.setdefault(name, {})[moment] = value
     if state:
-        groups: Any = get_optimizer_state_dict(model, optimizer, options=_WHOLE)["param_groups"]
+        groups: Any = get_optimizer_state_dict(model, optimizer, options=_FULL_STATE)[
+            "param_groups"
+        ]
         for group, values in zip(groups, saved["groups"], strict=True):
-            kept = {key: value for key, value in values.items() if key not in _MACHINE_SETTINGS}
-            # JSON knows only lists, optimisers want their betas as a tuple
-            group |= {k: tuple(v) if isinstance(v, list) else v for k, v in kept.items()}
+            settings = {key: value for key, value in values.items() if key not in _MACHINE_SETTINGS}
+            # JSON has only lists, and optimizers need betas as a tuple
+            group |= {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
         set_optimizer_state_dict(
-            model, optimizer, {"state": cast(Any, state), "param_groups": groups}, options=_WHOLE
+            model,
+            optimizer,
+            {"state": cast(Any, state), "param_groups": groups},
+            options=_FULL_STATE,
         )
-        _lay_out(optimizer)
-    # Last: asking a fresh optimiser for its state makes it take a step, which moves some weights.
-    set_weights(model, {**(constant or {}), **weights})
-    if ema is not None and average is not None:
-        ema.load_state_dict({**(constant or {}), **average})
+        _match_memory_format(optimizer)
+    # Weights come last: reading the state of a new optimizer runs a step, which may change weights.
+    load_full_state_dict(model, {**(frozen_weights or {}), **weights})
+    if ema is not None and ema_weights is not None:
+        ema.load_state_dict({**(frozen_weights or {}), **ema_weights})
     return counters
 
 
-def _lay_out(optimizer: torch.optim.Optimizer) -> None:
-    """Bring moments into their weights' order in memory: fused kernels walk along both alike."""
+def _match_memory_format(optimizer: torch.optim.Optimizer) -> None:
+    """Give moments the strides of their weights, which fused kernels expect."""
     for weight, moments in optimizer.state.items():
         for name, moment in moments.items():
-            alike = isinstance(moment, Tensor) and moment.shape == weight.shape
-            if alike and moment.stride() != weight.stride():
+            has_same_shape = isinstance(moment, Tensor) and moment.shape == weight.shape
+            if has_same_shape and moment.stride() != weight.stride():
                 moments[name] = torch.empty_like(weight, dtype=moment.dtype).copy_(moment)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """The content of one file, tensors or JSON."""
+def _read_tensors_or_json(path: Path) -> dict[str, Any]:
+    """Read a safetensors or JSON file. Raises: CheckpointError."""
     try:
         if path.suffix == ".json":
             return dict(json.loads(path.read_text(encoding="utf-8")))
         return load_file(path)
     except (OSError, SafetensorError, ValueError, TypeError) as error:
         raise CheckpointError(
-            f"{path}: is not what its name says ({error}); remove this checkpoint",
+            f"{path}: is not a valid {path.suffix[1:]} file ({error}); remove this checkpoint",
             code="checkpoint.damaged",
         ) from None
 
 
-def set_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Load whole tensors, by the plain network's names, into a network that may be sharded."""
-    # a copy: torch puts shards into the mapping that it is given
-    set_model_state_dict(model, cast(Any, dict(weights)), options=_WHOLE)
+def load_full_state_dict(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Load full tensors, under the names of the unwrapped network; the network may be sharded."""
+    # a copy, because torch replaces the values of this mapping by shards
+    set_model_state_dict(model, cast(Any, dict(weights)), options=_FULL_STATE)
 
 
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Read the weights that are evaluated from a checkpoint: its EMA if it has one."""
+def read_eval_weights(folder: Path) -> dict[str, Tensor]:
+    """Read the weights to evaluate from a checkpoint: the EMA if it has one."""
     ema = folder / "ema.safetensors"
-    return _read(ema if ema.exists() else folder / "model.safetensors")
+    return _read_tensors_or_json(ema if ema.exists() else folder / "model.safetensors")
 
 
 class CheckpointWriter:
-    """Writes snapshots as checkpoints.
+    """Writes snapshots as checkpoints in a background thread.
 
     Args:
         run: opened by this process.
-        newest: how many of the last checkpoints stay, each with the best one that it knows.
+        num_newest: number of newest checkpoints to keep, each with the best one at its step.
     """
 
-    def __init__(self, run: RunDir, *, newest: int) -> None:
+    def __init__(self, run: RunDir, *, num_newest: int) -> None:
         self._run = run
-        self._newest = newest
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing: Future[None] | None = None
+        self._num_newest = num_newest
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending_write: Future[None] | None = None
 
     @contextlib.contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Let the last checkpoint be finished, whatever ends the run; the run's error goes first.
+    def finish_on_exit(self) -> Iterator[None]:
+        """Finish the last checkpoint on exit, even after an error, which is raised first.
 
         Raises: SetupError if a checkpoint cannot be written.
         """
         try:
             yield
         except BaseException:
-            if self._writing is not None:
-                self._writing.exception()  # waits
+            if self._pending_write is not None:
+                self._pending_write.exception()  # waits
             raise
         else:
             self.wait()
         finally:
-            self._thread.shutdown()
+            self._executor.shutdown()
 
     def write(self, step: int, snapshot: Snapshot) -> None:
-        """Begin to write a checkpoint, once the one before it is there.
+        """Start to write a checkpoint, after waiting for the previous one.
 
         Args:
-            step: number of optimiser steps done.
-            snapshot: nobody else changes it.
-        Raises: SetupError if the one before could not be written.
+            step: number of optimizer steps done.
+            snapshot: must not be changed afterwards.
+        Raises: SetupError if the previous checkpoint could not be written.
         """
         self.wait()
-        self._writing = self._thread.submit(self._publish, step, snapshot)
+        self._pending_write = self._executor.submit(self._write_and_prune, step, snapshot)
 
     def wait(self) -> None:
-        """Wait until everything is written. Raises: SetupError if it could not be."""
-        self._look(done=False)
+        """Wait until everything is written. Raises: SetupError if writing failed."""
+        self._collect_result(only_if_done=False)
 
-    def look(self) -> None:
-        """Raise the error of a write that has failed; wait for none."""
-        self._look(done=True)
+    def raise_if_failed(self) -> None:
+        """Raise the error of a failed write, without waiting."""
+        self._collect_result(only_if_done=True)
 
-    def _look(self, *, done: bool) -> None:
-        writing = self._writing
-        if writing is not None and (writing.done() or not done):
-            self._writing = None
-            writing.result()
+    def _collect_result(self, *, only_if_done: bool) -> None:
+        pending = self._pending_write
+        if pending is not None and (pending.done() or not only_if_done):
+            self._pending_write = None
+            pending.result()
 
-    def _publish(self, step: int, snapshot: Snapshot) -> None:
+    def _write_and_prune(self, step: int, snapshot: Snapshot) -> None:
         run = self._run
-        run.save(step, snapshot.write, needed=snapshot.num_bytes())
-        newest = run.steps()[-self._newest :]
-        run.prune({*newest, *(best for step in newest if (best := _best_step(run, step)))})
+        run.save_checkpoint(step, snapshot.write, num_bytes=snapshot.num_bytes())
+        newest = run.checkpoint_steps()[-self._num_newest :]
+        run.prune_checkpoints(
+            {*newest, *(best for step in newest if (best := _best_step_at(run, step)))}
+        )
 
 
-def _best_step(run: RunDir, step: int) -> int | None:
-    """The step whose checkpoint holds the best weights, as the one of `step` knows it."""
+def _best_step_at(run: RunDir, step: int) -> int | None:
+    """Return the step of the best checkpoint, as recorded in the checkpoint of `step`."""
     try:
-        best = load_json(run.folder(step) / "state.json")["best_step"]
+        best = load_json(run.checkpoint_folder(step) / "state.json")["best_step"]
     except (OSError, ValueError, TypeError, KeyError):
-        return None  # an older checkpoint was damaged; a resume would pass it over, and its best
+        return None  # a damaged checkpoint; a resume would skip it and its best, too
     return best if isinstance(best, int) else None

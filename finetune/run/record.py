@@ -1,4 +1,4 @@
-"""The record of a run, run.json: its fields, its one writer, its status from first step to last."""
+"""The record of a run, run.json: its fields, and its status from the first step to the last."""
 
 from __future__ import annotations
 
@@ -8,58 +8,62 @@ from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from finetune.errors import CheckpointError, Interrupted, SetupError
-from finetune.recipe.identity import learned, recipe_of
-from finetune.recipe.load import DistillSection, Recipe
+from finetune.formatting import format_percent, format_short_count
+from finetune.recipe.load import DistillSection, load_run_recipe
+from finetune.recipe.schema import Recipe
+from finetune.recipe.training_keys import training_keys
 from finetune.run.directory import RunDir
-from finetune.text import percent, short_count
 
 __all__ = [
     "RunRecord",
-    "finished",
+    "describe_teacher",
+    "read_finished_results",
     "read_record",
-    "status_kept",
-    "teacher_in_words",
+    "record_status",
     "write_record",
 ]
 
 
 class RunRecord(TypedDict, total=False):
-    """The content of run.json; an older version wrote fewer fields, a newer one may add some."""
+    """The content of run.json; fields are added while the run proceeds."""
 
-    started: str  # the first time, ISO 8601
+    started: str  # first start, ISO 8601
     status: str  # "running", "done", "stopped (exit code)" or "failed (exit code)"
     versions: dict[str, str]  # of Python and the packages
     device: dict[str, Any]  # type, name, threads
     num_processes: int
-    commit: str | None  # of finetune; None if it was built from no checkout
+    commit: str | None  # of finetune; None if built without a checkout
     argv: list[str]  # without secrets
     precision: str  # "fp32", "bf16" or "fp16"
     data_fingerprint: str  # sha256 over all of `split_fingerprints`
-    split_fingerprints: dict[str, str]  # sha256 of each split, and of the classes
+    split_fingerprints: dict[str, str]  # sha256 of each split, and of the class names
     weights_sha256: str | None  # of the file that training started from
-    teacher: dict[str, Any]  # `Distillation.facts`; with `distill`
-    plan: dict[str, Any]  # `TrainingSetup.plan`, once the images were decoded
-    micro_batch: dict[str, Any]  # images, and on what machine; with `data.micro_batch: auto`
+    teacher: dict[str, Any]  # `Distillation.teacher_info`; with `distill`
+    plan: dict[str, Any]  # `TrainingSetup.plan`, written after the images are decoded
+    micro_batch: dict[str, Any]  # images, and the machine; with `data.micro_batch: auto`
     pushed: dict[str, Any]  # from `push`
 
 
-def teacher_in_words(section: DistillSection, record: Mapping[str, Any]) -> str:
-    """Say what is known of a run's teacher but its name, such as "kind logits, weight 0.5"."""
-    facts, words = record.get("teacher", {}), f"kind {section.kind}"
+def describe_teacher(section: DistillSection, record: Mapping[str, Any]) -> str:
+    """Describe the teacher of a run without its name, for example "kind logits, weight 0.5"."""
+    teacher, text = record.get("teacher", {}), f"kind {section.kind}"
     if section.kind == "logits":
-        words += f" at temperature {section.softening:g}"
-    words += f", weight {section.weight:g}"
-    if facts.get("parameters"):
-        words += f"; {facts['architecture']}, {short_count(facts['parameters'])} parameters"
-    if "top1" in facts:
-        words += (
-            f", {percent(facts['top1'])} of its own {facts['examples']:,} {facts['split']} images"
+        text += f" at temperature {section.effective_temperature:g}"
+    text += f", weight {section.weight:g}"
+    if teacher.get("parameters"):
+        text += (
+            f"; {teacher['architecture']}, {format_short_count(teacher['parameters'])} parameters"
         )
-    return words
+    if "top1" in teacher:
+        text += (
+            f", {format_percent(teacher['top1'])} accuracy on its own {teacher['examples']:,} "
+            f"{teacher['split']} images"
+        )
+    return text
 
 
 def read_record(run: RunDir) -> RunRecord:
-    """Read run.json. Returns: its content, empty when there is none. Raises: as `read_json`."""
+    """Read run.json. Returns: its content, empty if it does not exist. Raises: as `read_json`."""
     return cast(RunRecord, run.read_json("run.json") or {})
 
 
@@ -68,20 +72,20 @@ def write_record(run: RunDir, record: RunRecord) -> None:
     run.write_json("run.json", dict(record))
 
 
-def finished(folder: Path, recipe: Recipe) -> dict[str, Any] | None:
-    """The content of results.json if a run of this recipe is done there; else None."""
-    old, run = recipe_of(folder), RunDir(folder)
-    if old is None or learned(old) != learned(recipe):
+def read_finished_results(folder: Path, recipe: Recipe) -> dict[str, Any] | None:
+    """Read results.json if the folder has a finished run of this recipe; otherwise None."""
+    old, run = load_run_recipe(folder), RunDir(folder)
+    if old is None or training_keys(old) != training_keys(recipe):
         return None
     return run.read_json("results.json") if read_record(run).get("status") == "done" else None
 
 
 @contextlib.contextmanager
-def status_kept(run: RunDir, *, main: bool) -> Iterator[None]:
-    """Keep `status` in run.json true, whatever ends the run."""
+def record_status(run: RunDir, *, is_main_process: bool) -> Iterator[None]:
+    """Write `status` to run.json when the block ends: done, stopped or failed."""
 
     def write(status: str) -> None:
-        if main and (record := read_record(run)):
+        if is_main_process and (record := read_record(run)):
             write_record(run, {**record, "status": status})
 
     try:
@@ -89,7 +93,7 @@ def status_kept(run: RunDir, *, main: bool) -> Iterator[None]:
     except BaseException as error:
         code = getattr(error, "exit_code", 1)
         kind = "stopped" if isinstance(error, Interrupted) else "failed"
-        # a full disk, a damaged record: what ended the run is to be told
+        # A full disk or a damaged record must not hide the error that ended the run.
         with contextlib.suppress(SetupError, CheckpointError):
             write(f"{kind} ({code})")
         raise

@@ -1,1 +1,1 @@
-"""Setup, state, loop, finalize: the only package that touches Accelerate."""
+"""The training loop and everything around it: the only package that uses Accelerate."""

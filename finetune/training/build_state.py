@@ -1,4 +1,4 @@
-"""From a setup to the state that training begins with: kernels, EMA, optimiser, compilation."""
+"""Build the training state from a setup: kernels, EMA, optimizer, compilation."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from timm.utils import ModelEmaV3
 
 from finetune.errors import RecipeError
-from finetune.recipe.load import Recipe
+from finetune.precision import autocast_dtype
+from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir
-from finetune.run.environment import dtype_of
-from finetune.training.compile import choose_kernels, compiles, training_operations
+from finetune.training.accelerator import is_sharded
+from finetune.training.compile import choose_kernels, should_compile, training_flops
 from finetune.training.distillation import Distillation
 from finetune.training.frozen_backbone import FrozenBackbone
-from finetune.training.launch import is_sharded
 from finetune.training.optim import build_optimizer
 from finetune.training.setup import TrainingSetup
 from finetune.training.trainer_state import TrainerState
@@ -27,26 +27,26 @@ __all__ = ["build_trainer_state"]
 def build_trainer_state(
     setup: TrainingSetup, accelerator: Accelerator, run: RunDir
 ) -> TrainerState:
-    """Move the network to its device, make it fast, and add what trains it.
+    """Move the network to its device, choose its kernels, and add optimizer, EMA and teacher.
 
     Args:
         setup: its network is changed in place.
-        run: where checkpoints will be written; nothing is written yet.
-    Raises: RecipeError or SetupError for an optimiser or a setting that is not possible here.
+        run: the run directory; nothing is written yet.
+    Raises: RecipeError or SetupError for an optimizer or a setting that is not supported here.
     """
     recipe, device = setup.recipe, accelerator.device
     network, optim = setup.built.model, recipe.optim
     network.to(device)
     sharded = is_sharded(accelerator)
     if sharded:
-        _refuse_sharded(recipe)
-    choose_kernels(network, device=device, dtype=dtype_of(accelerator), sharded=sharded)
+        _check_fsdp_support(recipe)
+    choose_kernels(network, device=device, dtype=autocast_dtype(accelerator), sharded=sharded)
     distillation = None
     if recipe.distill is not None:
         distillation = Distillation(recipe.distill, setup, accelerator, run)
-    frozen = None
-    if recipe.model.freeze == "backbone":  # before the network is copied and wrapped
-        frozen = FrozenBackbone(setup, accelerator)
+    frozen_backbone = None
+    if recipe.model.freeze == "backbone":  # before the network is copied or wrapped
+        frozen_backbone = FrozenBackbone(setup, accelerator)
     ema = ModelEmaV3(network, decay=optim.ema_decay) if optim.ema_decay else None
     optimizer = build_optimizer(
         network,
@@ -60,48 +60,50 @@ def build_trainer_state(
         args=optim.args,
         sharded=sharded,
     )
-    images = setup.steps * recipe.data.batch_size // accelerator.num_processes
-    compiled = compiles(
-        recipe.model.compile if _is_compilable(recipe, accelerator) else False,
+    images_per_process = setup.num_steps * recipe.data.batch_size // accelerator.num_processes
+    is_compiled = should_compile(
+        recipe.model.compile if _supports_compile(recipe, accelerator) else False,
         device=device,
         sharded=sharded,
-        images=0 if frozen is not None and frozen.gives_features else images,
-        operations=lambda: training_operations(network, setup.preprocessing.image_size),
-        notice=setup.notice,
+        num_images=0
+        if frozen_backbone is not None and frozen_backbone.uses_cached_features
+        else images_per_process,
+        count_flops=lambda: training_flops(network, setup.preprocessing.image_size),
     )
-    if compiled:
+    if is_compiled:
         network.compile()
-    model, prepared = accelerator.prepare(network, optimizer)
+    model, prepared_optimizer = accelerator.prepare(network, optimizer)
     return TrainerState(
         setup,
         accelerator,
         run,
         model=model,
-        optimizer=prepared,
+        optimizer=prepared_optimizer,
         ema=ema,
-        frozen=frozen,
+        frozen_backbone=frozen_backbone,
         distillation=distillation,
-        compiled=compiled,
+        is_compiled=is_compiled,
     )
 
 
-def _is_compilable(recipe: Recipe, accelerator: Accelerator) -> bool:
-    """False for what torch.compile fails on, or would let wait for other processes."""
+def _supports_compile(recipe: Recipe, accelerator: Accelerator) -> bool:
+    """False where torch.compile fails (DoRA) or makes ranks wait for one another (sync_bn)."""
     adapter = recipe.model.adapter
-    waits = recipe.model.sync_bn and accelerator.num_processes > 1
-    return not waits and (adapter is None or adapter.kind != "dora")
+    syncs_ranks = recipe.model.sync_bn and accelerator.num_processes > 1
+    return not syncs_ranks and (adapter is None or adapter.kind != "dora")
 
 
-def _refuse_sharded(recipe: Recipe) -> None:
-    """Refuse what FSDP's pieces of the weights do not allow."""
-    keys = {
+def _check_fsdp_support(recipe: Recipe) -> None:
+    """Raise RecipeError for settings that do not work with FSDP's sharded weights."""
+    unsupported = {
         "optim.ema_decay": recipe.optim.ema_decay,
         "model.adapter": recipe.model.adapter,
         "model.sync_bn": recipe.model.sync_bn,
         "distill": recipe.distill,
     }
-    for key, asked in keys.items():
-        if asked:
+    for key, value in unsupported.items():
+        if value:
             raise RecipeError(
-                f"{key}: not with FSDP; remove the key or train with DDP", code="recipe.conflict"
+                f"{key}: not supported with FSDP; remove the key or train with DDP",
+                code="recipe.conflict",
             )

@@ -1,7 +1,7 @@
-"""Choose how a device computes a network: which attention, which tokens, compiled or not.
+"""Choose how a device computes a network: attention kernel, memory format, torch.compile.
 
-All follow from the recipe and the device alone, never from a clock or from the weights: a resumed
-run computes as the run that it continues.
+The choices depend on the recipe and the device only, never on timing or weights, so a resumed run
+computes exactly like the original run.
 """
 
 from __future__ import annotations
@@ -17,58 +17,60 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from finetune.models.fast_blocks import compute_class_token, multiply_plainly
-from finetune.models.profile import survey
+from finetune.log import logger
+from finetune.models.fast_layers import limit_last_block_to_class_token, use_unfused_attention
+from finetune.models.summary import summarize_model
 
-__all__ = ["choose_kernels", "compiles", "training_operations"]
+__all__ = ["choose_kernels", "should_compile", "training_flops"]
 
-# Seconds of training that earn compiling back. It takes half a minute to a minute, and makes the
-# steps of ViT-Ti/16 at 224 pixels 5 % faster on a CPU (of a small network's none); on an H100 it
-# takes 25 seconds for ViT-B/16 and makes its steps 29 % faster.
-LONG_SECONDS = {"cpu": 900.0, "cuda": 120.0}
-_OPERATIONS_PER_SECOND = {"cpu": 3e11, "cuda": 3e14}  # in bf16: two server cores, a recent GPU
+# Shorter training does not pay for compilation. On a CPU, compilation takes 30 to 60 seconds and
+# makes the steps of ViT-Ti/16 at 224 pixels 5 % faster (small networks gain nothing); on an H100,
+# it takes 25 seconds for ViT-B/16 and makes its steps 29 % faster.
+MIN_TRAINING_SECONDS = {"cpu": 900.0, "cuda": 120.0}
+_FLOPS_PER_SECOND = {"cpu": 3e11, "cuda": 3e14}  # in bf16: two server cores, a recent GPU
 
 
 def choose_kernels(
     network: nn.Module, *, device: torch.device, dtype: torch.dtype, sharded: bool = False
 ) -> None:
-    """Let a network compute the same logits and gradients in the fastest way.
+    """Switch a network to the fastest kernels that give the same logits and gradients.
 
-    Nothing is computed that the classifier does not read: see `compute_class_token`. Attention is
-    timm's fused kernel but on a CPU in bf16: there it is slower than plain products of matrices at
-    every length from 65 tokens to 1,025, 1.3 to 2.1 times forward and backward; in float32 it is
-    as fast or faster, and needs less memory. Networks that convolve have their channels last: a
-    GPU's matrix units want them so, and for a CPU see `_is_faster_with_channels_last`.
+    Tokens that the classifier does not read are not computed: see
+    `limit_last_block_to_class_token`. Attention uses timm's fused kernel, except on a CPU in bf16:
+    there the fused kernel is 1.3 to 2.1 times slower than plain matrix products (forward and
+    backward, 65 to 1,025 tokens). In float32 it is as fast or faster, and needs less memory.
+    Convolutional networks use channels-last memory: GPU matrix units need it; for a CPU see
+    `_is_faster_with_channels_last`.
 
     Args:
-        network: in float32, neither copied nor wrapped yet.
-        sharded: by FSDP, which brings a layer's weights to that layer's own call.
+        network: in float32, not yet copied or wrapped.
+        sharded: True with FSDP, which gathers a layer's weights only when that layer is called.
     """
     if not sharded:
-        compute_class_token(network)
-        # most layers convolve: more than the one that makes a ViT's patches
+        limit_last_block_to_class_token(network)
+        # Most layers must be convolutions: a ViT has one, the patch embedding.
         layers = [m for m in network.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
-        convolves = 2 * sum(isinstance(layer, nn.Conv2d) for layer in layers) > len(layers)
-        if convolves and (device.type != "cpu" or _is_faster_with_channels_last(network)):
+        is_convolutional = 2 * sum(isinstance(layer, nn.Conv2d) for layer in layers) > len(layers)
+        if is_convolutional and (device.type != "cpu" or _is_faster_with_channels_last(network)):
             network.to(memory_format=torch.channels_last)
     if device.type == "cpu" and dtype == torch.bfloat16:
-        multiply_plainly(network)
+        use_unfused_attention(network)
 
 
 def _is_faster_with_channels_last(network: nn.Module) -> bool:
-    """True if a CPU computes a convolutional network faster, and rightly, with channels last.
+    """True if a CPU computes a convolutional network faster, and correctly, with channels last.
 
-    Seconds of a training step, channels first against last, on one core of an EPYC of 2024 (torch
-    2.14; least of three steps, 8 or 16 images of 64 to 128 pixels):
+    Seconds per training step, channels first, then last, on one core of a 2024 EPYC (torch 2.14;
+    fastest of three steps, 8 or 16 images of 64 to 128 pixels):
 
         float32: EfficientNet-Lite0 0.41, 0.25; ResNet-18 0.27, 0.24; ResNet-26 0.37, 0.25;
             ResNetV2-50 0.42, 0.28; MobileNetV4-S 0.13, 0.09; ConvNeXt-Atto 0.122, 0.126
         bf16: 0.46, 0.47; 0.16, 0.15; 0.16, 0.14; 0.19, 0.18; 0.16, 0.14; 0.122, 0.115
-        ViT-B with a ResNet-50 before it: float32 1.17, 1.15; bf16 0.60, 0.64
+        ViT-B with a ResNet-50 stem: float32 1.17, 1.15; bf16 0.60, 0.64
 
-    Hence hybrids keep theirs first. So do networks in which a convolution of one pixel strides over
-    channels that do not fill vectors of 16: there oneDNN writes past its buffers (3 of them, from
-    the pixels to RepVGG's stem: the process dies of a segmentation fault in the backward pass).
+    So hybrids stay channels first. Networks with a strided 1x1 convolution whose input channels are
+    no multiple of 16 stay channels first too: oneDNN writes past its buffers there. For example,
+    RepVGG's stem has 3 input channels, and its backward pass ends in a segmentation fault.
     """
     return not isinstance(network, VisionTransformer) and not any(
         isinstance(layer, nn.Conv2d)
@@ -79,57 +81,61 @@ def _is_faster_with_channels_last(network: nn.Module) -> bool:
     )
 
 
-def training_operations(network: nn.Module, image_size: tuple[int, int]) -> int:
-    """Count the operations of a training step for one image; two make a multiply-accumulate.
+def training_flops(network: nn.Module, image_size: tuple[int, int]) -> int:
+    """Count the FLOPs of a training step for one image; a multiply-accumulate counts as two.
 
     Args:
         network: on its device; only its mode is changed.
         image_size: (height, width).
-    Returns: three times the forward pass's: the backward pass makes two gradients.
+    Returns: three times the FLOPs of the forward pass, since the backward pass computes two
+        gradients.
     """
-    return 3 * 2 * int(survey(network.eval(), image_size)["macs"])
+    return 3 * 2 * int(summarize_model(network.eval(), image_size)["macs"])
 
 
-def compiles(
-    choice: bool | str,
+def should_compile(
+    setting: bool | str,
     *,
     device: torch.device,
     sharded: bool,
-    images: int,
-    operations: Callable[[], int],
-    notice: Callable[[str], None],
+    num_images: int,
+    count_flops: Callable[[], int],
 ) -> bool:
-    """Decide whether a run's network is compiled.
+    """Decide whether to compile the network.
 
     Args:
-        choice: of `model.compile`: true, false, or "auto": where a long run earns it back.
-        sharded: by FSDP, whose network "auto" leaves alone.
-        images: that each process of the run computes, over all its steps.
-        operations: counts those of one image in training.
-        notice: told why a long run is not compiled.
+        setting: the value of `model.compile`: true, false, or "auto" (compile if the run is long
+            enough to save time).
+        sharded: True with FSDP; "auto" does not compile then.
+        num_images: images that each process trains on, over all steps.
+        count_flops: returns the training FLOPs of one image.
     """
-    if not isinstance(choice, str):
-        return choice
-    rate = _OPERATIONS_PER_SECOND.get(device.type)
-    if rate is None or sharded or images * operations() < LONG_SECONDS[device.type] * rate:
+    if not isinstance(setting, str):
+        return setting
+    flops_per_second = _FLOPS_PER_SECOND.get(device.type)
+    if (
+        flops_per_second is None
+        or sharded
+        or num_images * count_flops() < MIN_TRAINING_SECONDS[device.type] * flops_per_second
+    ):
         return False
-    if missing := _missing_to_compile(device):
-        notice(
-            f"model.compile: {missing} is not installed; with that a run of this length is "
-            "somewhat faster"
+    if missing := _missing_compile_dependency(device):
+        logger.info(
+            f"model.compile: not used, because {missing} is not installed; install it to speed up "
+            "a run of this length"
         )
     return not missing
 
 
-def _missing_to_compile(device: torch.device) -> str | None:
-    """Name the first requirement of torch.compile that this machine lacks; None if it has all."""
+def _missing_compile_dependency(device: torch.device) -> str | None:
+    """Return the first missing dependency of torch.compile, or None."""
     if device.type == "cpu":
         return None if shutil.which(os.environ.get("CXX", "g++")) else "a C++ compiler (g++)"
     if importlib.util.find_spec("triton") is None:
         return "triton (it comes with torch's wheels for CUDA)"
-    # it builds what starts its kernels, as a module of Python's
-    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-    if not any(map(shutil.which, names)):
-        return f"a C compiler ({' or '.join(names)})"
+    # triton builds the launchers of its kernels as a Python extension module
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    if not any(map(shutil.which, compilers)):
+        return f"a C compiler ({' or '.join(compilers)})"
     headers = Path(sysconfig.get_config_var("INCLUDEPY"), "Python.h")
     return None if headers.exists() else f"{headers} (python3-dev)"

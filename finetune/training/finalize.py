@@ -1,153 +1,158 @@
-"""The end of a run: the best weights measured and published, the test split read once, the report.
+"""The end of a run: evaluate the best weights, write model/, results.json, card and report.
 
-model/ is written before the test split is read, so an error there cannot lose it.
+model/ is written before the test split is evaluated, so an error there cannot lose it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from finetune.console import say
 from finetune.data.feature_loader import AnyLoader
 from finetune.data.source import Split
 from finetune.errors import FinetuneError
-from finetune.evaluation.claims import answer
-from finetune.evaluation.evaluate import NUM_MISTAKES, Examination
+from finetune.evaluation.claims import check_claims
+from finetune.evaluation.evaluator import NUM_MISTAKES, Evaluator
 from finetune.evaluation.multilabel import DEFAULT_THRESHOLD
 from finetune.files import write_atomically
-from finetune.models.adapter import save_adapter
-from finetune.models.saved import save_model
-from finetune.publish.artifacts import base_of, refresh, write_evidence
-from finetune.recipe.load import Recipe
+from finetune.log import logger
+from finetune.models.lora import save_adapter
+from finetune.models.save import save_model
+from finetune.precision import autocast_dtype
+from finetune.publish.artifacts import base_model_name, rewrite_artifacts, write_artifacts
+from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir
-from finetune.run.environment import dtype_of
 from finetune.run.record import read_record
-from finetune.training.launch import on_main
+from finetune.training.accelerator import run_on_main
+from finetune.training.sanity import check_results, raise_if_diverged
 from finetune.training.trainer_state import TrainerState
-from finetune.training.training_images import write_augmented
-from finetune.training.verdict import refuse_exploded, warnings_of
+from finetune.training.training_images import write_training_images
 
-__all__ = ["answer_anew", "can_keep", "finish", "validation"]
+__all__ = ["build_val_evaluator", "can_reuse_last_eval", "finalize_run", "recheck_claims"]
 
-_MOST_KEPT = 1 << 26  # logits of validation that are kept while training goes on: 256 MiB
+_MAX_KEPT_LOGITS = 1 << 26  # validation logits kept in memory during training: 256 MiB
 
 
-def can_keep(trainer: TrainerState, val_loader: AnyLoader) -> bool:
-    """True if the figures of a validation can be those of the published weights.
+def can_reuse_last_eval(trainer: TrainerState, val_loader: AnyLoader) -> bool:
+    """True if a validation result during training can be reused for the published weights.
 
-    With an adapter they are not: it is merged, and rounded, for publication.
+    With an adapter it cannot: merging the adapter rounds the weights.
     """
     if trainer.recipe.model.adapter is not None:
         return False
-    return len(val_loader.labels) * val_loader.num_classes <= _MOST_KEPT
+    return len(val_loader.labels) * val_loader.num_classes <= _MAX_KEPT_LOGITS
 
 
-def validation(
-    trainer: TrainerState, val_loader: AnyLoader, *, is_last: bool = True
-) -> Examination:
-    """Make an examination of the validation split.
+def build_val_evaluator(
+    trainer: TrainerState, val_loader: AnyLoader, *, is_final: bool = True
+) -> Evaluator:
+    """Build the evaluator of the validation split.
 
     Args:
-        is_last: ask for what the end of the run needs, too: the temperature, and the mistakes if
-            there is no test split.
+        is_final: also collect what the end of the run needs: the temperature, and the top losses
+            if the data has no test split.
     """
     has_test = "test" in trainer.setup.source.splits
-    num_mistakes = NUM_MISTAKES if is_last and not has_test else 0
-    return Examination(val_loader, trainer.accelerator, fit=is_last, num_mistakes=num_mistakes)
+    num_mistakes = NUM_MISTAKES if is_final and not has_test else 0
+    return Evaluator(
+        val_loader, trainer.accelerator, fit_calibration=is_final, num_mistakes=num_mistakes
+    )
 
 
-def finish(
+def finalize_run(
     trainer: TrainerState,
     train_loader: AnyLoader,
     val_loader: AnyLoader | None,
-    validated: tuple[int, Examination] | None = None,
+    best_validation: tuple[int, Evaluator] | None = None,
 ) -> dict[str, Any]:
-    """Measure the best weights, read the test split once, and write results.json and model/.
+    """Evaluate the best weights, evaluate the test split once, and write results.json and model/.
 
     Args:
         trainer, train_loader: after the last step; the report shows some training images.
         val_loader: None if the run has no validation split; the temperature is fitted on it.
-        validated: a step and its `validation`, which is not made again if the step is the best.
+        best_validation: a step and its evaluator; reused if that step is the best.
     Returns: the content of results.json.
-    Raises: DataError if a test image cannot be read; model/ is published by then. DivergedError if
-        the loss has exploded; everything is written by then.
+    Raises: DataError if a test image cannot be read, after model/ is written. DivergedError if the
+        loss has diverged, after everything is written.
     """
     setup, run, accelerator = trainer.setup, trainer.run, trainer.accelerator
     batch_size = trainer.recipe.data.eval_batch_size
-    best_step, weights = trainer.load_best()
+    best_step, weights = trainer.load_best_weights()
     results: dict[str, Any] = {}
     splits = setup.source.splits
     if val_loader is not None:
-        if validated is None or validated[0] != best_step:
-            validated = best_step, validation(trainer, val_loader)
-            validated[1].measure(trainer.evaluated(), batch_size=batch_size)
-        measured = validated[1].report()
-        fitted = "thresholds" if setup.multilabel else "temperature"
-        results |= {"val": measured, fitted: measured.pop(fitted)}
-        _number_by(splits["val"], val_loader.store.split, measured.get("mistakes", []))
+        if best_validation is None or best_validation[0] != best_step:
+            best_validation = best_step, build_val_evaluator(trainer, val_loader)
+            best_validation[1].evaluate(trainer.eval_model(), batch_size=batch_size)
+        val_results = best_validation[1].results()
+        fitted_key = "thresholds" if setup.is_multilabel else "temperature"
+        results |= {"val": val_results, fitted_key: val_results.pop(fitted_key)}
+        _use_full_split_indices(
+            splits["val"], val_loader.store.split, val_results.get("mistakes", [])
+        )
     results |= {"best_step": best_step, "steps": trainer.counters.step}
     results |= {"skipped_steps": trainer.counters.skipped}
-    if trainer.main:
-        _publish(trainer, results, weights)
+    if trainer.is_main_process:
+        _write_model_folder(trainer, results, weights)
     if (test := splits.get("test")) is not None:
-        # anew: its images may have been mended since its fingerprint was taken
-        test_loader = trainer.loader(dataclasses.replace(test), train=False)
-        examination = Examination(
+        # A new object: test images may have been fixed since the fingerprint was computed.
+        test_loader = trainer.build_loader(dataclasses.replace(test), train=False)
+        evaluator = Evaluator(
             test_loader,
             accelerator,
             temperature=results.get("temperature"),
             thresholds=results.get("thresholds") or [DEFAULT_THRESHOLD] * setup.num_classes,
             num_mistakes=NUM_MISTAKES,
         )
-        results["test"] = examination.of(trainer.evaluated(), batch_size=batch_size)
-        _number_by(test, test_loader.store.split, results["test"]["mistakes"])
-    if trainer.main:
-        history = run.history()
+        results["test"] = evaluator.evaluate_in_detail(trainer.eval_model(), batch_size=batch_size)
+        _use_full_split_indices(test, test_loader.store.split, results["test"]["mistakes"])
+    if trainer.is_main_process:
+        history = run.read_metrics()
         lines = (line for line in reversed(history) if line["split"] == "train")
         results["train"] = next(lines, {})
         claims = [claim.model_dump(mode="json") for claim in trainer.recipe.claims]
-        results["claims"] = answer(claims, history, results, setup.steps_per_epoch)
-        results["warnings"] = warnings_of(setup, results, history)
+        results["claims"] = check_claims(claims, history, results, setup.steps_per_epoch)
+        results["warnings"] = check_results(setup, results, history)
         run.write_json("results.json", results)
-        refresh(run, repository=trainer.recipe.run.push_to)
-        write_augmented(run, setup, train_loader.store, dtype_of(accelerator))
-        _report(run.path, splits.get("val") if test is None else test, setup.notice)
+        rewrite_artifacts(run, repository=trainer.recipe.run.push_to)
+        write_training_images(run, setup, train_loader.store, autocast_dtype(accelerator))
+        _write_html_report(run.path, splits.get("val") if test is None else test)
     accelerator.wait_for_everyone()
-    on_main(accelerator, lambda: refuse_exploded(run, setup, results))
+    run_on_main(accelerator, lambda: raise_if_diverged(run, setup, results))
     return results
 
 
-def answer_anew(run: RunDir, recipe: Recipe) -> dict[str, Any]:
-    """The results of a finished run, with answers to the claims that its recipe has by now.
+def recheck_claims(run: RunDir, recipe: Recipe) -> dict[str, Any]:
+    """Check the recipe's current claims against the results of a finished run.
 
-    Where they are others than before, recipe.yaml, results.json, the card and the report follow.
+    If the claims have changed, recipe.yaml, results.json, the card and the report are rewritten.
+
+    Returns: the content of results.json.
     """
     results = run.read_json("results.json") or {}
     claims = [claim.model_dump(mode="json") for claim in recipe.claims]
-    before = results.get("claims") or []
-    pairs = zip(before, claims, strict=False)
+    old_claims = results.get("claims") or []
+    pairs = zip(old_claims, claims, strict=False)
     same = [{key: row.get(key) for key in claim} for row, claim in pairs]
-    if len(before) == len(claims) and same == claims:
+    if len(old_claims) == len(claims) and same == claims:
         return results
     steps_per_epoch = read_record(run).get("plan", {}).get("steps_per_epoch", 1.0)
-    results["claims"] = answer(claims, run.history(), results, steps_per_epoch)
+    results["claims"] = check_claims(claims, run.read_metrics(), results, steps_per_epoch)
     write_atomically(run.path / "recipe.yaml", recipe.to_yaml())
     run.write_json("results.json", results)
-    refresh(run)
-    _report(run.path, None, say)
+    rewrite_artifacts(run)
+    _write_html_report(run.path, None)
     return results
 
 
-def _publish(
+def _write_model_folder(
     trainer: TrainerState, results: dict[str, Any], weights: dict[str, torch.Tensor]
 ) -> None:
-    """Write model/, with the evidence that is known so far."""
+    """Write model/, with the results known so far."""
     setup, run = trainer.setup, trainer.run
 
     def write(folder: Path) -> None:
@@ -158,31 +163,35 @@ def _publish(
             class_names=setup.source.class_names,
             preprocessing=setup.preprocessing,
             temperature=results.get("temperature"),
-            multilabel=setup.multilabel,
+            multilabel=setup.is_multilabel,
             thresholds=results.get("thresholds"),
         )
         if trainer.recipe.model.adapter is not None:
-            save_adapter(folder / "adapter", trainer.evaluated(), base=base_of(run))
+            save_adapter(
+                folder / "adapter", trainer.eval_model(), base_model_name=base_model_name(run)
+            )
         repository = trainer.recipe.run.push_to
-        write_evidence(folder, run, results, repository=repository, pictures=False)
+        write_artifacts(folder, run, results, repository=repository, with_plots=False)
 
-    run.publish_model(write, needed=sum(tensor.nbytes for tensor in weights.values()))
+    run.publish_model(write, num_bytes=sum(tensor.nbytes for tensor in weights.values()))
 
 
-def _number_by(whole: Split, kept: Split, mistakes: list[dict[str, Any]]) -> None:
-    """Number the mistakes by the whole split, also where images were left out of it."""
-    if len(kept) == len(whole) or kept.rows is None:
+def _use_full_split_indices(
+    full_split: Split, readable_split: Split, mistakes: list[dict[str, Any]]
+) -> None:
+    """Replace the indices of mistakes by those of the full split, which has unreadable images."""
+    if len(readable_split) == len(full_split) or readable_split.rows is None:
         return
-    rows = whole.item_rows
-    for one in mistakes:
-        one["index"] = int(np.flatnonzero(rows == kept.rows[one["index"]])[0])
+    rows = full_split.image_rows
+    for mistake in mistakes:
+        mistake["index"] = int(np.flatnonzero(rows == readable_split.rows[mistake["index"]])[0])
 
 
-def _report(run: Path, split: Split | None, notice: Callable[[str], None]) -> None:
-    """Write report.html; a page that cannot be written is no reason to lose the run."""
-    from finetune.report.page import write_report  # brings matplotlib
+def _write_html_report(run: Path, split: Split | None) -> None:
+    """Write report.html; a report that cannot be written must not fail the run."""
+    from finetune.report.page import write_run_report  # imports matplotlib
 
     try:
-        write_report(run, split=split)
+        write_run_report(run, split=split)
     except FinetuneError as error:
-        notice(f"report.html is left out: {error}")
+        logger.info(f"report.html is left out: {error}")

@@ -1,9 +1,9 @@
-"""Training on cached features: with a frozen backbone, each image goes through it once.
+"""Training on cached features: a frozen backbone computes each image once.
 
-The network before a frozen backbone's classifier gives each image the same vector at every step,
-unless the training pipeline or dropout is random. The cached features (`evaluation.features`) serve
-every epoch and validation, the test split, later runs, `eval` and `probe`. The network stays whole:
-checkpoints, EMA, resuming and the published model are as ever.
+A frozen backbone gives an image the same features at every step, unless the training transforms or
+dropout are random. All epochs, validation, the test split, later runs, `eval` and `probe` use the
+cached features (`evaluation.feature_extraction`). The network stays complete: checkpoints, EMA,
+resuming and the published model work as usual.
 """
 
 from __future__ import annotations
@@ -15,77 +15,80 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from finetune.data.decode_all import TIMEOUT_SECONDS
+from finetune.data.decode_split import TIMEOUT_SECONDS
 from finetune.data.feature_loader import AnyLoader, FeatureLoader
 from finetune.data.source import Split
-from finetune.evaluation.features import identity_of, split_features
-from finetune.models.features import accept_features
+from finetune.evaluation.feature_extraction import feature_identity, load_or_compute_features
+from finetune.log import logger
+from finetune.models.features import enable_feature_input
 from finetune.recipe.load import DataSection
-from finetune.training.launch import is_sharded
+from finetune.training.accelerator import is_sharded
 from finetune.training.setup import TrainingSetup
 from finetune.transforms.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["FrozenBackbone", "feature_loader"]
+__all__ = ["FrozenBackbone", "build_feature_loader"]
 
 
 class FrozenBackbone:
-    """Loads the splits of a run that trains the head alone: as features where it can, else images.
+    """Builds the loaders of a run that trains only the head: of cached features if possible.
 
-    It is made before the network is copied or wrapped, and stays on every rank in step.
+    Create it on every rank, before the network is copied or wrapped.
 
     Args:
-        setup: its network is on the accelerator's device; from now on it takes features, too, if
-            each image has only one.
+        setup: its network is on the accelerator's device. If features can be cached, the network
+            accepts them as input from now on.
 
     Attributes:
-        gives_features: whether the loaders give features.
+        uses_cached_features: True if the loaders yield features, False if images.
     """
 
     def __init__(self, setup: TrainingSetup, accelerator: Accelerator) -> None:
         self._setup = setup
         self._accelerator = accelerator
         self._identity: dict[str, Any] | None = None
-        self._reason = _reason_for_images(setup, accelerator)
-        self.gives_features = self._reason is None
+        self._why_not_cached = _find_obstacle_to_caching(setup, accelerator)
+        self.uses_cached_features = self._why_not_cached is None
 
-    def loader(self, split: Split, *, train: bool, dtype: torch.dtype = torch.float32) -> AnyLoader:
-        """Make batches of a split ready; every rank must call it.
+    def build_loader(
+        self, split: Split, *, train: bool, dtype: torch.dtype = torch.float32
+    ) -> AnyLoader:
+        """Build the loader of a split; every rank must call it.
 
-        Args: as for `TrainingSetup.loader`.
+        Args: as for `TrainingSetup.build_loader`.
         Raises: DataError naming every image that cannot be read.
         """
         setup = self._setup
-        if not self.gives_features:
+        if not self.uses_cached_features:
             if train:
-                setup.notice(f"model.freeze: every epoch computes all images anew: {self._reason}")
-            return setup.loader(split, train=train, dtype=dtype)
+                logger.info(f"model.freeze: features are not cached: {self._why_not_cached}")
+            return setup.build_loader(split, train=train, dtype=dtype)
         pipeline = setup.train_pipeline if train else setup.eval_pipeline
-        # of what the classifier does not change, so at any moment the same
+        # The identity does not depend on the classifier, so training does not change it.
         if self._identity is None and self._accelerator.is_main_process:
-            read = dataclasses.replace(setup.built, preprocessing=setup.preprocessing)
-            self._identity = identity_of(read, setup.eval_pipeline.sentence)
-        loader, origin = feature_loader(
+            built = dataclasses.replace(setup.built, preprocessing=setup.preprocessing)
+            self._identity = feature_identity(built, setup.eval_pipeline.transform_spec)
+        loader, origin = build_feature_loader(
             split,
             network=setup.built.model,
             pipeline=pipeline,
-            identity={**(self._identity or {}), "eval": pipeline.sentence},
+            identity={**(self._identity or {}), "eval": pipeline.transform_spec},
             section=setup.recipe.data,
             accelerator=self._accelerator,
             num_classes=setup.num_classes,
             timeout_seconds=setup.recipe.run.timeout_seconds / 2,
         )
         if train:
-            setup.notice(
-                "model.freeze: nothing changes before the classifier, so it alone is computed at "
-                f"each step: the features were {origin}, and images/s is the classifier's"
+            logger.info(
+                "model.freeze: each step computes only the classifier on cached features, which "
+                f"were {origin}; images/s counts the classifier only"
             )
         return loader
 
 
-def feature_loader(
+def build_feature_loader(
     split: Split,
     *,
     network: nn.Module,
@@ -96,39 +99,41 @@ def feature_loader(
     num_classes: int,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> tuple[FeatureLoader, str]:
-    """Make batches of a split's features, on every rank.
+    """Build the loader of a split's features; every rank must call it.
 
     Args:
         split, network, pipeline, identity, section, accelerator, timeout_seconds: as for
-            `split_features`.
-    Returns: the batches, and where they came from, for people.
+            `load_or_compute_features`.
+    Returns: the loader, and where the features came from, for a message.
     """
-    features = split_features(
+    features = load_or_compute_features(
         split,
-        network=network,
+        model=network,
         pipeline=pipeline,
         identity=identity,
-        section=section,
+        data_config=section,
         accelerator=accelerator,
-        everywhere=True,
+        on_all_ranks=True,
         timeout_seconds=timeout_seconds,
     )
     assert features is not None, "every rank has them"
-    places_N = features.places_N
-    readable = split if len(places_N) == len(split) else split.subset(places_N)
+    indices_N = features.indices_N
+    readable = split if len(indices_N) == len(split) else split.subset(indices_N)
     loader = FeatureLoader(
         readable, features.values_ND, num_classes=num_classes, device=accelerator.device
     )
-    origin = "read from the cache" if features.cached else f"computed in {features.seconds:.1f} s"
+    origin = (
+        "read from the cache" if features.is_cached else f"computed in {features.seconds:.1f} s"
+    )
     return loader, origin
 
 
-def _reason_for_images(setup: TrainingSetup, accelerator: Accelerator) -> str | None:
-    """The reason that a run with a frozen backbone needs its images at every step, or None."""
+def _find_obstacle_to_caching(setup: TrainingSetup, accelerator: Accelerator) -> str | None:
+    """Return the reason why features cannot be cached, or None."""
     if is_sharded(accelerator):
-        return "FSDP spreads the network over processes; train with DDP"
+        return "FSDP shards the network over processes; train with DDP"
     size = setup.preprocessing.image_size
-    if setup.train_pipeline.random:
-        sentence = setup.eval_pipeline.sentence
-        return f"data.train is random; with '{sentence}' each is computed only once"
-    return accept_features(setup.built.model, size, training=True)
+    if setup.train_pipeline.is_random:
+        spec = setup.eval_pipeline.transform_spec
+        return f"data.train is random; with data.train='{spec}' they would be cached"
+    return enable_feature_input(setup.built.model, size, training=True)

@@ -1,9 +1,9 @@
-"""The loss of a recipe: cross-entropy, with class weights, focused on hard images, or adjusted.
+"""Loss functions: cross-entropy with class weights, focal loss and logit adjustment.
 
-Of several labels an image it is binary cross-entropy, or the asymmetric loss.
+Multi-label recipes use binary cross-entropy or the asymmetric loss.
 
-Every image's loss depends on that image alone, so that the sum over a batch is the same however it
-is cut into micro-batches and spread over processes.
+The loss of an image does not depend on other images, so the sum over a batch is the same for any
+number of micro-batches and processes.
 """
 
 # B batch, K classes
@@ -20,29 +20,29 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, logsigmoid, one_hot
 
-from finetune.data.splits import check_classes
+from finetune.data.splits import check_class_names
 from finetune.recipe.load import OptimSection
 
-__all__ = ["AnyLoss", "Loss", "MultilabelLoss", "loss_of"]
+__all__ = ["AnyLoss", "ClassificationLoss", "MultilabelLoss", "build_loss", "check_class_weights"]
 
 
 @dataclass(frozen=True)
-class Loss:
-    """The loss summed over the images of a batch.
+class ClassificationLoss:
+    """Cross-entropy summed over the images of a batch, with optional weights and focal factor.
 
     Attributes:
-        label_smoothing: share of each target that is spread over all classes.
-        focal_gamma: power of 1 - p by which the share of a class with probability p counts.
-        weight_K: factor of each class's share of the targets; None: 1.
-        prior_K: what is added to the logits; None: nothing.
+        label_smoothing: share of each target that is distributed evenly over all classes.
+        focal_gamma: a class with probability p is weighted by (1 - p) ** focal_gamma.
+        class_weight_K: factor of each class; None: 1.
+        logit_offset_K: added to the logits; None: 0.
     Source: Lin et al. 2017, "Focal loss for dense object detection", equation 5; Menon et al. 2021,
         "Long-tail learning via logit adjustment", equation 10.
     """
 
     label_smoothing: float = 0.0
     focal_gamma: float = 0.0
-    weight_K: Tensor | None = None
-    prior_K: Tensor | None = None
+    class_weight_K: Tensor | None = None
+    logit_offset_K: Tensor | None = None
 
     def __call__(self, logits_BK: Tensor, labels_B: Tensor, targets_BK: Tensor | None) -> Tensor:
         """Return the sum over the images.
@@ -50,38 +50,38 @@ class Loss:
         Args:
             logits_BK: float32.
             labels_B: class indices.
-            targets_BK: class weights of images that are mixed; None: the labels.
+            targets_BK: soft targets of mixed images; None: the labels.
         """
-        if self.prior_K is not None:
-            logits_BK = logits_BK + self.prior_K
+        if self.logit_offset_K is not None:
+            logits_BK = logits_BK + self.logit_offset_K
         if not self.focal_gamma:
             return cross_entropy(
                 logits_BK,
                 labels_B if targets_BK is None else targets_BK,
-                self.weight_K,
+                self.class_weight_K,
                 reduction="sum",
                 label_smoothing=self.label_smoothing,
             )
         num_classes = logits_BK.shape[1]
         if targets_BK is None:
             targets_BK = one_hot(labels_B, num_classes).to(logits_BK.dtype)
-        even = self.label_smoothing / num_classes
-        shares_BK = targets_BK * (1 - self.label_smoothing) + even
-        if self.weight_K is not None:
-            shares_BK = shares_BK * self.weight_K
+        smoothing = self.label_smoothing / num_classes
+        weights_BK = targets_BK * (1 - self.label_smoothing) + smoothing
+        if self.class_weight_K is not None:
+            weights_BK = weights_BK * self.class_weight_K
         log_probs_BK = logits_BK.log_softmax(1)
-        # 1 - p, kept from 0, where a power below 1 is steeper than any number
-        rest_BK = (-log_probs_BK.expm1()).clamp(min=torch.finfo(log_probs_BK.dtype).eps)
-        return -(shares_BK * rest_BK**self.focal_gamma * log_probs_BK).sum()
+        # 1 - p, clamped above 0, where the gradient of a power below 1 is infinite
+        one_minus_p_BK = (-log_probs_BK.expm1()).clamp(min=torch.finfo(log_probs_BK.dtype).eps)
+        return -(weights_BK * one_minus_p_BK**self.focal_gamma * log_probs_BK).sum()
 
 
 @dataclass(frozen=True)
 class MultilabelLoss:
-    """The loss of several labels: of each image the mean over the classes, summed over the images.
+    """Multi-label loss: the mean over the classes, summed over the images.
 
     Attributes:
-        label_smoothing: share of each target that is spread over all classes, as timm's
-            BinaryCrossEntropy does it.
+        label_smoothing: share of each target that is distributed evenly over all classes, as in
+            timm's BinaryCrossEntropy.
         asymmetric: gamma_neg, gamma_pos and clip; None: binary cross-entropy.
     Source: Ridnik et al. 2021, "Asymmetric loss for multi-label classification", equations 5 and 7.
     """
@@ -95,7 +95,7 @@ class MultilabelLoss:
         Args:
             logits_BK: float32.
             labels_BK: 0 or 1.
-            targets_BK: shares of 1 of images that are mixed; None: the labels.
+            targets_BK: soft targets in 0…1 of mixed images; None: the labels.
         """
         num_classes = logits_BK.shape[1]
         targets_BK = labels_BK.to(logits_BK.dtype) if targets_BK is None else targets_BK
@@ -104,48 +104,56 @@ class MultilabelLoss:
             losses = binary_cross_entropy_with_logits(logits_BK, targets_BK, reduction="sum")
             return losses / num_classes
         gamma_neg, gamma_pos, clip = self.asymmetric
-        eps = torch.finfo(logits_BK.dtype).eps  # where a power below 1 is steeper than any number
-        chance_BK = logits_BK.sigmoid()
-        clipped_BK = (chance_BK - clip).clamp(min=eps)
-        rest_BK = (1 - chance_BK).clamp(min=eps)
-        log_rest_BK = (1 - clipped_BK).log() if clip else logsigmoid(-logits_BK)
-        gain_BK = targets_BK * rest_BK**gamma_pos * logsigmoid(logits_BK)
-        gain_BK = gain_BK + (1 - targets_BK) * clipped_BK**gamma_neg * log_rest_BK
-        return -gain_BK.sum() / num_classes
+        eps = torch.finfo(logits_BK.dtype).eps  # at 0, the gradient of a power below 1 is infinite
+        probs_BK = logits_BK.sigmoid()
+        shifted_BK = (probs_BK - clip).clamp(min=eps)
+        rest_BK = (1 - probs_BK).clamp(min=eps)
+        log_rest_BK = (1 - shifted_BK).log() if clip else logsigmoid(-logits_BK)
+        terms_BK = targets_BK * rest_BK**gamma_pos * logsigmoid(logits_BK)
+        terms_BK = terms_BK + (1 - targets_BK) * shifted_BK**gamma_neg * log_rest_BK
+        return -terms_BK.sum() / num_classes
 
 
-AnyLoss: TypeAlias = Loss | MultilabelLoss
+AnyLoss: TypeAlias = ClassificationLoss | MultilabelLoss
 
 
-def loss_of(
+def check_class_weights(optim: OptimSection, class_names: Sequence[str]) -> None:
+    """Raise RecipeError if `optim.class_weights` names an unknown class."""
+    weights = optim.class_weights
+    if weights is not None and weights != "balanced":
+        check_class_names(weights, class_names, key="optim.class_weights", source="the data")
+
+
+def build_loss(
     optim: OptimSection,
     counts_K: NDArray[np.int64],
-    names: Sequence[str],
+    class_names: Sequence[str],
     device: torch.device,
     *,
     multilabel: bool = False,
 ) -> AnyLoss:
-    """Make the loss of a recipe, on a device.
+    """Build the loss of a recipe on a device.
 
     Args:
-        counts_K: images of each class in an epoch. Balanced weights are scikit-learn's of these,
-            whose mean over the images is 1; a class without images counts as one that has one.
-        multilabel: an image has any number of labels.
-    Raises: RecipeError for weights of a class that is not there.
+        counts_K: images of each class in an epoch. "balanced" class weights are scikit-learn's,
+            whose mean over the images is 1; a class without images counts as if it had one.
+        multilabel: True if an image can have any number of labels.
     """
     if multilabel:
         section = optim.asymmetric_loss
         gammas = None if section is None else (section.gamma_neg, section.gamma_pos, section.clip)
         return MultilabelLoss(optim.label_smoothing, gammas)
-    weights, total, counted_K = optim.class_weights, counts_K.sum(), np.maximum(counts_K, 1)
-    weight_K, prior_K = None, optim.logit_adjustment * np.log(counted_K / max(total, 1))
-    if weights == "balanced":
-        weight_K = total / ((counts_K > 0).sum() * counted_K)
-    elif weights is not None:
-        check_classes(weights, names, key="optim.class_weights", source="the data")
-        weight_K = np.array([weights.get(name, 1.0) for name in names])
-    weight, prior = (
-        None if values_K is None else torch.from_numpy(values_K).to(device, torch.float32)
-        for values_K in (weight_K, prior_K if optim.logit_adjustment else None)
+    weights, total, safe_counts_K = optim.class_weights, counts_K.sum(), np.maximum(counts_K, 1)
+    class_weight_K, logit_offset_K = (
+        None,
+        optim.logit_adjustment * np.log(safe_counts_K / max(total, 1)),
     )
-    return Loss(optim.label_smoothing, optim.focal_gamma, weight, prior)
+    if weights == "balanced":
+        class_weight_K = total / ((counts_K > 0).sum() * safe_counts_K)
+    elif weights is not None:
+        class_weight_K = np.array([weights.get(name, 1.0) for name in class_names])
+    class_weight, logit_offset = (
+        None if values_K is None else torch.from_numpy(values_K).to(device, torch.float32)
+        for values_K in (class_weight_K, logit_offset_K if optim.logit_adjustment else None)
+    )
+    return ClassificationLoss(optim.label_smoothing, optim.focal_gamma, class_weight, logit_offset)

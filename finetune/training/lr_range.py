@@ -1,4 +1,4 @@
-"""The learning rate range test: a few steps at a rising rate show which rates a run can take."""
+"""Learning rate range test: train a few steps at a rising learning rate and record the loss."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from finetune.console import say_nothing
-from finetune.models.head import set_train_mode
-from finetune.recipe.load import Recipe
+from finetune.log import quiet
+from finetune.models.freeze import set_train_mode
+from finetune.precision import autocast_dtype
+from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir
-from finetune.run.environment import dtype_of
+from finetune.training.accelerator import create_accelerator
 from finetune.training.build_state import build_trainer_state
-from finetune.training.launch import launch
-from finetune.training.optim import set_lr
-from finetune.training.setup import open_setup
+from finetune.training.lr_schedule import set_lr
+from finetune.training.setup import build_setup
 
-__all__ = ["LrRange", "lr_range"]
+__all__ = ["LrRangeCurve", "run_lr_range_test"]
 
 _SMOOTHING = 0.9  # of the running mean of the loss
-_EXPLODED = 4.0  # times the least loss so far
+_DIVERGED_FACTOR = 4.0  # times the lowest loss so far
 
 
 @dataclass(frozen=True)
-class LrRange:
-    """The curve of a range test, a value a step.
+class LrRangeCurve:
+    """The curve of a range test, one value per step.
 
     Attributes:
         lr: the learning rates, rising by a constant factor.
-        loss: of the step's batch before the step.
+        loss: the loss of the step's batch, before the update.
         smoothed: the running mean of `loss`.
     """
 
@@ -38,34 +38,40 @@ class LrRange:
     smoothed: list[float]
 
     @property
-    def least(self) -> float:
-        """The learning rate at which the smoothed loss was least."""
+    def lr_at_min_loss(self) -> float:
+        """The learning rate with the lowest smoothed loss."""
         return min(zip(self.smoothed, self.lr, strict=True))[1]
 
 
-def lr_range(recipe: Recipe, *, lowest: float, highest: float, steps: int) -> LrRange:
-    """Train anew for a few steps, at a rate that rises from `lowest` to `highest`.
+@quiet()
+def run_lr_range_test(
+    recipe: Recipe, *, min_lr: float, max_lr: float, num_steps: int
+) -> LrRangeCurve:
+    """Train from scratch for a few steps while the learning rate rises from `min_lr` to `max_lr`.
 
-    Nothing is written, and nothing of it stays but the cache of decoded images and features.
+    Nothing is written except the cache of decoded images and features.
 
     Args:
-        recipe: its optimiser and batch size are used; its rate, schedule and length are not.
-        steps: of the test; it ends early where the loss explodes.
+        recipe: its optimizer and batch size are used; its learning rate, schedule and length are
+            not.
+        num_steps: length of the test; it ends early if the loss diverges.
     Source: Smith, "Cyclical Learning Rates for Training Neural Networks", 2017, section 3.3.
     """
     with tempfile.TemporaryDirectory(prefix="finetune-range-") as folder:
-        accelerator = launch(recipe.run)
-        setup = open_setup(recipe, device=accelerator.device, notice=say_nothing, progress=False)
+        accelerator = create_accelerator(recipe.run)
+        setup = build_setup(recipe, device=accelerator.device, show_progress=False)
         trainer = build_trainer_state(setup, accelerator, RunDir(folder))
         model, optimizer = trainer.model, trainer.optimizer
         train = setup.source.splits["train"]
-        loader = trainer.loader(train, train=True, dtype=dtype_of(accelerator))
+        loader = trainer.build_loader(train, train=True, dtype=autocast_dtype(accelerator))
         labels = loader.store.split.labels
         trainer.setup = setup = setup.with_num_samples(len(labels), labels)
         set_train_mode(model)
-        curve, mean = LrRange([], [], []), 0.0
-        rates = np.geomspace(lowest, highest, steps).tolist()
-        for lr, (_, batches) in zip(rates, loader.train(setup.sampler, range(steps)), strict=True):
+        curve, mean = LrRangeCurve([], [], []), 0.0
+        rates = np.geomspace(min_lr, max_lr, num_steps).tolist()
+        for lr, (_, batches) in zip(
+            rates, loader.train_steps(setup.sampler, range(num_steps)), strict=True
+        ):
             total = 0.0
             for batch in batches:
                 loss = trainer.forward(batch)[0] / recipe.data.batch_size
@@ -76,7 +82,8 @@ def lr_range(recipe: Recipe, *, lowest: float, highest: float, steps: int) -> Lr
             optimizer.zero_grad()
             mean = _SMOOTHING * mean + (1 - _SMOOTHING) * total
             smoothed = mean / (1 - _SMOOTHING ** (len(curve.lr) + 1))
-            if not smoothed <= _EXPLODED * min([smoothed, *curve.smoothed]):  # it may be no number
+            # `not <=` rather than `>`: also true for NaN
+            if not smoothed <= _DIVERGED_FACTOR * min([smoothed, *curve.smoothed]):
                 break
             curve.lr.append(lr)
             curve.loss.append(total)

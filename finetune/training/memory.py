@@ -1,7 +1,7 @@
-"""Memory and operations of a pass, from a twin of the network whose tensors have no content.
+"""Estimate activation memory and FLOPs with a fake-tensor copy of the network.
 
-So the network itself stays as it is, nothing large is allocated, and a pass of a large batch takes
-the time of a small one.
+The network itself does not change, nothing large is allocated, and a large batch takes no longer
+than a small one.
 """
 
 # B batch, K classes, C channels, H W pixels
@@ -28,67 +28,67 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from finetune.models.head import set_train_mode
-from finetune.models.profile import count_operations
+from finetune.models.freeze import set_train_mode
+from finetune.models.summary import count_flops
 from finetune.recipe.load import OptimSection
 from finetune.training.optim import build_optimizer
 
 __all__ = [
-    "NO_NEED",
-    "LiveBytes",
-    "Need",
+    "NO_MEMORY",
+    "MemoryEstimate",
+    "TensorMemoryTracker",
     "checkpoint_bytes",
-    "need_of",
-    "num_bytes",
-    "pass_once",
-    "state_bytes",
-    "step_bytes",
-    "twin_of",
+    "estimate_memory",
+    "fake_copy",
+    "optimizer_state_bytes",
+    "run_step",
+    "tensor_bytes",
+    "training_state_bytes",
 ]
 
-Change = Callable[[nn.Module], None]
+PrepareModel = Callable[[nn.Module], None]
 
-_NO_TWIN = (
+_FAKE_TENSOR_ERRORS = (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
 )
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors that are made while it is entered, and still there.
+class TensorMemoryTracker(TorchDispatchMode):
+    """Track the bytes of the tensors created inside this context that are still alive.
 
-    What a kernel takes for itself, and gives back before it returns, is not seen.
+    Temporary workspace that a kernel frees before it returns is not counted.
 
     Attributes:
-        live: bytes now.
-        peak: the most there were.
+        current_bytes: bytes alive now.
+        peak_bytes: the highest number of bytes alive so far.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = 0
-        self.peak = 0
-        self._known: dict[int, int] = {}
+        self.current_bytes = 0
+        self.peak_bytes = 0
+        self._bytes_of_storage: dict[int, int] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Carry out an operation and count what it made; a view makes nothing."""
+        """Run an operation and count the storages that it creates; a view creates none."""
         kwargs = kwargs or {}
         inputs = {storage._cdata for storage in _storages((args, kwargs))}
         result = func(*args, **kwargs)
         for storage in _storages(result):
             key = storage._cdata
-            if key not in inputs and key not in self._known:
-                self._known[key] = storage.nbytes()
-                self.live += self._known[key]
-                weakref.finalize(storage, self._forget, key)
-        self.peak = max(self.peak, self.live)
+            if key not in inputs and key not in self._bytes_of_storage:
+                self._bytes_of_storage[key] = storage.nbytes()
+                self.current_bytes += self._bytes_of_storage[key]
+                weakref.finalize(storage, self._release, key)
+        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
         return result
 
-    def _forget(self, key: int) -> None:
-        self.live -= self._known.pop(key)
+    def _release(self, key: int) -> None:
+        self.current_bytes -= self._bytes_of_storage.pop(key)
 
 
 def _storages(values: Any) -> Iterator[Any]:
@@ -98,177 +98,192 @@ def _storages(values: Any) -> Iterator[Any]:
 
 
 @dataclass(frozen=True)
-class Need:
-    """Memory of a pass through the network, beyond the weights and their gradients.
+class MemoryEstimate:
+    """Memory of a forward (and backward) pass, in addition to weights and gradients.
 
     Attributes:
-        fixed: bytes, whatever the number of images: weights cast to bf16, for instance.
-        per_image: bytes.
-        operations: of an image; two make a multiply-accumulate. None where they were not counted.
+        fixed_bytes: independent of the number of images, such as weights cast to bf16.
+        bytes_per_image: for each image.
+        flops_per_image: a multiply-accumulate counts as two; None if not counted.
     """
 
-    fixed: int
-    per_image: int
-    operations: float | None = None
+    fixed_bytes: int
+    bytes_per_image: int
+    flops_per_image: float | None = None
 
-    def __add__(self, other: Need) -> Need:
-        """Both at once; the operations are this one's."""
-        fixed, per_image = self.fixed + other.fixed, self.per_image + other.per_image
-        return Need(fixed, per_image, self.operations)
+    def __add__(self, other: MemoryEstimate) -> MemoryEstimate:
+        """Add the memory of two passes; the FLOPs are those of the first."""
+        fixed, per_image = (
+            self.fixed_bytes + other.fixed_bytes,
+            self.bytes_per_image + other.bytes_per_image,
+        )
+        return MemoryEstimate(fixed, per_image, self.flops_per_image)
 
-    def at(self, images: int) -> int:
-        """Bytes for so many images at once."""
-        return self.fixed + images * self.per_image
+    def bytes_for(self, num_images: int) -> int:
+        """Return the bytes for a micro-batch of this size."""
+        return self.fixed_bytes + num_images * self.bytes_per_image
 
 
-NO_NEED = Need(0, 0)
+NO_MEMORY = MemoryEstimate(0, 0)
 
 
-def need_of(
+def estimate_memory(
     network: nn.Module,
     *,
     image_size: tuple[int, int],
     dtype: torch.dtype,
-    images: int = 8,
+    num_images: int = 8,
     train: bool = True,
-    change: Change | None = None,
-    operations: bool = False,
-) -> Need:
-    """Predict what a pass takes: a straight line through the peaks of two sizes.
+    prepare: PrepareModel | None = None,
+    with_flops: bool = False,
+) -> MemoryEstimate:
+    """Estimate the memory of a pass: a straight line through the peaks of two batch sizes.
 
     Args:
-        network: on its device; it stays as it is.
+        network: on its device; it does not change.
         image_size: (height, width) in pixels.
         dtype: of the forward pass; float32 without autocast.
-        images: of the smaller pass, at least 2; the other has twice as many.
-        train: forward and backward in training mode; else the forward pass of an evaluation.
-        change: made to the twin before: freeze blocks, switch checkpointing on.
-    Raises: whatever the network raises at such images.
+        num_images: size of the smaller batch, at least 2; the other is twice as large.
+        train: forward and backward in training mode; otherwise an evaluation forward pass.
+        prepare: applied to the copy first, for example to freeze blocks or checkpoint activations.
+        with_flops: also count the FLOPs.
+    Raises: whatever the network raises for such images.
     """
-    mode: FakeTensorMode | None = FakeTensorMode(allow_non_fake_inputs=True)
+    fake_mode: FakeTensorMode | None = FakeTensorMode(allow_non_fake_inputs=True)
 
     @contextlib.contextmanager
-    def changed_twin() -> Iterator[nn.Module]:
-        twin = twin_of(network, mode)
-        if change is not None:
-            change(twin)
-        with mode or contextlib.nullcontext(), torch.compiler.set_stance("force_eager"):
-            yield twin
+    def prepared_copy() -> Iterator[nn.Module]:
+        network_copy = fake_copy(network, fake_mode)
+        if prepare is not None:
+            prepare(network_copy)
+        with fake_mode or contextlib.nullcontext(), torch.compiler.set_stance("force_eager"):
+            yield network_copy
 
     def peak(number: int) -> int:
-        with changed_twin() as twin, LiveBytes() as counter:
-            pass_once(twin, number, image_size, dtype, train=train)
-        return counter.peak
+        with prepared_copy() as network_copy, TensorMemoryTracker() as tracker:
+            run_step(network_copy, number, image_size, dtype, train=train)
+        return tracker.peak_bytes
 
-    few, many = max(images, 2), 2 * max(images, 2)
+    num_small, num_large = max(num_images, 2), 2 * max(num_images, 2)
     try:
-        first, second = peak(few), peak(many)
-    except _NO_TWIN:  # the network looks at values: small passes of real tensors show the same
-        mode, few, many = None, 2, 4
-        first, second = peak(few), peak(many)
-    per_image = max(second - first, 0) // (many - few)
-    counted = None
-    if operations:  # apart: a counter holds on to what checkpointing would have dropped
-        with changed_twin() as twin:
-            run = functools.partial(pass_once, twin, few, image_size, dtype, train=train)
-            counted = count_operations(run) / few
-    return Need(max(first - per_image * few, 0), per_image, counted)
+        first, second = peak(num_small), peak(num_large)
+    except _FAKE_TENSOR_ERRORS:  # the network depends on values: use small batches of real tensors
+        fake_mode, num_small, num_large = None, 2, 4
+        first, second = peak(num_small), peak(num_large)
+    per_image = max(second - first, 0) // (num_large - num_small)
+    flops = None
+    if with_flops:  # in a separate pass: the counter keeps tensors that checkpointing would free
+        with prepared_copy() as network_copy:
+            run = functools.partial(
+                run_step, network_copy, num_small, image_size, dtype, train=train
+            )
+            flops = count_flops(run) / num_small
+    return MemoryEstimate(max(first - per_image * num_small, 0), per_image, flops)
 
 
-def twin_of(network: nn.Module, mode: FakeTensorMode | None = None) -> nn.Module:
-    """Copy a network.
+def fake_copy(network: nn.Module, fake_mode: FakeTensorMode | None = None) -> nn.Module:
+    """Copy a network, with fake tensors if a mode is given.
 
     Args:
         network: not wrapped by DDP.
-        mode: makes tensors without content; None copies what is trained and shares the rest.
+        fake_mode: creates the fake tensors; None: copy trainable weights and share the others.
     """
     memo: dict[int, Any]
-    if mode is not None:
+    if fake_mode is not None:
         tensors: list[Tensor] = [*network.parameters(), *network.buffers()]
-        memo = {id(tensor): mode.from_tensor(tensor) for tensor in tensors}
+        memo = {id(tensor): fake_mode.from_tensor(tensor) for tensor in tensors}
     else:
         memo = {id(p): p for p in network.parameters() if not p.requires_grad}
     return copy.deepcopy(network, memo)
 
 
-def pass_once(
-    twin: nn.Module, images: int, image_size: tuple[int, int], dtype: torch.dtype, *, train: bool
+def run_step(
+    network: nn.Module,
+    num_images: int,
+    image_size: tuple[int, int],
+    dtype: torch.dtype,
+    *,
+    train: bool,
 ) -> None:
-    """Send black images through a twin, there and, in training, back.
+    """Run a forward pass on black images and, in training, a backward pass.
 
-    Each gradient is dropped when it is there: what is counted is what is beyond them.
+    Gradients are freed at once, because the estimate does not include them.
     """
-    device = next(twin.parameters()).device
-    images_BCHW = torch.zeros(images, 3, *image_size, dtype=dtype, device=device)
-    labels_B = torch.zeros(images, dtype=torch.long, device=device)
+    device = next(network.parameters()).device
+    images_BCHW = torch.zeros(num_images, 3, *image_size, dtype=dtype, device=device)
+    labels_B = torch.zeros(num_images, dtype=torch.long, device=device)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     if not train:
-        twin.eval()
+        network.eval()
         with torch.no_grad(), autocast:
-            twin(images_BCHW.float()).float()
+            network(images_BCHW.float()).float()
         return
-    set_train_mode(twin)
-    drops = [
-        parameter.register_post_accumulate_grad_hook(_drop)
-        for parameter in twin.parameters()
+    set_train_mode(network)
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(_discard_gradient)
+        for parameter in network.parameters()
         if parameter.requires_grad
     ]
     with autocast:
-        logits_BK = twin(images_BCHW)
+        logits_BK = network(images_BCHW)
     nn.functional.cross_entropy(logits_BK.float(), labels_B, reduction="sum").backward()
-    for drop in drops:
-        drop.remove()
+    for hook in hooks:
+        hook.remove()
 
 
-def _drop(parameter: Tensor) -> None:
+def _discard_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of these tensors; one that stands there twice counts once."""
+def tensor_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of these tensors; repeated tensors count once."""
     return sum({id(t): t.numel() * t.element_size() for t in tensors}.values())
 
 
-def step_bytes(network: nn.Module, optim: OptimSection) -> dict[str, int]:
-    """Bytes that each training step finds or leaves behind, whatever the number of images.
+def training_state_bytes(network: nn.Module, optim: OptimSection) -> dict[str, int]:
+    """Return the bytes of the training state, which do not depend on the number of images.
 
     Args:
-        network: not wrapped; also a twin without content.
-    Returns: "weights", "gradients", "moments" (the optimiser's) and "average" (the EMA's).
-    Raises: as `state_bytes`.
+        network: not wrapped; may be a fake copy.
+    Returns: "weights", "gradients", "moments" (of the optimizer) and "average" (of the EMA).
+    Raises: as `optimizer_state_bytes`.
     """
-    weights = num_bytes(network.state_dict().values())
+    weights = tensor_bytes(network.state_dict().values())
     return {
         "weights": weights,
-        "gradients": num_bytes(p for p in network.parameters() if p.requires_grad),
-        "moments": state_bytes(network, optim),
+        "gradients": tensor_bytes(p for p in network.parameters() if p.requires_grad),
+        "moments": optimizer_state_bytes(network, optim),
         "average": weights if optim.ema_decay else 0,
     }
 
 
-def checkpoint_bytes(kept: Mapping[str, int], *, adapter: bool) -> int:
-    """Bytes of a checkpoint, from `step_bytes`; with an adapter it holds only what is trained."""
+def checkpoint_bytes(state_bytes: Mapping[str, int], *, adapter: bool) -> int:
+    """Return the bytes of a checkpoint; with an adapter it holds only trained weights.
+
+    Args:
+        state_bytes: from `training_state_bytes`.
+    """
     if not adapter:
-        return kept["weights"] + kept["moments"] + kept["average"]
-    return kept["gradients"] * (2 if kept["average"] else 1) + kept["moments"]
+        return state_bytes["weights"] + state_bytes["moments"] + state_bytes["average"]
+    return state_bytes["gradients"] * (2 if state_bytes["average"] else 1) + state_bytes["moments"]
 
 
-def state_bytes(network: nn.Module, optim: OptimSection) -> int:
-    """Bytes that an optimiser keeps for a network's trained parameters.
+def optimizer_state_bytes(network: nn.Module, optim: OptimSection) -> int:
+    """Return the bytes of the optimizer's state for a network's trainable parameters.
 
-    One parameter of each shape takes a step of its own, so the network stays as it is.
+    Measured by one step on one parameter of each shape, so the network does not change.
 
     Raises: RecipeError or SetupError as `build_optimizer` does.
     """
     names = {"name", "lr", "momentum", "betas", "weight_decay", "args"}
     settings = optim.model_dump(include=names)  # the others only group parameters
     shapes = Counter(p.shape for p in network.parameters() if p.requires_grad)
-    kept = 0
-    for shape, times in shapes.items():
-        alone = nn.ParameterList([torch.zeros(shape)])
-        optimizer = build_optimizer(alone, **settings, decay="all")
-        alone[0].grad = torch.zeros(shape)
+    total_bytes = 0
+    for shape, count in shapes.items():
+        parameters = nn.ParameterList([torch.zeros(shape)])
+        optimizer = build_optimizer(parameters, **settings, decay="all")
+        parameters[0].grad = torch.zeros(shape)
         optimizer.step()
         values = tree_leaves([dict(state) for state in optimizer.state.values()])
-        kept += times * num_bytes(value for value in values if isinstance(value, Tensor))
-    return kept
+        total_bytes += count * tensor_bytes(value for value in values if isinstance(value, Tensor))
+    return total_bytes

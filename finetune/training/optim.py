@@ -1,26 +1,21 @@
-"""Parameter groups, the optimiser by its name, and the learning rate of a step.
-
-The learning rate is a pure function of the step, so a resumed run, or one with another number of
-processes, follows the same curve without any scheduler state.
-"""
+"""The optimizer and its parameter groups: weight decay and layer-wise learning rate decay."""
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from finetune.errors import RecipeError, SetupError, nearest
+from finetune.errors import RecipeError, SetupError, did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-__all__ = ["build_optimizer", "can_mask", "lr_at", "param_groups", "set_lr"]
+__all__ = ["build_optimizer", "param_groups", "supports_found_inf"]
 
-# Learned tables and tokens that have two or more axes but are no matrices of a linear map.
-_TABLES = frozenset(
+# Learned embeddings and tokens with two or more dimensions, which weight decay skips.
+_EMBEDDING_NAMES = frozenset(
     {
         *("pos_embed", "pos_embed_window", "pos_embed_win", "absolute_pos_embed"),
         *("position_embeddings", "relative_position_bias_table", "rel_pos_h", "rel_pos_w"),
@@ -28,67 +23,10 @@ _TABLES = frozenset(
         *("register_tokens", "mask_token", "latent"),
     }
 )
-# Optimisers of timm's that keep lists of tensors, or a dtype among their numbers.
-_NOT_KEPT = ("adafactorbv", "kron")
-# Arguments of an optimiser that have a key of their own in a recipe.
-_OWN_KEYS = ("lr", "momentum", "betas", "weight_decay")
-
-
-def lr_at(
-    step: int,
-    *,
-    lr: float,
-    schedule: str,
-    steps: int,
-    warmup_steps: int = 0,
-    warmup_lr: float = 0.0,
-    min_lr: float = 0.0,
-    step_every: int | None = None,
-    step_factor: float = 0.1,
-) -> float:
-    """Learning rate of one optimiser step.
-
-    Steps 0 … warmup_steps-1 rise in a straight line from `warmup_lr`; step `warmup_steps` is the
-    first at the full `lr`. Linear and cosine decay start there and would reach `min_lr` at step
-    `steps`, one past the last. When the warm-up takes all steps, only the rise is ever used.
-    "step" multiplies by `step_factor` every `step_every` steps counted from step 0, the warm-up
-    included, and never goes below `min_lr`.
-
-    Args:
-        step: 0-based index of the optimiser step; beyond `steps` the last value stays.
-        lr: the highest learning rate.
-        schedule: "constant", "linear", "cosine", or "step", which needs `step_every`.
-        steps: optimiser steps of the whole run.
-        warmup_steps: optimiser steps of the linear warm-up, 0 for none; at most `steps`.
-        warmup_lr: learning rate of step 0 when there is a warm-up.
-        min_lr: where the decay ends; "constant" does not use it.
-        step_every: optimiser steps between two drops of "step".
-        step_factor: what a drop multiplies by.
-    Source: vision_transformer, vit_jax/utils.py, create_learning_rate_schedule (its linear decay
-        ends at min_lr = 1e-5, its cosine at 0, its warm-up starts at 0).
-    """
-    if step < warmup_steps:
-        return warmup_lr + (lr - warmup_lr) * (step / warmup_steps)
-    if schedule == "constant":
-        return lr
-    if schedule == "step":
-        return max(min_lr, lr * step_factor ** (step // (step_every or 1)))
-    decay_steps = steps - warmup_steps
-    progress = min(1.0, (step - warmup_steps) / decay_steps) if decay_steps else 1.0
-    remaining = (
-        1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    )
-    return min_lr + (lr - min_lr) * remaining
-
-
-def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """Give every group its share of the learning rate: `lr` times the group's "lr_scale"."""
-    for group in optimizer.param_groups:
-        group_lr = lr * group.get("lr_scale", 1.0)
-        if hasattr(group["lr"], "fill_"):  # a tensor, as capturable optimisers keep it
-            group["lr"].fill_(group_lr)
-        else:
-            group["lr"] = group_lr
+# timm optimizers whose state holds lists of tensors, or a dtype: no checkpoint can store it.
+_UNSAVEABLE = ("adafactorbv", "kron")
+# Optimizer arguments that have their own key in the recipe.
+_RECIPE_KEYS = ("lr", "momentum", "betas", "weight_decay")
 
 
 def param_groups(
@@ -103,9 +41,9 @@ def param_groups(
 
     Args:
         model: frozen parameters (requires_grad False) are left out.
-        weight_decay: of the parameters that are decayed; the others get 0.
-        decay: "matrices" spares biases, norms, position embeddings, class tokens, bias tables and
-            whatever the model's `no_weight_decay()` names; "all" decays every parameter.
+        weight_decay: of the decayed parameters; the others get 0.
+        decay: "matrices" excludes biases, norms, position embeddings, class tokens, bias tables and
+            the names in the model's `no_weight_decay()`; "all" decays every parameter.
         layer_decay: learning-rate factor per layer below the head, whose scale is 1; None: none.
     Returns: groups with "params", "weight_decay", "lr" and "lr_scale".
     Raises: RecipeError if nothing is trainable.
@@ -116,7 +54,7 @@ def param_groups(
     groups: list[dict[str, Any]]
     rules: dict[str, Any] = {
         "weight_decay": weight_decay,
-        "no_weight_decay_list": list(_spared(model)) if decay == "matrices" else (),
+        "no_weight_decay_list": list(_no_decay_names(model)) if decay == "matrices" else (),
     }
     if layer_decay is None:
         if decay == "all":
@@ -152,21 +90,22 @@ def build_optimizer(
     args: Mapping[str, Any] | None = None,
     sharded: bool = False,
 ) -> Optimizer:
-    """Make an optimiser by timm's name for it.
+    """Build an optimizer by its timm name.
 
-    `sgd` here is torch.optim.SGD with plain momentum, as the ViT paper uses it; timm's own `sgd`
-    has Nesterov momentum, which is `args={"nesterov": True}` here.
+    `sgd` is torch.optim.SGD with plain momentum, as in the ViT paper; timm's own `sgd` uses
+    Nesterov momentum, which is `args={"nesterov": True}` here.
 
     Args:
         model: its trainable parameters are grouped by `param_groups`.
-        name: one of timm.optim.list_optimizers(), of first order and with a state of tensors.
+        name: one of timm.optim.list_optimizers(), first-order and with a state of tensors.
         lr: learning rate; `set_lr` changes it at every step.
-        momentum: for the optimisers that have one.
-        betas: for the optimisers that have them; None: the optimiser's own.
+        momentum: for optimizers that have one.
+        betas: for optimizers that have them; None: the optimizer's default.
         weight_decay, decay, layer_decay: see `param_groups`.
-        args, sharded: further arguments of the class; whether FSDP will spread the network.
-    Raises: RecipeError for an unknown name or argument, or a value that the optimiser refuses;
-        SetupError if it needs a package or a device that is not there.
+        args: further arguments of the optimizer class.
+        sharded: True if FSDP will shard the network.
+    Raises: RecipeError for an unknown name or argument, or a value that the optimizer rejects;
+        SetupError if it needs a package or a device that is missing.
     """
     from timm.optim import create_optimizer_v2, get_optimizer_class, get_optimizer_info
 
@@ -177,7 +116,9 @@ def build_optimizer(
         optimizer_class = get_optimizer_class(name, bind_defaults=False)
     except (ImportError, AssertionError) as error:
         raise SetupError(
-            f"optim.name: '{name}' cannot be used here: {error}", code="setup.missing_package"
+            f"optim.name: '{name}' cannot be used here ({error}); install the package that it "
+            "needs, or choose another optimizer",
+            code="setup.missing_package",
         ) from error
     _check_args(name, optimizer_class, extra)
     if betas is not None:
@@ -188,7 +129,7 @@ def build_optimizer(
         extra["betas"] = tuple(betas)
     if name == "sgd":
         extra.setdefault("nesterov", False)
-    extra = _fused(optimizer_class, extra, sharded=sharded) | extra
+    extra = _fused_argument(optimizer_class, extra, sharded=sharded) | extra
     groups = param_groups(
         model, lr=lr, weight_decay=weight_decay, decay=decay, layer_decay=layer_decay
     )
@@ -196,77 +137,79 @@ def build_optimizer(
         return create_optimizer_v2(groups, opt=name, lr=lr, momentum=momentum, **extra)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         raise RecipeError(
-            f"optim: '{name}' refuses its arguments: {error}; see: finetune recipes help optim",
+            f"optim: '{name}' rejects its arguments: {error}; see: finetune recipes help optim",
             code="recipe.wrong_value",
         ) from error
 
 
-def _fused(optimizer_class: Any, given: dict[str, Any], *, sharded: bool) -> dict[str, Any]:
-    """Return the argument for torch's fused kernel, where there is one and none is excluded.
+def _fused_argument(optimizer_class: Any, args: dict[str, Any], *, sharded: bool) -> dict[str, Any]:
+    """Return {"fused": True} if the optimizer supports it and `args` does not set foreach.
 
-    Of what FSDP shards, torch's fused kernels compute Adam's steps alone.
+    With FSDP's sharded parameters, only torch's fused Adam kernels work.
     """
     from torch.optim import Adam
 
-    has_one = "fused" in inspect.signature(optimizer_class).parameters and "foreach" not in given
+    has_fused = "fused" in inspect.signature(optimizer_class).parameters and "foreach" not in args
     is_adam = isinstance(optimizer_class, type) and issubclass(optimizer_class, Adam)
-    return {"fused": True} if has_one and (is_adam or not sharded) else {}
+    return {"fused": True} if has_fused and (is_adam or not sharded) else {}
 
 
-def can_mask(optimizer: Optimizer) -> bool:
-    """True if the optimiser skips a step, on its device, where its `found_inf` is 1."""
-    able = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return bool(able) and all(group.get("fused") for group in optimizer.param_groups)
+def supports_found_inf(optimizer: Optimizer) -> bool:
+    """True if the optimizer itself skips the step, on the device, when its `found_inf` is 1."""
+    is_supported = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return bool(is_supported) and all(group.get("fused") for group in optimizer.param_groups)
 
 
-def _spared(model: nn.Module) -> Iterator[str]:
-    """Names of the parameters with two or more axes that weight decay spares."""
+def _no_decay_names(model: nn.Module) -> Iterator[str]:
+    """Yield names of parameters with two or more dimensions that get no weight decay."""
     yield from getattr(model, "no_weight_decay", set)()
     for name, _ in model.named_parameters():
         parts = name.split(".")
         if parts[-1] == "weight" and len(parts) > 1:
             parts.pop()  # "pos_embed.weight" of an embedding layer
-        if parts[-1] in _TABLES or parts[-1] == "bias":
+        if parts[-1] in _EMBEDDING_NAMES or parts[-1] == "bias":
             yield name
 
 
 def _check_name(name: str) -> None:
-    """Raise RecipeError unless timm has a first-order optimiser of that name."""
+    """Raise RecipeError unless the name is a supported first-order optimizer of timm."""
     from timm.optim import get_optimizer_info, list_optimizers
 
     names = [str(known) for known in list_optimizers()]
-    kept = [known for known in names if not any(kind in known for kind in _NOT_KEPT)]
+    supported = [known for known in names if not any(kind in known for kind in _UNSAVEABLE)]
     if name not in names:
         raise RecipeError(
-            f"optim.name: unknown '{name}'{nearest(name, kept) or '.'} Nearly any name of "
-            "timm.optim.list_optimizers() is possible.",
+            f"optim.name: unknown '{name}'{did_you_mean(name, supported) or '.'} Most names of "
+            "timm.optim.list_optimizers() are supported.",
             code="recipe.unknown_name",
         )
     if get_optimizer_info(name).second_order:
         raise RecipeError(
-            f"optim.name: '{name}' needs second derivatives, which a run has not",
+            f"optim.name: '{name}' needs second derivatives, which training does not compute; "
+            "choose another optimizer",
             code="recipe.wrong_value",
         )
-    if name not in kept:
+    if name not in supported:
         raise RecipeError(
-            f"optim.name: '{name}' has a state that no checkpoint can hold; name another",
+            f"optim.name: '{name}' has a state that checkpoints cannot store; choose another "
+            "optimizer",
             code="recipe.wrong_value",
         )
 
 
 def _check_args(name: str, optimizer_class: Any, args: Mapping[str, Any]) -> None:
-    """Raise RecipeError naming every argument that the optimiser's class does not take."""
+    """Raise RecipeError naming every argument that the optimizer class does not accept."""
     parameters = inspect.signature(optimizer_class).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    known = [key for key in parameters if key not in ("params", *_OWN_KEYS)]
+    known = [key for key in parameters if key not in ("params", *_RECIPE_KEYS)]
     problems = []
     for key in args:
-        if key in _OWN_KEYS:
+        if key in _RECIPE_KEYS:
             problems.append(f"optim.args.{key}: write optim.{key} instead")
         elif not takes_any and key not in known:
             problems.append(
-                f"optim.args.{key}: '{name}' has no such argument{nearest(key, known) or '.'} "
-                f"It takes: {', '.join(known)}."
+                f"optim.args.{key}: '{name}' has no such argument{did_you_mean(key, known) or '.'} "
+                f"Valid arguments: {', '.join(known)}."
             )
     if problems:
         raise RecipeError("\n".join(problems), code="recipe.unknown_key")

@@ -1,98 +1,101 @@
-"""The start of a run: the checks before a resume, and the record in run.json.
+"""Start or resume a run: check that it is the recorded run, and write run.json.
 
-Only rank 0 calls these; they know neither the network nor the other processes.
+Only rank 0 calls these functions; they use neither the network nor the other processes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from finetune.data.splits import shared_images
-from finetune.data.streaming.row_groups import ShardItems
+from finetune.data.leakage import find_train_leakage
 from finetune.errors import CheckpointError, DataError, RecipeError, SetupError
 from finetune.files import write_atomically
-from finetune.recipe.identity import learned
+from finetune.log import logger
 from finetune.recipe.load import load_recipe
+from finetune.recipe.training_keys import training_keys
 from finetune.run.directory import RunDir
-from finetune.run.environment import describe_machine
+from finetune.run.environment import collect_environment
 from finetune.run.record import RunRecord, read_record, write_record
 from finetune.training.setup import TrainingSetup
 
-__all__ = ["begin", "note_plan", "refuse_second"]
+__all__ = ["check_no_existing_run", "record_plan", "start_or_resume"]
 
-# Another length is another run, unless the past would have been the same.
-_LENGTH = {"optim.epochs", "optim.steps"}
+# These keys may change if the learning rate of all steps so far stays the same.
+_LENGTH_KEYS = {"optim.epochs", "optim.steps"}
 
-# Of the data's fingerprints, those that decide what is learned.
-_LEARNED = ("train", "val", "classes")
+# Fingerprints of the data that affect training.
+_TRAINING_FINGERPRINTS = ("train", "val", "classes")
 
 
-def begin(
+def start_or_resume(
     run: RunDir,
     setup: TrainingSetup,
     *,
     precision: str,
     num_processes: int,
     resume: bool,
-    notice: Callable[[str], None],
     teacher: Mapping[str, Any] | None = None,
 ) -> int | None:
-    """Start the run's record, or check that the recorded run is this one.
+    """Start the run's record, or check that the recorded run is the same run.
 
     Args:
-        run, setup: opened.
-        precision: "fp32", "bf16" or "fp16", as chosen for this machine.
-        resume: whether the user asked to go on.
-        notice: told of each damaged checkpoint.
-        teacher: `Distillation.facts`; None without one.
+        run: opened by this process.
+        precision: "fp32", "bf16" or "fp16", as resolved for this machine.
+        resume: True if the user gave --resume.
+        teacher: `Distillation.teacher_info`; None without a teacher.
     Returns: the step to continue from; None if the run is already done.
-    Raises: SetupError if there is a run already and `resume` is False; RecipeError or DataError if
-        it is another one; CheckpointError if no checkpoint is intact.
+    Raises: SetupError if a run exists already and `resume` is False; RecipeError or DataError if
+        recipe or data differ; CheckpointError if no checkpoint is intact.
     """
     if not resume:
-        refuse_second(run)
+        check_no_existing_run(run)
     record = read_record(run)
     fingerprints = setup.fingerprints()
     is_done = _is_done(run, record)
-    if not run.steps() and not is_done:
-        start = 0  # nothing was learned yet, so nothing is lost by beginning anew
+    if not run.checkpoint_steps() and not is_done:
+        start_step = 0  # no checkpoint yet, so starting from scratch loses nothing
         record = {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-        for line in shared_images(setup.source):
-            notice(line)
+        for line in find_train_leakage(setup.source):
+            logger.info(line)
     elif not record:
         raise CheckpointError(
-            f"{run.path / 'run.json'}: is missing, so nothing tells what data the run began with; "
+            f"{run.path / 'run.json'}: is missing, so the data of the run cannot be checked; "
             "restore it from a copy, or train in another --out",
             code="checkpoint.damaged",
         )
     else:
-        # with the number of images that the recorded run could read
+        # Use the number of images that the recorded run could read.
         setup = setup.with_num_samples(record.get("plan", {}).get("images_read", setup.num_samples))
-        _check_same(run, setup, record, notice, precision=precision, fingerprints=fingerprints)
-        _check_teacher(run, record, teacher)
-        if is_done and run.has_model() and setup.steps == _steps_before(record, setup):
+        _check_same_run(run, setup, record, precision=precision, fingerprints=fingerprints)
+        _check_same_teacher(run, record, teacher)
+        if is_done and run.has_model() and setup.num_steps == _recorded_num_steps(record, setup):
             return None
-        start = run.newest(notice) or 0
-        if (before := _steps_before(record, setup)) != setup.steps:
-            notice(f"{run.path}: {setup.steps} steps instead of {before}, the same up to {start}")
-    # Checkpoints beyond the start are damaged: kept, one would be taken for the newest.
-    run.prune({step for step in run.steps() if step <= start})
-    run.forget_after(start)
+        start_step = run.newest_intact_step() or 0
+        if (recorded_num_steps := _recorded_num_steps(record, setup)) != setup.num_steps:
+            logger.info(
+                f"{run.path}: {setup.num_steps} steps instead of {recorded_num_steps}; nothing "
+                f"changes up to step {start_step}"
+            )
+    # Checkpoints after the start are damaged; one of them would be taken for the newest later.
+    run.prune_checkpoints({step for step in run.checkpoint_steps() if step <= start_step})
+    run.drop_metrics_after(start_step)
     write_atomically(run.path / "recipe.yaml", setup.recipe.to_yaml())
-    facts = describe_machine(setup.device, num_processes) | _origin(setup, fingerprints, teacher)
-    write_record(run, {**record, "status": "running", "precision": precision, **facts})
-    return start
+    new_record = collect_environment(setup.device, num_processes) | _provenance_record(
+        setup, fingerprints, teacher
+    )
+    write_record(run, {**record, "status": "running", "precision": precision, **new_record})
+    return start_step
 
 
-def refuse_second(run: RunDir) -> None:
-    """Raise SetupError if there is a run already in which something was learned."""
+def check_no_existing_run(run: RunDir) -> None:
+    """Raise SetupError if the folder holds a finished run or one with checkpoints."""
     record = read_record(run)
-    if run.steps() or _is_done(run, record):
+    if run.checkpoint_steps() or _is_done(run, record):
         raise SetupError(
-            f"{run.path}: holds a run already ({record.get('status', 'unknown')}); continue it "
+            f"{run.path}: contains a run already ({record.get('status', 'unknown')}); continue it "
             "with --resume, or choose another --out",
             code="setup.run_exists",
         )
@@ -102,124 +105,125 @@ def _is_done(run: RunDir, record: RunRecord) -> bool:
     return record.get("status") == "done" and run.read_json("results.json") is not None
 
 
-def _origin(
+def _provenance_record(
     setup: TrainingSetup, fingerprints: dict[str, str], teacher: Mapping[str, Any] | None
 ) -> RunRecord:
-    """The record of what a run learns from: data, weights and, if there is one, a teacher."""
-    facts: RunRecord = {
-        "data_fingerprint": _joined(fingerprints),
+    """Return the record of a run's data, weights and teacher."""
+    provenance: RunRecord = {
+        "data_fingerprint": _combined_sha256(fingerprints),
         "split_fingerprints": fingerprints,
         "weights_sha256": setup.built.provenance.get("sha256"),
     }
     if teacher is not None:
-        facts["teacher"] = dict(teacher)
-    return facts
+        provenance["teacher"] = dict(teacher)
+    return provenance
 
 
-def _check_same(
+def _check_same_run(
     run: RunDir,
     setup: TrainingSetup,
     record: RunRecord,
-    notice: Callable[[str], None],
     *,
     precision: str,
     fingerprints: dict[str, str],
 ) -> None:
-    """Refuse to continue a run whose recipe or data is another one, and show the difference."""
-    old, new = learned(load_recipe(run.path / "recipe.yaml")), learned(setup.recipe)
+    """Raise an error that shows the difference if recipe, precision, weights or data differ."""
+    old, new = (
+        training_keys(load_recipe(run.path / "recipe.yaml")),
+        training_keys(setup.recipe),
+    )
     differences = {
         f"{section}.{key}": f"the run has {old[section].get(key)!r}, now {new[section].get(key)!r}"
         for section in new
         for key in old[section] | new[section]
         if old[section].get(key) != new[section].get(key)
     }
-    # What was learned came from these; a test split may be mended before it is read.
+    # The test split is not in the list: it may be fixed before it is evaluated.
     recorded = record.get("split_fingerprints", {})
-    others = [name for name in _LEARNED if recorded.get(name) != fingerprints.get(name)]
-    is_streamed = isinstance(setup.source.splits["train"].items, ShardItems)
-    if not others and not is_streamed:  # of shards it is not the images' content
-        differences.pop("data.source", None)  # the same images elsewhere
-    if differences and not (set(differences) <= _LENGTH and _same_past(run, setup, record)):
-        shown = "; ".join(f"{key}: {values}" for key, values in differences.items())
+    changed_splits = [
+        name for name in _TRAINING_FINGERPRINTS if recorded.get(name) != fingerprints.get(name)
+    ]
+    # Fingerprints of streamed shards do not cover the content of the images.
+    if not changed_splits and not setup.source.splits["train"].is_streamed:
+        differences.pop("data.source", None)  # same images in another place
+    if differences and not (
+        set(differences) <= _LENGTH_KEYS and _has_same_lr_so_far(run, setup, record)
+    ):
+        listed = "; ".join(f"{key}: {values}" for key, values in differences.items())
         raise RecipeError(
-            f"{run.path}: cannot continue with another recipe ({shown}); "
+            f"{run.path}: cannot continue with a different recipe ({listed}); "
             "restore the key, or choose another --out",
             code="recipe.not_this_run",
         )
     if record.get("precision", precision) != precision:
         raise RecipeError(
-            f"{run.path}: began in {record['precision']}, and run.precision: auto means "
-            f"{precision} on this machine; continue where it began, or choose another --out",
+            f"{run.path}: started in {record['precision']}, but run.precision=auto is {precision} "
+            "on this machine; continue on the first machine, or choose another --out",
             code="recipe.not_this_run",
         )
     sha256 = setup.built.provenance.get("sha256")
     if setup.recipe.model.adapter is not None and record.get("weights_sha256") != sha256:
         raise RecipeError(
-            f"{run.path}: began with other weights under the name {setup.recipe.model.name}, to "
-            "which its adapter belongs; restore them, or choose another --out",
+            f"{run.path}: its adapter was trained on different weights of "
+            f"{setup.recipe.model.name}; restore them, or choose another --out",
             code="recipe.not_this_run",
         )
-    splits = setup.source.splits
-    if others and all(
-        name in splits and splits[name].former_fingerprint == recorded.get(name, "")
-        for name in others
-    ):
-        notice(
-            f"{run.path}: began with a version that knew more than 1 GiB of images by their names "
-            "and sizes, which are the same; from now on their content counts"
-        )
-    elif others:
+    if changed_splits:
         raise DataError(
-            f"{setup.recipe.data.source}: the data is not what the run in {run.path} began with "
+            f"{setup.recipe.data.source}: the data has changed since the run in {run.path} started "
             "(an image, label or class was added, removed or changed); restore it, or choose "
             "another --out",
             code="data.changed",
         )
 
 
-def _check_teacher(run: RunDir, record: RunRecord, teacher: Mapping[str, Any] | None) -> None:
-    """Refuse to continue a run with a teacher whose weights have changed."""
+def _check_same_teacher(run: RunDir, record: RunRecord, teacher: Mapping[str, Any] | None) -> None:
+    """Raise RecipeError if the teacher's weights have changed."""
     if teacher is not None and record.get("teacher", {}).get("sha256") != teacher["sha256"]:
         raise RecipeError(
-            f"{run.path}: began with other weights of its teacher {teacher['name']}; restore "
+            f"{run.path}: started with different weights of the teacher {teacher['name']}; restore "
             "them, or choose another --out",
             code="recipe.not_this_run",
         )
 
 
-def _same_past(run: RunDir, setup: TrainingSetup, record: RunRecord) -> bool:
-    """True if a run of another length would have learned the same up to the last checkpoint.
+def _has_same_lr_so_far(run: RunDir, setup: TrainingSetup, record: RunRecord) -> bool:
+    """True if both run lengths give the same learning rates up to the last checkpoint.
 
-    That holds for a constant learning rate, and during a warm-up.
+    That is the case with a constant learning rate, and during the warm-up.
     """
-    before, done = _steps_before(record, setup), max(run.steps(), default=0)
-    return done <= setup.steps and all(
-        setup.lr(step) == setup.lr(step, steps=before) for step in range(done)
+    recorded_num_steps, steps_done = (
+        _recorded_num_steps(record, setup),
+        max(run.checkpoint_steps(), default=0),
+    )
+    return steps_done <= setup.num_steps and all(
+        setup.lr_at(step) == setup.lr_at(step, total_steps=recorded_num_steps)
+        for step in range(steps_done)
     )
 
 
-def _steps_before(record: RunRecord, setup: TrainingSetup) -> int:
-    """The length of the recorded run, in optimiser steps."""
-    return int(record.get("plan", {}).get("steps", setup.steps))
+def _recorded_num_steps(record: RunRecord, setup: TrainingSetup) -> int:
+    """Return the length of the recorded run, in optimizer steps."""
+    return int(record.get("plan", {}).get("steps", setup.num_steps))
 
 
-def _joined(fingerprints: dict[str, str]) -> str:
-    """One sha256 for the whole data set."""
+def _combined_sha256(fingerprints: dict[str, str]) -> str:
+    """Return one sha256 for the whole dataset."""
     return hashlib.sha256("".join(fingerprints.values()).encode()).hexdigest()
 
 
-def note_plan(run: RunDir, setup: TrainingSetup, *, start: int) -> None:
-    """Write the plan into run.json, once it is known how many images can be read.
+def record_plan(run: RunDir, setup: TrainingSetup, *, start_step: int) -> None:
+    """Write the plan to run.json, once the number of readable images is known.
 
-    Raises: DataError if a resumed run reads another number of images than before.
+    Raises: DataError if a resumed run can read more or fewer images than before.
     """
     record = read_record(run)
     plan = setup.plan()
-    before = record.get("plan", plan).get("images_read", plan["images_read"])
-    if start and before != plan["images_read"]:
+    recorded_images = record.get("plan", plan).get("images_read", plan["images_read"])
+    if start_step and recorded_images != plan["images_read"]:
         raise DataError(
-            f"{setup.recipe.data.source}: {before} training images could be read when the run "
-            f"began, {plan['images_read']} can now; see: finetune data scan",
+            f"{setup.recipe.data.source}: {recorded_images} training images were readable when the "
+            f"run started, {plan['images_read']} are now; see: finetune data scan",
             code="data.changed",
         )
     write_record(run, {**record, "plan": plan})

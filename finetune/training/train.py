@@ -1,7 +1,7 @@
-"""Training, from the first line to the last: setup, state, loop, finish.
+"""Training from the first line to the last: build, prepare data, train, finalize.
 
-`train` is the story: data, network and optimiser are made from the recipe, then one step after
-another; at the end the best weights become `model/` and the test split is read, once.
+Read it from top to bottom: the recipe becomes data, network and optimizer; then one step after the
+other; at the end the best weights become `model/`, and the test split is evaluated once.
 """
 
 from __future__ import annotations
@@ -15,35 +15,48 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from finetune.console import bar, say, say_nothing
 from finetune.data.feature_loader import AnyLoader
 from finetune.data.loader import Batch
 from finetune.errors import FinetuneError, Interrupted
-from finetune.evaluation.evaluate import Examination
-from finetune.models.adapter import load_plain
-from finetune.models.head import set_train_mode
+from finetune.evaluation.evaluator import Evaluator
+from finetune.formatting import format_duration, pluralize
+from finetune.log import logger
+from finetune.models.freeze import set_train_mode
+from finetune.models.lora import load_base_state_dict
 from finetune.models.weights.read import read_tensors
-from finetune.processes import local_processes
-from finetune.recipe.load import Recipe
+from finetune.precision import autocast_dtype
+from finetune.progress import step_bar
+from finetune.ranks import local_world_size
+from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir
-from finetune.run.environment import dtype_of, precision_of
-from finetune.run.record import read_record, status_kept, write_record
-from finetune.text import counted, duration
-from finetune.training.banner import banner, size_notices
+from finetune.run.record import read_record, record_status, write_record
+from finetune.training.accelerator import (
+    create_accelerator,
+    destroy_process_group,
+    run_on_main,
+)
+from finetune.training.batch_size_finder import resolve_micro_batch_size
 from finetune.training.build_state import build_trainer_state
-from finetune.training.distributed import RankErrors
-from finetune.training.finalize import answer_anew, can_keep, finish, validation
-from finetune.training.launch import launch, leave, on_main, this_launcher
-from finetune.training.meter import Meter, StopSignals
-from finetune.training.micro_batch import settle_micro_batch
-from finetune.training.resume import begin, note_plan
-from finetune.training.setup import TrainingSetup, open_setup
-from finetune.training.stages import folder_of, stage_recipes
+from finetune.training.finalize import (
+    build_val_evaluator,
+    can_reuse_last_eval,
+    finalize_run,
+    recheck_claims,
+)
+from finetune.training.launcher import get_launcher
+from finetune.training.meter import TrainMeter
+from finetune.training.rank_errors import RankErrors
+from finetune.training.resume import record_plan, start_or_resume
+from finetune.training.sanity import check_setup
+from finetune.training.setup import build_setup
+from finetune.training.signals import StopSignals
+from finetune.training.stages import stage_folder, stage_recipes
+from finetune.training.startup_summary import format_startup_summary
 from finetune.training.trainer_state import TrainerState
 
 __all__ = ["train"]
 
-LOCK_SECONDS = 30.0  # for the rank 0 before, which a launcher gives as long to end
+LOCK_TIMEOUT_SECONDS = 30.0  # after a restart, the previous rank 0 may need as long to end
 
 
 def train(
@@ -52,284 +65,349 @@ def train(
     *,
     resume: bool = False,
     dry_run: bool = False,
-    stay: bool = False,
+    keep_process_group: bool = False,
 ) -> dict[str, Any]:
-    """Fine-tune as a recipe says.
+    """Fine-tune a model as described by a recipe.
 
     Args:
         recipe: from `load_recipe`.
         out: the run directory.
-        resume: continue from the newest intact checkpoint in `out`, or begin if there is none.
-        dry_run: check everything, train nothing, write nothing.
-        stay: keep the processes together for another run; `leave` parts them.
+        resume: continue from the newest intact checkpoint in `out`; without one, start.
+        dry_run: check everything, but train and write nothing.
+        keep_process_group: keep the processes connected for another run; end them later with
+            `destroy_process_group`.
     Returns: the content of results.json; with `dry_run` the plan.
-    Raises: FinetuneError of the kind that DESIGN's exit codes list.
+    Raises: FinetuneError; its subclass sets the exit code.
     """
-    before = None
+    init_from = None  # run directory of the previous stage
     if recipe.optim.stages:
-        accelerator = launch(recipe.run, out=Path(out))
-        if dry_run or not on_main(accelerator, RunDir(out).steps):  # else they are long done
-            for number, stage in enumerate(stage_recipes(recipe), start=1):
-                folder = folder_of(out, number)
-                _train(stage, folder, before, resume=resume, dry_run=dry_run, stay=True)
-                before = None if dry_run else folder
-    return _train(recipe, out, before, resume=resume, dry_run=dry_run, stay=stay)
+        accelerator = create_accelerator(recipe.run, out=Path(out))
+        # A checkpoint of the run itself means that all stages are done.
+        stages_done = not dry_run and run_on_main(accelerator, RunDir(out).checkpoint_steps)
+        for number, stage in enumerate([] if stages_done else stage_recipes(recipe), start=1):
+            folder = stage_folder(out, number)
+            _train(
+                stage,
+                folder,
+                init_from=init_from,
+                resume=resume,
+                dry_run=dry_run,
+                keep_process_group=True,
+            )
+            init_from = None if dry_run else folder
+    return _train(
+        recipe,
+        out,
+        init_from=init_from,
+        resume=resume,
+        dry_run=dry_run,
+        keep_process_group=keep_process_group,
+    )
 
 
 def _train(
-    recipe: Recipe, out: str | Path, before: Path | None, *, resume: bool, dry_run: bool, stay: bool
+    recipe: Recipe,
+    out: str | Path,
+    *,
+    init_from: Path | None,
+    resume: bool,
+    dry_run: bool,
+    keep_process_group: bool,
 ) -> dict[str, Any]:
-    """Do as `train`, from the weights that the stage before has left in its folder."""
+    """Train one stage or the run itself, from the weights of the previous stage if given."""
     run = RunDir(out)
-    accelerator = launch(recipe.run, out=run.path)
-    rank, world = accelerator.process_index, accelerator.num_processes
-    timeout_seconds, launcher = recipe.run.timeout_seconds, this_launcher()
-    number = on_main(accelerator, time.time_ns)
-    ranks = RankErrors(
-        rank, world, number=number, timeout_seconds=timeout_seconds, launcher=launcher
+    accelerator = create_accelerator(recipe.run, out=run.path)
+    launcher = get_launcher()
+    rank_errors = RankErrors(
+        accelerator.process_index,
+        accelerator.num_processes,
+        launch_id=run_on_main(accelerator, time.time_ns),
+        timeout_seconds=recipe.run.timeout_seconds,
+        launcher=launcher,
     )
-    with contextlib.closing(run), StopSignals(launcher) as stop, ranks.in_order():
-        with stop.at_once(_stopped(run)):
-            # Before any data is decoded: a recipe that does not fit is refused here.
-            setup = _open(recipe, accelerator)
-            recipe = setup.recipe  # with what its nulls mean here
-            if before is not None:
-                file = before / "model" / "model.safetensors"
-                load_plain(setup.built.model, on_main(accelerator, lambda: read_tensors(file)))
-            trainer = build_trainer_state(setup, accelerator, run)
-            setup.sampler.micro_batches(0, rank=rank, world=world)
-            precision, distillation = precision_of(accelerator), trainer.distillation
-            teacher = {} if distillation is None else {"teacher": distillation.facts}
-            on_main(accelerator, lambda: _check_destination(recipe))
-            if dry_run:
-                setup = setup.with_num_samples(on_main(accelerator, setup.read_images))
-                _tell(setup, size_notices(setup))
-                plan = {**setup.plan(), "precision": precision, "num_processes": world}
-                return plan | teacher
-            patience = LOCK_SECONDS if resume and launcher is not None else 0.0
-            on_main(accelerator, lambda: run.open(patience_seconds=patience))
-            facts = {"precision": precision, "num_processes": world, "resume": resume}
-            facts |= teacher
-            start = on_main(accelerator, lambda: begin(run, setup, **facts, notice=say))
-        if start is None:
-            results = on_main(accelerator, lambda: answer_anew(run, recipe))
+    with (
+        contextlib.closing(run),
+        StopSignals(launcher) as signals,
+        rank_errors.end_rank_0_first(),
+        signals.raise_immediately(_stopped_message(run)),
+    ):
+        # Build and check everything before any image is decoded.
+        trainer = _build_trainer(recipe, accelerator, run, init_from=init_from)
+        recipe = trainer.recipe  # with nulls resolved
+        run_on_main(accelerator, lambda: _check_push_rights(recipe))
+        if dry_run:
+            return _dry_run(trainer)
+
+        # Lock the run directory, and find the step to continue from.
+        lock_timeout = LOCK_TIMEOUT_SECONDS if resume and launcher is not None else 0.0
+        run_on_main(accelerator, lambda: run.open(timeout_seconds=lock_timeout))
+        start_step = run_on_main(
+            accelerator,
+            lambda: start_or_resume(run, trainer.setup, resume=resume, **trainer.provenance()),
+        )
+        if start_step is None:  # the run is done already
+            results = run_on_main(accelerator, lambda: recheck_claims(run, recipe))
         else:
-            writer = trainer.checkpoint_writer
-            with status_kept(run, main=trainer.main), ranks.explained(), writer.at_work():
-                with stop.at_once(_stopped(run)):
-                    train_loader, val_loader = _ready(trainer, start)
-                best = _loop(trainer, train_loader, val_loader, stop)
-                with stop.at_once(_stopped(run)):  # all steps are saved
-                    results = finish(trainer, train_loader, val_loader, best)
-        with stop.at_once(_stopped(run)):
-            for tracker in accelerator.trackers:
-                tracker.finish()
-            # The run is done: whatever the hub says, nothing of it is lost. Nobody waits for rank
-            # 0, as a collective would be given up while a large model or a busy hub takes its time.
-            if not stay:
-                leave()
-            if trainer.main:
-                _publish(run, recipe)
-            return results
+            with (
+                signals.deferred(),  # while the status is written
+                record_status(run, is_main_process=trainer.is_main_process),
+                rank_errors.report_cause(),
+                trainer.checkpoint_writer.finish_on_exit(),
+                signals.raise_immediately(_stopped_message(run)),
+            ):
+                train_loader, val_loader = _prepare_data(trainer, start_step)
+                with signals.deferred():  # the loop saves a checkpoint before it stops
+                    best_validation = _train_loop(trainer, train_loader, val_loader, signals)
+                results = finalize_run(trainer, train_loader, val_loader, best_validation)
+
+        for tracker in accelerator.trackers:
+            tracker.finish()
+        # The run is complete, so a failed push loses nothing. Other ranks do not wait for the
+        # push: a collective would time out during the upload of a large model.
+        if not keep_process_group:
+            destroy_process_group()
+        if trainer.is_main_process:
+            _push_to_hub(run, recipe)
+        return results
 
 
-def _open(recipe: Recipe, accelerator: Accelerator) -> TrainingSetup:
-    """Open the setup on this rank, and try its pipelines; rank 0 prints the notices."""
-    main = accelerator.is_main_process
-    setup = open_setup(
+def _build_trainer(
+    recipe: Recipe, accelerator: Accelerator, run: RunDir, *, init_from: Path | None
+) -> TrainerState:
+    """Build data, network, transforms and training state of a recipe on this rank.
+
+    Args:
+        init_from: run directory of the previous stage, whose weights replace the pretrained ones.
+    Raises: RecipeError, DataError, WeightsError or SetupError if they do not match.
+    """
+    setup = build_setup(
         recipe,
         device=accelerator.device,
-        local_processes=local_processes(accelerator.num_processes),
-        notice=say if main else say_nothing,
-        progress=main,
+        local_world_size=local_world_size(accelerator.num_processes),
+        show_progress=accelerator.is_main_process,
     )
-    setup.try_pipelines()
-    return setup
+    setup.check_transforms()
+    setup.sampler.check_world_size(accelerator.num_processes)
+    if init_from is not None:
+        file = init_from / "model" / "model.safetensors"
+        weights = run_on_main(accelerator, lambda: read_tensors(file))
+        load_base_state_dict(setup.built.model, weights)
+    return build_trainer_state(setup, accelerator, run)
 
 
-def _ready(trainer: TrainerState, start: int) -> tuple[AnyLoader, AnyLoader | None]:
-    """Decode the data and go to the step to continue from.
+def _dry_run(trainer: TrainerState) -> dict[str, Any]:
+    """Check that all images can be read, and log warnings. Returns: the plan of the run."""
+    setup = trainer.setup
+    num_samples = run_on_main(trainer.accelerator, setup.count_readable_images)
+    setup = setup.with_num_samples(num_samples)
+    for warning in check_setup(setup):
+        logger.info(warning)
+    return {**setup.plan(), **trainer.provenance()}
 
-    From here on the setup counts the training images that can be read.
 
-    Returns: the loaders of training and of validation, if there is one.
+def _prepare_data(trainer: TrainerState, start_step: int) -> tuple[AnyLoader, AnyLoader | None]:
+    """Load the checkpoint to resume from, decode the data, and log what will be trained.
+
+    From here on, `trainer.setup` counts only readable training images.
+
+    Returns: the training loader and the validation loader, or None without a validation split.
     """
     accelerator, run, splits = trainer.accelerator, trainer.run, trainer.setup.source.splits
-    if start:  # before the images: a frozen backbone computes their features
-        trainer.restore(start)
-    train_loader = trainer.loader(splits["train"], train=True, dtype=dtype_of(accelerator))
+    if start_step:  # before the data: cached features need the weights
+        trainer.load_checkpoint(start_step)
+    train_loader = trainer.build_loader(
+        splits["train"], train=True, dtype=autocast_dtype(accelerator)
+    )
     labels = train_loader.store.split.labels
     trainer.setup = setup = trainer.setup.with_num_samples(len(labels), labels)
-    on_main(accelerator, lambda: note_plan(run, setup, start=start))
-    val_loader = trainer.loader(splits["val"], train=False) if "val" in splits else None
-    settle_micro_batch(trainer, train_loader, functools.partial(on_main, accelerator))
+    run_on_main(accelerator, lambda: record_plan(run, setup, start_step=start_step))
+    val_loader = trainer.build_loader(splits["val"], train=False) if "val" in splits else None
+    resolve_micro_batch_size(trainer, train_loader, functools.partial(run_on_main, accelerator))
     if trainer.recipe.run.trackers:
         accelerator.init_trackers("finetune")
-    _tell(setup, [*banner(trainer), *size_notices(setup)])
+    for line in [*format_startup_summary(trainer), *check_setup(setup)]:
+        logger.info(line)
     return train_loader, val_loader
 
 
-def _tell(setup: TrainingSetup, lines: list[str]) -> None:
-    for line in lines:
-        setup.notice(line)
+def _train_loop(
+    trainer: TrainerState,
+    train_loader: AnyLoader,
+    val_loader: AnyLoader | None,
+    signals: StopSignals,
+) -> tuple[int, Evaluator] | None:
+    """Run the remaining steps.
 
-
-def _loop(
-    trainer: TrainerState, train_loader: AnyLoader, val_loader: AnyLoader | None, stop: StopSignals
-) -> tuple[int, Examination] | None:
-    """Take the steps that are left. Returns: the best validation and its step, if it is kept."""
-    setup, accelerator, counters = trainer.setup, trainer.accelerator, trainer.counters
-    log_every = trainer.recipe.run.log_every
-    batches = train_loader.train(
-        setup.sampler,
-        range(counters.step, setup.steps),
-        rank=accelerator.process_index,
-        world=accelerator.num_processes,
-        micro_batch=trainer.micro_batch,
+    Returns: step and evaluator of the best validation, if its logits are kept for the end.
+    Raises: Interrupted after a signal; the last step is saved by then.
+    """
+    setup, run, counters = trainer.setup, trainer.recipe.run, trainer.counters
+    reuse_eval = val_loader is not None and can_reuse_last_eval(trainer, val_loader)
+    best_validation: tuple[int, Evaluator] | None = None
+    meter = TrainMeter(
+        trainer.accelerator.device, counters.seconds, has_teacher=trainer.distillation is not None
     )
-    meter = Meter(accelerator.device, counters.seconds, distills=bool(trainer.distillation))
-    first, began = counters.step + 1, meter.seconds
-    forecast = _Forecast(setup.steps)
-    keeps = val_loader is not None and can_keep(trainer, val_loader)
-    kept: tuple[int, Examination] | None = None
-    trainer.go_on(meter)
+    eta = _EtaEstimator(setup.num_steps)
+    first_step, first_seconds = counters.step + 1, meter.seconds
+    all_steps = train_loader.train_steps(
+        setup.sampler,
+        range(counters.step, setup.num_steps),
+        rank=trainer.accelerator.process_index,
+        world_size=trainer.accelerator.num_processes,
+        micro_batch_size=trainer.micro_batch_size,
+    )
+    trainer.start(meter)
     with (
-        contextlib.closing(batches) as steps,
-        bar(total=setup.steps, start=counters.step, shown=trainer.main) as shown,
+        contextlib.closing(all_steps) as steps,
+        step_bar(
+            total=setup.num_steps, start=counters.step, shown=trainer.is_main_process
+        ) as progress_bar,
     ):
-        while counters.step < setup.steps and not trainer.stops_early:
-            number, coming = next(steps)
-            trainer.step(number, _read(coming, trainer, meter, stop), meter)
-            shown.update()
+        while counters.step < setup.num_steps and not counters.should_stop_early(run.patience):
+            # forward and backward on each micro-batch, then one optimizer step
+            num_micro_batches, micro_batches = next(steps)
+            readable = _save_if_unreadable(micro_batches, trainer, meter, signals)
+            trainer.train_step(num_micro_batches, readable, meter)
             step = counters.step
-            if trainer.compiled and step == first:
-                seconds = meter.seconds - began
-                setup.notice(f"compiled the network: the first step took {seconds:.0f} s")
-            if step % log_every == 0 or step == setup.steps:
-                shown.set_postfix(_postfix(trainer.log(meter)), refresh=False)
-            if (line := forecast.after(step, meter.seconds)) is not None:
-                setup.notice(line)
-            paused = meter.pause()
-            best = False
-            if val_loader is not None and setup.evaluates_after(step):
-                examination = validation(trainer, val_loader, is_last=keeps)
-                if best := _validate(trainer, examination, meter):
-                    kept = (step, examination) if keeps else None
-            signal_number = trainer.agree_to_stop(stop.received)
-            if best or signal_number or setup.saves_after(step):
-                trainer.save(meter)
-            trainer.checkpoint_writer.look()
-            meter.resume(paused)
-            if signal_number:
-                trainer.saved()
-                raise Interrupted(_saved(trainer), signal_number)
-    if counters.step < setup.steps:
-        run = trainer.recipe.run
-        setup.notice(
-            f"stopped early, at step {counters.step:,} of {setup.steps:,}: "
-            f"{counted(counters.stale, 'evaluation')} in a row had no better {run.best} than "
-            f"the {counters.best:.4g} of step {counters.best_step} (run.patience={run.patience})"
+
+            # log
+            progress_bar.update()
+            if trainer.is_compiled and step == first_step:
+                seconds = meter.seconds - first_seconds
+                logger.info(f"compiled the network: the first step took {seconds:.0f} s")
+            if step % run.log_every == 0 or step == setup.num_steps:
+                line = trainer.log_training(meter)
+                progress_bar.set_postfix(_progress_bar_postfix(line), refresh=False)
+            if (message := eta.update(step, meter.seconds)) is not None:
+                logger.info(message)
+
+            # evaluate, and save: the best weights, at the usual steps, or before a stop
+            paused_at = meter.pause()
+            is_best = False
+            if val_loader is not None and setup.is_eval_step(step):
+                evaluator = build_val_evaluator(trainer, val_loader, is_final=reuse_eval)
+                is_best = _validate(trainer, evaluator, meter)
+                if is_best and reuse_eval:
+                    best_validation = (step, evaluator)
+            stop_signal = trainer.sync_stop_signal(signals.received)
+            if is_best or stop_signal or setup.is_save_step(step):
+                trainer.save_checkpoint(meter)
+            trainer.checkpoint_writer.raise_if_failed()
+            meter.resume(paused_at)
+
+            if stop_signal:
+                trainer.wait_for_checkpoint()
+                raise Interrupted(_saved_message(trainer), stop_signal)
+
+    if counters.step < setup.num_steps:
+        logger.info(
+            f"stopped early at step {counters.step:,} of {setup.num_steps:,}: "
+            f"{pluralize(counters.stale, 'evaluation')} in a row did not improve {run.best} over "
+            f"{counters.best:.4g} of step {counters.best_step} (run.patience={run.patience})"
         )
-    return kept
+    return best_validation
 
 
-def _read(
-    batches: Iterator[Batch], trainer: TrainerState, meter: Meter, stop: StopSignals
+def _save_if_unreadable(
+    micro_batches: Iterator[Batch], trainer: TrainerState, meter: TrainMeter, signals: StopSignals
 ) -> Iterator[Batch]:
-    """Yield a step's micro-batches. Where one does not come, the steps before are saved.
+    """Yield the micro-batches of a step; if one cannot be read, save the previous steps first.
 
-    A signal ends the wait for it. Of several processes, others may not miss one: they only fail.
+    A signal interrupts the wait for a micro-batch. With several processes, nothing is saved: the
+    other ranks may have all their micro-batches.
     """
     if trainer.accelerator.num_processes > 1:
-        yield from batches
+        yield from micro_batches
         return
     while True:
         try:
-            with stop.at_once(_saved(trainer)):
-                batch = next(batches, None)
+            with signals.raise_immediately(_saved_message(trainer)):
+                batch = next(micro_batches, None)
         except FinetuneError:
-            trainer.undo_micro_batches()
-            trainer.saved()
-            if trainer.counters.step not in {0, *trainer.run.steps()}:
-                trainer.save(meter)
-                trainer.saved()
+            trainer.restore_bn_stats()
+            trainer.wait_for_checkpoint()
+            if trainer.counters.step not in {0, *trainer.run.checkpoint_steps()}:
+                trainer.save_checkpoint(meter)
+                trainer.wait_for_checkpoint()
             raise
         if batch is None:
             return
         yield batch
 
 
-class _Forecast:
-    """Says once how long the rest of a run takes, if that is long enough to be worth saying."""
+def _validate(trainer: TrainerState, evaluator: Evaluator, meter: TrainMeter) -> bool:
+    """Evaluate on the validation split and log it. Returns: True if it is the best so far."""
+    trainer.sync_batch_norm()
+    metrics = evaluator.evaluate(
+        trainer.eval_model(), batch_size=trainer.recipe.data.eval_batch_size
+    )
+    is_best = trainer.log_validation(metrics, meter)
+    show_best = is_best and trainer.recipe.run.best != "last"
+    logger.info(_format_validation(metrics, trainer.counters.step, best=show_best))
+    set_train_mode(trainer.model)
+    return is_best
 
-    _STEPS, _SECONDS = 3, 10.0  # measured before anything is said
 
-    def __init__(self, steps: int) -> None:
-        self._total = steps
+class _EtaEstimator:
+    """Estimate the remaining time once, early in a long run."""
+
+    _STEPS, _SECONDS = 3, 10.0  # measured before the estimate
+
+    def __init__(self, total_steps: int) -> None:
+        self._total_steps = total_steps
         self._start: tuple[int, float] | None = None
         self._is_done = False
 
-    def after(self, step: int, seconds: float) -> str | None:
-        """Take the time after a step into account. Returns: the line, once, else None."""
-        if self._start is None:  # the first step may have compiled the network
+    def update(self, step: int, seconds: float) -> str | None:
+        """Record the time after a step. Returns: the message, once; otherwise None."""
+        if self._start is None:  # skip the first step, which may include compilation
             self._start = (step, seconds)
-        done, elapsed = step - self._start[0], seconds - self._start[1]
-        if self._is_done or done < self._STEPS or elapsed < self._SECONDS:
+        steps_done, elapsed = step - self._start[0], seconds - self._start[1]
+        if self._is_done or steps_done < self._STEPS or elapsed < self._SECONDS:
             return None
         self._is_done = True
-        left = self._total - step
-        if not left:
+        steps_left = self._total_steps - step
+        if not steps_left:
             return None
-        return f"about {duration(elapsed / done * left)} for the {counted(left, 'step')} to come"
+        time_left = format_duration(elapsed / steps_done * steps_left)
+        return f"about {time_left} for {pluralize(steps_left, 'more step')}"
 
 
-def _validate(trainer: TrainerState, examination: Examination, meter: Meter) -> bool:
-    """Evaluate on the validation split and log it. Returns: True if it is the best so far."""
-    trainer.share_statistics()
-    batch_size = trainer.recipe.data.eval_batch_size
-    result = examination.measure(trainer.evaluated(), batch_size=batch_size)
-    best = trainer.log_validation(result, meter)
-    shown = best and trainer.recipe.run.best != "last"
-    trainer.setup.notice(_validation(result, trainer.counters.step, best=shown))
-    set_train_mode(trainer.model)
-    return best
-
-
-def _check_destination(recipe: Recipe) -> None:
-    """Find out before training whether the model can be pushed after it."""
+def _check_push_rights(recipe: Recipe) -> None:
+    """Check before training that the model can be pushed afterwards."""
     if recipe.run.push_to:
         from finetune.publish.permissions import check_rights
 
         check_rights(recipe.run.push_to, private=recipe.run.push_private)
 
 
-def _publish(run: RunDir, recipe: Recipe) -> None:
-    """Push the model if the recipe says so and it was not yet done, and note the commit."""
+def _push_to_hub(run: RunDir, recipe: Recipe) -> None:
+    """Push the model to `run.push_to`, unless it was pushed there before, and record the commit."""
     record = read_record(run)
-    before = record.get("pushed", {}).get("repository")
-    if recipe.run.push_to and recipe.run.push_to != before:
+    pushed_to = record.get("pushed", {}).get("repository")
+    if recipe.run.push_to and recipe.run.push_to != pushed_to:
         from finetune.publish.push import push
 
         pushed = push(run.path, recipe.run.push_to, private=recipe.run.push_private)
         write_record(run, {**record, "pushed": pushed})
-        say(f"pushed to {pushed['url']}, commit {pushed['commit']}")
+        logger.info(f"pushed to {pushed['url']}, commit {pushed['commit']}")
 
 
-def _saved(trainer: TrainerState) -> str:
-    """The message of a signal that ends training."""
-    if not trainer.counters.step:
-        return _stopped(trainer.run)
-    steps = f"step {trainer.counters.step} of {trainer.setup.steps}"
-    return f"{trainer.run.path}: stopped at {steps} and saved; continue with --resume"
-
-
-def _stopped(run: RunDir) -> str:
-    """The message of a signal where there is nothing to save."""
+def _stopped_message(run: RunDir) -> str:
+    """Return the message for a signal when nothing needs to be saved."""
     return f"{run.path}: stopped; continue with --resume"
 
 
-def _postfix(line: dict[str, Any]) -> dict[str, str]:
-    """The part of a log line that fits beside the progress bar."""
+def _saved_message(trainer: TrainerState) -> str:
+    """Return the message for a signal that ends training."""
+    if not trainer.counters.step:
+        return _stopped_message(trainer.run)
+    steps = f"step {trainer.counters.step} of {trainer.setup.num_steps}"
+    return f"{trainer.run.path}: stopped at {steps} and saved; continue with --resume"
+
+
+def _progress_bar_postfix(line: dict[str, Any]) -> dict[str, str]:
+    """Return the values of a log line to show next to the progress bar."""
     loss, rate = line["loss"], line["images_per_second"]
     return {
         "loss": "-" if loss is None else f"{loss:.4f}",
@@ -338,10 +416,10 @@ def _postfix(line: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _validation(result: dict[str, Any], step: int, *, best: bool) -> str:
-    """A validation's figures in a line."""
-    keys = ["loss", "top1", "top5"] if len(result["per_class"]) > 5 else ["loss", "top1"]
-    if "map" in result:
+def _format_validation(metrics: dict[str, Any], step: int, *, best: bool) -> str:
+    """Format validation metrics as one line."""
+    keys = ["loss", "top1", "top5"] if len(metrics["per_class"]) > 5 else ["loss", "top1"]
+    if "map" in metrics:
         keys = ["loss", "map", "macro_f1", "micro_f1"]
-    figures = "  ".join(f"{key} {result[key]:.4f}" for key in keys)
-    return f"step {step}: val {figures}{'  (the best so far)' if best else ''}"
+    values = "  ".join(f"{key} {metrics[key]:.4f}" for key in keys)
+    return f"step {step}: val {values}{'  (best so far)' if best else ''}"

@@ -1,6 +1,6 @@
-"""Training images as the network sees them: the same ones in several epochs, and in evaluation."""
+"""Show training images as the network sees them: in several epochs, and in evaluation."""
 
-# S images, E epochs, R rows of a batch, H W pixels, h w the network's
+# S images, E epochs, R rows of a batch, H W decoded pixels, h w network input pixels
 
 from __future__ import annotations
 
@@ -13,94 +13,104 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from finetune.data.decode import planes
-from finetune.data.image_store import Store
-from finetune.data.loader import Sampler, shares_of_classes
+from finetune.data.decode import hwc_to_chw
+from finetune.data.loader import one_hot_targets
+from finetune.data.pixel_store import PixelStore
+from finetune.data.sampler import DistributedBatchSampler
 from finetune.data.source import Split
-from finetune.data.streaming.row_groups import ShardItems
 from finetune.errors import FinetuneError
-from finetune.report.run_data import TRAINING_IMAGES
-from finetune.report.thumbnails import to_uri, visible
+from finetune.log import logger
+from finetune.report.run_data import TRAINING_IMAGES_FILE
+from finetune.report.thumbnails import denormalize, to_data_uri
 from finetune.run.directory import RunDir
 from finetune.training.setup import TrainingSetup
+from finetune.transforms.mixing import partner_rows
 
-__all__ = ["EPOCHS", "Augmented", "augmented", "one_of_each", "write_augmented"]
+__all__ = [
+    "NUM_EPOCHS",
+    "AugmentedImage",
+    "augment_images",
+    "pick_one_per_class",
+    "write_training_images",
+]
 
-EPOCHS = 8
-_SHOWN = 4  # images in a report
-_SIDE = 128  # pixels of a picture there
-# Of all views in a report, decoded and prepared: less than a second of one core.
-_MOST_PIXELS = 40_000_000
+NUM_EPOCHS = 8
+_NUM_IMAGES = 4  # images in a report
+_THUMBNAIL_SIDE = 128  # pixels
+# For all images in a report, original and transformed: less than a second on one core.
+_MAX_PIXELS = 40_000_000
 
 
 @dataclass(frozen=True)
-class Augmented:
-    """A training image and what becomes of it.
+class AugmentedImage:
+    """A training image with its augmented versions.
 
     Attributes:
         name: of the image.
-        labels: the index of its class, or of each that it has.
-        decoded: (H, W, 3) uint8.
-        epochs: (E, h, w, 3) uint8, as the step takes it that it belongs to in each epoch; E is 1
-            where all epochs are alike.
-        evaluation: (h, w, 3) uint8.
+        labels: index of its class, or of all its classes.
+        decoded: the original, (H, W, 3) uint8.
+        trained: the network input in each epoch, (E, h, w, 3) uint8; E is 1 without random
+            transforms.
+        evaluated: the network input in evaluation, (h, w, 3) uint8.
     """
 
     name: str
     labels: list[int]
     decoded: NDArray[np.uint8]
-    epochs: NDArray[np.uint8]
-    evaluation: NDArray[np.uint8]
+    trained: NDArray[np.uint8]
+    evaluated: NDArray[np.uint8]
 
 
-def one_of_each(split: Split, number: int) -> list[int]:
-    """The first image of each class, or of so many classes spread over all of them."""
+def pick_one_per_class(split: Split, max_images: int) -> list[int]:
+    """Return the first image of each class, or of `max_images` evenly spaced classes."""
     classes = split.labels.argmax(axis=1) if split.is_multilabel else split.labels
     _, first = np.unique(classes, return_index=True)
-    places = np.linspace(0, len(first) - 1, min(number, len(first))).round().astype(int)
-    chosen: list[int] = first[places].tolist()
+    positions = np.linspace(0, len(first) - 1, min(max_images, len(first))).round().astype(int)
+    chosen: list[int] = first[positions].tolist()
     return chosen
 
 
-def augmented(
+def augment_images(
     setup: TrainingSetup,
     split: Split,
     indices: Sequence[int],
     *,
-    one_size: bool,
-    epochs: int = EPOCHS,
+    same_size: bool,
+    num_epochs: int = NUM_EPOCHS,
     dtype: torch.dtype = torch.float32,
-) -> list[Augmented]:
-    """Prepare training images as the steps do that take them.
+) -> list[AugmentedImage]:
+    """Transform training images exactly as the training steps do.
 
     Args:
-        split: of training, without images in quarantine.
-        one_size: True where all images of the split have one size; the pipeline is told so.
-        epochs: to look at, from the first.
+        split: the training split, without quarantined images.
+        same_size: True if all images of the split have the same size, so that they form one tensor.
+        num_epochs: epochs to show, from the first.
         dtype: of the images in training.
-    Raises: DataError if an image cannot be read, or one that is mixed into it.
+    Raises: DataError if an image, or one that is mixed into it, cannot be read.
     """
     train, device = setup.train_pipeline, setup.device
-    epochs = epochs if train.random else 1
-    decoded = {index: split.read(index) for index in indices}
-    keys_R, indices_R, partners_R, places_ES = _rows(setup.sampler, indices, epochs)
+    num_epochs = num_epochs if train.is_random else 1
+    decoded = {index: split.decode(index) for index in indices}
+    keys_R, indices_R, partners_R, places_ES = _find_batch_rows(setup.sampler, indices, num_epochs)
     pixels = [
-        planes(decoded[index] if index in decoded else split.read(index))
+        hwc_to_chw(decoded[index] if index in decoded else split.decode(index))
         for index in indices_R.tolist()
     ]
-    batch = torch.stack(pixels) if one_size else pixels
+    batch = torch.stack(pixels) if same_size else pixels
     images = train(batch, keys=keys_R, dtype=dtype, device=device)
-    if train.mixes:
+    if train.has_mixing:
         labels = torch.from_numpy(split.labels[indices_R])
-        targets = shares_of_classes(labels, setup.num_classes)
-        images, _ = train.mix(images, targets.to(device), keys_R, torch.from_numpy(partners_R))
-    plain = [planes(decoded[index]) for index in indices]
-    evaluated = _pixels(setup.eval_pipeline(plain, device=device), setup)
-    trained = _pixels(images, setup)
+        targets = one_hot_targets(labels, setup.num_classes)
+        images, _ = train.mix_batch(
+            images, targets.to(device), keys_R, torch.from_numpy(partners_R)
+        )
+    originals = [hwc_to_chw(decoded[index]) for index in indices]
+    evaluated = _to_uint8_pixels(setup.eval_pipeline(originals, device=device), setup)
+    trained = _to_uint8_pixels(images, setup)
     return [
-        Augmented(
+        AugmentedImage(
             split.name_of(index),
-            split.classes_of(index),
+            split.class_indices(index),
             decoded[index],
             trained[places_ES[:, place]],
             evaluated[place],
@@ -109,86 +119,90 @@ def augmented(
     ]
 
 
-def _rows(
-    sampler: Sampler, indices: Sequence[int], epochs: int
+def _find_batch_rows(
+    sampler: DistributedBatchSampler, indices: Sequence[int], num_epochs: int
 ) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Find images in the steps of training, each beside the one that is mixed into it.
+    """Find the images in the batches of training, each with the image that is mixed into it.
 
-    Returns: keys (R,), sample indices (R,), the row that is mixed into each row (R,), and the rows
-        of the images themselves (E, S).
+    Returns: augmentation keys (R,), sample indices (R,), the row that is mixed into each row (R,),
+        and the row of each image in each epoch (E, S).
     """
     keys: list[NDArray[np.uint64]] = []
     samples: list[NDArray[np.int64]] = []
     partners: list[int] = []
-    places = np.empty((epochs, len(indices)), dtype=np.int64)
-    seen = [-1] * len(indices)  # the last epoch: a sampling may leave an image out of some
-    for epoch in range(epochs):
+    places = np.empty((num_epochs, len(indices)), dtype=np.int64)
+    seen = [-1] * len(indices)  # last epoch of each image: data.sampling may skip some
+    for epoch in range(num_epochs):
         for number, index in enumerate(indices):
-            position = _next(sampler, index, seen[number] + 1)
+            position = _next_position(sampler, index, seen[number] + 1)
             seen[number] = position // sampler.num_samples
             step, place = divmod(position, sampler.batch_size)
             step_keys, step_samples = sampler.micro_batches(step)[0]
-            first, row = place - place % sampler.unit, len(partners)
-            pair = slice(first, first + sampler.unit)
+            first, row = place - place % sampler.group_size, len(partners)
+            pair = slice(first, first + sampler.group_size)
             keys.append(step_keys[pair])
             samples.append(step_samples[pair])
-            partners += reversed(range(row, row + len(step_keys[pair])))
+            partners += (row + partner_rows(len(step_keys[pair]))).tolist()
             places[epoch, number] = row + place - first
     return np.concatenate(keys), np.concatenate(samples), np.array(partners), places
 
 
-def _next(sampler: Sampler, index: int, epoch: int) -> int:
-    """The first place of an image in the stream, from an epoch on."""
-    while not len(places := np.flatnonzero(sampler.order(epoch) == index)):
+def _next_position(sampler: DistributedBatchSampler, index: int, epoch: int) -> int:
+    """Return the first position of an image in the training stream, from an epoch on."""
+    while not len(places := np.flatnonzero(sampler.epoch_order(epoch) == index)):
         epoch += 1
     return epoch * sampler.num_samples + int(places[0])
 
 
-def _pixels(images: Tensor, setup: TrainingSetup) -> NDArray[np.uint8]:
-    """Undo the normalisation of images (B, 3, h, w). Returns: (B, h, w, 3) uint8."""
+def _to_uint8_pixels(images: Tensor, setup: TrainingSetup) -> NDArray[np.uint8]:
+    """Undo the normalization of images (B, 3, h, w). Returns: (B, h, w, 3) uint8."""
     mean, std = setup.preprocessing.mean, setup.preprocessing.std
-    shown = visible(images.float().cpu(), mean=mean, std=std)
-    pixels: NDArray[np.uint8] = np.rint(255 * shown).astype(np.uint8)
+    scaled = denormalize(images.float().cpu(), mean=mean, std=std)
+    pixels: NDArray[np.uint8] = np.rint(255 * scaled).astype(np.uint8)
     return pixels
 
 
-def _few(setup: TrainingSetup, split: Split) -> tuple[list[int], int]:
-    """Choose images for a report, and the number of epochs: fewer of both where photos are large.
+def _choose_images(setup: TrainingSetup, split: Split) -> tuple[list[int], int]:
+    """Choose images and the number of epochs for a report: fewer of both if images are large.
 
     Raises: DataError if the first image cannot be read.
     """
-    epochs = min(EPOCHS, max(1, int(setup.steps / setup.steps_per_epoch)))
-    indices = one_of_each(split, _SHOWN)
-    source, target = split.read(indices[0]).shape[:2], setup.preprocessing.image_size
-    views = _MOST_PIXELS // (math.prod(source) + math.prod(target))
-    indices = indices[: max(1, views // 3)]  # two epochs and the evaluation at least
-    return indices, min(epochs, max(1, views // len(indices) - 1))
+    epochs = min(NUM_EPOCHS, max(1, int(setup.num_steps / setup.steps_per_epoch)))
+    indices = pick_one_per_class(split, _NUM_IMAGES)
+    source, target = split.decode(indices[0]).shape[:2], setup.preprocessing.image_size
+    num_views = _MAX_PIXELS // (math.prod(source) + math.prod(target))
+    indices = indices[: max(1, num_views // 3)]  # at least two epochs and the evaluation
+    return indices, min(epochs, max(1, num_views // len(indices) - 1))
 
 
-def write_augmented(run: RunDir, setup: TrainingSetup, store: Store, dtype: torch.dtype) -> None:
-    """Write the training images that the report shows; where it cannot show them, the reason."""
+def write_training_images(
+    run: RunDir, setup: TrainingSetup, store: PixelStore, dtype: torch.dtype
+) -> None:
+    """Write the training images for the report, or the reason why it cannot show them."""
     note, rows, split = "", [], store.split
-    if isinstance(split.items, ShardItems):
-        note = "They are not shown: the images are streamed, and would be fetched again."
+    if split.is_streamed:
+        note = "They are not shown: the images are streamed and would be downloaded again."
     else:
         try:
-            indices, epochs = _few(setup, split)
-            one_size = isinstance(store.images, Tensor)
-            rows = augmented(setup, split, indices, one_size=one_size, epochs=epochs, dtype=dtype)
+            indices, epochs = _choose_images(setup, split)
+            same_size = isinstance(store.images, Tensor)
+            rows = augment_images(
+                setup, split, indices, same_size=same_size, num_epochs=epochs, dtype=dtype
+            )
         except FinetuneError as error:
             note = f"They are not shown: {error}"
-    listed = [
+    entries = [
         {
-            "name": one.name,
-            **({"labels": one.labels} if split.is_multilabel else {"label": one.labels[0]}),
+            "name": image.name,
+            **({"labels": image.labels} if split.is_multilabel else {"label": image.labels[0]}),
             "pictures": [
-                to_uri(picture, side=_SIDE)
-                for picture in (one.decoded, *one.epochs, one.evaluation)
+                to_data_uri(picture, max_side=_THUMBNAIL_SIDE)
+                for picture in (image.decoded, *image.trained, image.evaluated)
             ],
         }
-        for one in rows
+        for image in rows
     ]
     try:
-        run.write_json(TRAINING_IMAGES, {"note": note, "rows": listed})
-    except FinetuneError as error:  # no reason to lose the run
-        setup.notice(f"{TRAINING_IMAGES} is left out: {error}")
+        run.write_json(TRAINING_IMAGES_FILE, {"note": note, "rows": entries})
+    except FinetuneError as error:  # must not fail the run
+        logger.info(f"{TRAINING_IMAGES_FILE} is left out: {error}")

@@ -1,1 +1,1 @@
-"""The image pipeline: grammar, keyed draws, geometry, colour; it knows nothing of files."""
+"""Image transforms: spec parser, per-sample random numbers, geometry, color; no file access."""

@@ -1,14 +1,16 @@
-"""Colour operations on float pixels from 0 to 255, with a parameter per sample.
+"""Color operations on float32 pixels from 0 to 255, with one parameter per sample.
 
-Images of several sizes lie in the upper left corners of one canvas, and `sizes` (B, 2) has their
-heights and widths: an operation reads no pixel beside an image, and what it leaves there means
-nothing. Sums over such an image are of whole numbers, so that no canvas changes how they round.
+A batch can hold images of several sizes: each image occupies the upper left corner of a shared
+canvas, and `sizes` (B, 2) gives the heights and widths. Operations read no pixel outside an image,
+and the values that they leave there are undefined. Sums over such images add integers, so that
+the size of the canvas does not change the rounding.
 
-Values are never rounded between operations, so each agrees with torchvision on float images.
-torchvision's uint8 path truncates after each: half a level down in the mean and at most about two
-per operation (1.4 and 5 over the four of color_jitter), save where an operation is steep or jumps:
-posterize and solarize on values that earlier operations left between two whole numbers, equalize,
-whose table can jump between neighbours, and hue after another operation near grey.
+No operation rounds its result, so each agrees with torchvision on float images. torchvision's uint8
+path truncates after each operation: values are half a level lower on average and at most about two
+(1.4 and 5 over the four operations of color_jitter). Larger differences occur where an operation is
+steep or discontinuous: posterize and solarize on values that earlier operations left between two
+integers, equalize, whose table can jump between neighboring values, and hue after another operation
+near gray.
 """
 
 # B batch, H W pixels
@@ -20,179 +22,177 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from finetune.transforms.geometry import inside, rotation, warp
-from finetune.transforms.random import Draws, on_device
+from finetune.transforms.geometry import valid_pixel_mask
+from finetune.transforms.sample_rng import SampleRNG, to_device
 
 __all__ = [
-    "RAND_AUGMENT",
-    "apply_rand_augment",
+    "adjust_brightness_contrast_saturation",
+    "adjust_hue",
+    "adjust_sharpness",
+    "apply_color_jitter",
     "autocontrast",
-    "blend",
     "color_jitter",
     "equalize",
-    "jitter",
     "posterize",
-    "rand_augment",
-    "sharpen",
-    "shift_hue",
 ]
 
-Floats = npt.NDArray[np.float64]
-Integers = npt.NDArray[np.int64]
-Spread = float | tuple[float, float]
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+JitterRange = float | tuple[float, float]
 
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
-RAND_AUGMENT = (
-    "Identity",
-    "ShearX",
-    "ShearY",
-    "TranslateX",
-    "TranslateY",
-    "Rotate",
-    "Brightness",
-    "Color",
-    "Contrast",
-    "Sharpness",
-    "Posterize",
-    "Solarize",
-    "AutoContrast",
-    "Equalize",
-)
 
 
-# A weighted mean of a pixel and its neighbours.
-_SMOOTHING = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]], dtype=np.float32) / np.float32(13)
-_WHOLE = 2.0**18  # greys are rounded to a part of this: sums of up to 2**27 are exact in any order
+# 3x3 weighted mean, with the weights of Pillow's SMOOTH filter
+_SMOOTHING_KERNEL = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]], dtype=np.float32) / np.float32(13)
+_SUM_STEPS_PER_LEVEL = 2.0**18  # rounding to 1 / this keeps sums up to 2**27 exact in any order
 
 
 def _per_sample(values: npt.NDArray[np.generic], like: Tensor) -> Tensor:
-    """Turn (B,) numbers into a (B, 1, 1, 1) tensor beside the images."""
-    return on_device(values.astype(np.float32), like.device).view(-1, 1, 1, 1)
+    """Return (B,) numbers as a (B, 1, 1, 1) tensor on the device of the images."""
+    return to_device(values.astype(np.float32), like.device).view(-1, 1, 1, 1)
 
 
-def _grey(images_B3HW: Tensor) -> Tensor:
-    """Return the luma (B, 1, H, W), with torchvision's weights."""
+def _to_grayscale(images_B3HW: Tensor) -> Tensor:
+    """Return the grayscale images (B, 1, H, W), with torchvision's weights."""
     red, green, blue = images_B3HW[:, :1], images_B3HW[:, 1:2], images_B3HW[:, 2:]
     return (red * 0.2989).add_(green, alpha=0.587).add_(blue, alpha=0.114)
 
 
-def _mean_grey(grey_B1HW: Tensor, sizes: Integers | None) -> Tensor:
-    """Return the mean (B, 1, 1, 1) over each image."""
+def _mean_grayscale(gray_B1HW: Tensor, sizes: IntArray | None) -> Tensor:
+    """Return the mean (B, 1, 1, 1) of each image."""
     if sizes is None:
-        # first over rows: one reduction over a large image would be split by the number of threads
-        return grey_B1HW.mean(3, keepdim=True).mean(2, keepdim=True)
-    exact = torch.float32 if grey_B1HW.device.type == "mps" else torch.float64  # it has no float64
-    whole = (grey_B1HW.to(exact) * _WHOLE).round_().masked_fill_(~inside(sizes, grey_B1HW), 0)
-    sums = whole.sum((2, 3), keepdim=True) / _WHOLE
-    return (sums / on_device(sizes.prod(axis=1), sums.device).view(-1, 1, 1, 1)).float()
+        # row by row: torch splits one reduction over a large image by the number of threads
+        return gray_B1HW.mean(3, keepdim=True).mean(2, keepdim=True)
+    dtype = torch.float32 if gray_B1HW.device.type == "mps" else torch.float64  # MPS has no float64
+    rounded = (
+        (gray_B1HW.to(dtype) * _SUM_STEPS_PER_LEVEL)
+        .round_()
+        .masked_fill_(~valid_pixel_mask(sizes, gray_B1HW), 0)
+    )
+    sums = rounded.sum((2, 3), keepdim=True) / _SUM_STEPS_PER_LEVEL
+    return (sums / to_device(sizes.prod(axis=1), sums.device).view(-1, 1, 1, 1)).float()
 
 
-def blend(
-    images_B3HW: Tensor, factors: Floats, kinds: Integers, sizes: Integers | None = None
+def adjust_brightness_contrast_saturation(
+    images_B3HW: Tensor, factors: FloatArray, kinds: IntArray, sizes: IntArray | None = None
 ) -> Tensor:
-    """Scale the distance from black, from the mean grey or from the pixel's grey; in place.
+    """Adjust brightness, contrast or saturation in place, one of them per sample.
+
+    Brightness scales the distance from black, contrast the distance from the mean gray of the
+    image, saturation the distance from the gray of the pixel.
 
     Args:
         images_B3HW: float32.
-        factors: (B,) 1 leaves a sample as it is.
-        kinds: (B,) of BRIGHTNESS, CONTRAST, SATURATION; a sample of another kind has factor 1.
-        sizes: see the head of this file.
+        factors: (B,) 1 leaves a sample unchanged.
+        kinds: (B,) BRIGHTNESS, CONTRAST or SATURATION; any other kind must have factor 1.
+        sizes: see the module docstring.
     """
     factor = _per_sample(factors, images_B3HW)
-    rest = 1 - factor
+    complement = 1 - factor
     if (kinds != BRIGHTNESS).any():
-        grey = _grey(images_B3HW)
-        mean = _mean_grey(grey, sizes)
-        contrast = mean * _per_sample(kinds == CONTRAST, grey) * rest
-        grey = torch.addcmul(contrast, grey, _per_sample(kinds == SATURATION, grey) * rest)
-        images_B3HW.mul_(factor).add_(grey)
+        gray = _to_grayscale(images_B3HW)
+        mean = _mean_grayscale(gray, sizes)
+        contrast_offset = mean * _per_sample(kinds == CONTRAST, gray) * complement
+        gray = torch.addcmul(
+            contrast_offset, gray, _per_sample(kinds == SATURATION, gray) * complement
+        )
+        images_B3HW.mul_(factor).add_(gray)
     else:
         images_B3HW.mul_(factor)
     return images_B3HW.clamp_(0, 255)
 
 
-def shift_hue(images_B3HW: Tensor, shifts: Floats) -> Tensor:
-    """Turn the hue by a share of the full circle, through HSV.
+def adjust_hue(images_B3HW: Tensor, shifts: FloatArray) -> Tensor:
+    """Shift the hue by a fraction of the color circle, through HSV.
 
     Args:
         images_B3HW: float32.
         shifts: (B,) from -0.5 to 0.5.
     """
     red, green, blue = images_B3HW[:, :1], images_B3HW[:, 1:2], images_B3HW[:, 2:]
-    top = images_B3HW.amax(1, keepdim=True)
-    chroma = top - images_B3HW.amin(1, keepdim=True)
+    value = images_B3HW.amax(1, keepdim=True)
+    chroma = value - images_B3HW.amin(1, keepdim=True)
     sextant = torch.where(
-        red == top,
+        red == value,
         green - blue,
-        torch.where(green == top, (blue - red) + 2 * chroma, (red - green) + 4 * chroma),
+        torch.where(green == value, (blue - red) + 2 * chroma, (red - green) + 4 * chroma),
     )
-    # grey pixels have no hue, and keep none: their chroma is 0
+    # the hue of gray pixels is undefined and has no effect: their chroma is 0
     hue = sextant / chroma.clamp(min=1e-6) + _per_sample(6 * shifts, chroma)
     hue = hue - 6 * torch.floor(hue / 6)
-    # a channel is full within one sixth of its own hue and empty beyond two, around the circle
-    own = torch.arange(0.0, 6.0, 2.0, device=hue.device).view(3, 1, 1)
-    lack = (hue - own).abs_().sub_(3).abs_().neg_().add_(2).clamp_(0, 1)
-    return torch.addcmul(top, chroma, lack, value=-1)
+    # a channel is full up to 1/6 of the circle from its own hue, and empty from 2/6 on
+    channel_hues = torch.arange(0.0, 6.0, 2.0, device=hue.device).view(3, 1, 1)
+    weight = (hue - channel_hues).abs_().sub_(3).abs_().neg_().add_(2).clamp_(0, 1)
+    return torch.addcmul(value, chroma, weight, value=-1)
 
 
-def jitter(
-    images_B3HW: Tensor, factors: Floats, order: Integers, sizes: Integers | None = None
+def apply_color_jitter(
+    images_B3HW: Tensor, factors: FloatArray, order: IntArray, sizes: IntArray | None = None
 ) -> Tensor:
-    """Apply brightness, contrast, saturation and hue in each sample's own order; in place.
+    """Adjust brightness, contrast, saturation and hue in place, in an order per sample.
 
     Args:
         images_B3HW: float32.
-        factors: (B, 4) the parameter of each of the four.
-        order: (B, N) which of them comes at each place.
-        sizes: see the head of this file.
+        factors: (B, 4) one parameter for each of the four adjustments.
+        order: (B, N) the adjustment to apply at each step.
+        sizes: see the module docstring.
     """
     rows = np.arange(len(order))
     for kinds in order.T:
-        chosen = factors[rows, kinds]
-        turned = np.flatnonzero(kinds == HUE)
-        if len(turned) < len(rows):
-            images_B3HW = blend(images_B3HW, np.where(kinds == HUE, 1.0, chosen), kinds, sizes)
-        if len(turned):
-            index = on_device(turned, images_B3HW.device)
-            images_B3HW[index] = shift_hue(images_B3HW[index], chosen[turned])
+        step_factors = factors[rows, kinds]
+        hue_rows = np.flatnonzero(kinds == HUE)
+        if len(hue_rows) < len(rows):
+            images_B3HW = adjust_brightness_contrast_saturation(
+                images_B3HW, np.where(kinds == HUE, 1.0, step_factors), kinds, sizes
+            )
+        if len(hue_rows):
+            index = to_device(hue_rows, images_B3HW.device)
+            images_B3HW[index] = adjust_hue(images_B3HW[index], step_factors[hue_rows])
     return images_B3HW
 
 
 def color_jitter(
     images_B3HW: Tensor,
-    draws: Draws,
+    rng: SampleRNG,
     *,
-    brightness: Spread,
-    contrast: Spread,
-    saturation: Spread,
-    hue: Spread,
-    sizes: Integers | None = None,
+    brightness: JitterRange,
+    contrast: JitterRange,
+    saturation: JitterRange,
+    hue: JitterRange,
+    sizes: IntArray | None = None,
 ) -> Tensor:
-    """Draw the four parameters and their order for each sample and apply them; in place.
+    """Apply color jitter in place, with random parameters and a random order per sample.
 
     Source: torchvision, transforms.v2.ColorJitter.
     """
-    ranges = [_around(one, 1.0) for one in (brightness, contrast, saturation)] + [_around(hue, 0.0)]
-    idle = [(1.0, 1.0)] * 3 + [(0.0, 0.0)]
-    active = np.array([kind for kind in range(4) if ranges[kind] != idle[kind]], np.int64)
-    factors = np.concatenate([draws.uniform(1, low, high) for low, high in ranges], axis=1)
-    order = active[draws.uniform(4)[:, : len(active)].argsort(axis=1)]
-    return jitter(images_B3HW, factors, order, sizes)
+    ranges = [_jitter_range(one, 1.0) for one in (brightness, contrast, saturation)] + [
+        _jitter_range(hue, 0.0)
+    ]
+    identity_ranges = [(1.0, 1.0)] * 3 + [(0.0, 0.0)]
+    active = np.array(
+        [kind for kind in range(4) if ranges[kind] != identity_ranges[kind]], np.int64
+    )
+    factors = np.concatenate([rng.uniform(1, low, high) for low, high in ranges], axis=1)
+    order = active[rng.uniform(4)[:, : len(active)].argsort(axis=1)]
+    return apply_color_jitter(images_B3HW, factors, order, sizes)
 
 
-def _around(spread: Spread, centre: float) -> tuple[float, float]:
-    """Return the range to draw from: as written, or centre -+ spread (not below 0 for factors)."""
-    if isinstance(spread, tuple):
-        return spread
-    low = centre - spread
-    return (max(low, 0.0) if centre else low), centre + spread
+def _jitter_range(jitter: JitterRange, center: float) -> tuple[float, float]:
+    """Return the range to draw from: a tuple as given, else center ± jitter (factors from 0)."""
+    if isinstance(jitter, tuple):
+        return jitter
+    low = center - jitter
+    return (max(low, 0.0) if center else low), center + jitter
 
 
-def sharpen(images_B3HW: Tensor, factors: Floats, sizes: Integers | None = None) -> Tensor:
-    """Scale the distance from a 3x3 smoothing; the border pixels stay. Factors (B,)."""
+def adjust_sharpness(
+    images_B3HW: Tensor, factors: FloatArray, sizes: IntArray | None = None
+) -> Tensor:
+    """Scale the distance from the 3x3 smoothed image by factors (B,); keep the border pixels."""
     if min(images_B3HW.shape[2:]) <= 2:
         return images_B3HW
-    kernel = on_device(_SMOOTHING, images_B3HW.device)
+    kernel = to_device(_SMOOTHING_KERNEL, images_B3HW.device)
     smooth = torch.nn.functional.conv2d(images_B3HW, kernel.expand(3, 1, 3, 3), groups=3)
     result = images_B3HW.clone()
     inner = result[:, :, 1:-1, 1:-1]
@@ -200,135 +200,51 @@ def sharpen(images_B3HW: Tensor, factors: Floats, sizes: Integers | None = None)
     result.clamp_(0, 255)
     if sizes is None:
         return result
-    has_border = torch.nn.functional.pad(inside(sizes - 2, smooth), (1, 1, 1, 1))
-    return torch.where(has_border, result, images_B3HW)
+    is_inner = torch.nn.functional.pad(valid_pixel_mask(sizes - 2, smooth), (1, 1, 1, 1))
+    return torch.where(is_inner, result, images_B3HW)
 
 
 def posterize(images_B3HW: Tensor, bits: int) -> Tensor:
-    """Keep the given number of high bits of each value."""
+    """Keep the highest `bits` bits of each value."""
     step = 2 ** (8 - bits)
     return torch.floor(images_B3HW / step) * step
 
 
-def autocontrast(images_B3HW: Tensor, sizes: Integers | None = None) -> Tensor:
-    """Stretch each channel to the full range; a channel of one value stays."""
-    lowest = highest = images_B3HW
+def autocontrast(images_B3HW: Tensor, sizes: IntArray | None = None) -> Tensor:
+    """Stretch each channel to the full range; a constant channel stays unchanged."""
+    for_min = for_max = images_B3HW
     if sizes is not None:
-        outside = ~inside(sizes, images_B3HW)
-        lowest = images_B3HW.masked_fill(outside, 255)
-        highest = images_B3HW.masked_fill(outside, 0)
-    low = lowest.amin((2, 3), keepdim=True)
-    span = highest.amax((2, 3), keepdim=True) - low
-    flat = span == 0
-    stretched = (images_B3HW - low) * (255 / span.masked_fill(flat, 1))
-    return torch.where(flat, images_B3HW, stretched.clamp_(0, 255))
+        outside = ~valid_pixel_mask(sizes, images_B3HW)
+        for_min = images_B3HW.masked_fill(outside, 255)
+        for_max = images_B3HW.masked_fill(outside, 0)
+    low = for_min.amin((2, 3), keepdim=True)
+    span = for_max.amax((2, 3), keepdim=True) - low
+    is_constant = span == 0
+    stretched = (images_B3HW - low) * (255 / span.masked_fill(is_constant, 1))
+    return torch.where(is_constant, images_B3HW, stretched.clamp_(0, 255))
 
 
-def equalize(images_B3HW: Tensor, sizes: Integers | None = None) -> Tensor:
-    """Level each channel's histogram, on values rounded to whole numbers.
+def equalize(images_B3HW: Tensor, sizes: IntArray | None = None) -> Tensor:
+    """Equalize the histogram of each channel, on values rounded to integers.
 
     Source: Pillow, ImageOps.equalize.
     """
     batch, channels, height, width = images_B3HW.shape
     values = images_B3HW.round().long().view(batch * channels, -1)
     counts = torch.zeros(len(values), 256, dtype=torch.long, device=values.device)
-    counted, area = torch.ones_like(values), torch.full_like(counts[:, :1], height * width)
+    is_valid, area = torch.ones_like(values), torch.full_like(counts[:, :1], height * width)
     if sizes is not None:
-        counted = inside(sizes, images_B3HW).long().expand(-1, channels, -1, -1).reshape_as(values)
-        area = on_device(sizes.prod(axis=1).repeat(channels), values.device)[:, None]
-    counts.scatter_add_(1, values, counted)
-    brightest = (values * counted).amax(1, keepdim=True)
+        is_valid = (
+            valid_pixel_mask(sizes, images_B3HW)
+            .long()
+            .expand(-1, channels, -1, -1)
+            .reshape_as(values)
+        )
+        area = to_device(sizes.prod(axis=1).repeat(channels), values.device)[:, None]
+    counts.scatter_add_(1, values, is_valid)
+    brightest = (values * is_valid).amax(1, keepdim=True)
     step = (area - counts.gather(1, brightest)) // 255
-    before = counts.cumsum(1) - counts
-    table = ((before + step // 2) // step.clamp(min=1)).clamp_(max=255)
-    levelled = torch.where(step == 0, values, table.gather(1, values))
-    return levelled.view(batch, channels, height, width).to(images_B3HW.dtype)
-
-
-def rand_augment(
-    images_B3HW: Tensor,
-    draws: Draws,
-    *,
-    num_ops: int,
-    magnitude: int,
-    num_magnitude_bins: int,
-    interpolation: str,
-    sizes: Integers | None = None,
-) -> Tensor:
-    """Apply `num_ops` of the fourteen operations of RandAugment to each sample.
-
-    Source: torchvision, transforms.v2.RandAugment.
-    """
-    strength = magnitude / (num_magnitude_bins - 1)
-    for _ in range(num_ops):
-        chosen = draws.integers(np.full(len(draws), len(RAND_AUGMENT)))
-        signs = np.where(draws.chance(0.5), -1.0, 1.0)
-        for kind in np.unique(chosen):
-            rows = np.flatnonzero(chosen == kind)
-            index = on_device(rows, images_B3HW.device)
-            images_B3HW[index] = apply_rand_augment(
-                images_B3HW[index],
-                RAND_AUGMENT[kind],
-                strength,
-                signs[rows],
-                interpolation,
-                None if sizes is None else sizes[rows],
-            )
-    return images_B3HW
-
-
-def apply_rand_augment(
-    images_B3HW: Tensor,
-    name: str,
-    strength: float,
-    signs: Floats,
-    interpolation: str,
-    sizes: Integers | None = None,
-) -> Tensor:
-    """Apply one operation of RandAugment.
-
-    Args:
-        images_B3HW: float32, not kept.
-        strength: the magnitude as a share of its range, 0 to 1.
-        signs: (B,) 1 or -1, for the operations that have a direction.
-        sizes: see the head of this file.
-    """
-    if name in ("ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate"):
-        own = np.array([images_B3HW.shape[2:]]) if sizes is None else sizes
-        return warp(images_B3HW, _affine(name, strength, signs, own), interpolation, sizes)
-    factors = 1 + 0.9 * strength * signs
-    if name in ("Brightness", "Contrast", "Color"):
-        kind = {"Brightness": BRIGHTNESS, "Contrast": CONTRAST, "Color": SATURATION}[name]
-        return blend(images_B3HW, factors, np.full(len(signs), kind), sizes)
-    if name == "Sharpness":
-        return sharpen(images_B3HW, factors, sizes)
-    if name == "Posterize":
-        return posterize(images_B3HW, round(8 - 4 * strength))
-    if name == "Solarize":
-        from_here = images_B3HW >= 255 * (1 - strength)
-        return torch.where(from_here, 255 - images_B3HW, images_B3HW)
-    if name == "AutoContrast":
-        return autocontrast(images_B3HW, sizes)
-    return equalize(images_B3HW, sizes) if name == "Equalize" else images_B3HW
-
-
-def _affine(name: str, strength: float, signs: Floats, sizes: Integers) -> Floats:
-    """Return the maps (B, 2, 3) from target to source, about the images' centres.
-
-    Args:
-        sizes: (B, 2), or (1, 2) of all.
-    """
-    height, width = sizes.T
-    if name == "Rotate":
-        return rotation(30 * strength * signs)
-    maps = np.tile(np.eye(2, 3), (len(signs), 1, 1))
-    if name == "ShearX":  # about the top left corner, as torchvision
-        maps[:, 0, 1] = 0.3 * strength * signs
-        maps[:, 0, 2] = maps[:, 0, 1] * height / 2
-    elif name == "ShearY":
-        maps[:, 1, 0] = 0.3 * strength * signs
-        maps[:, 1, 2] = maps[:, 1, 0] * width / 2
-    else:
-        row, length = (0, width) if name == "TranslateX" else (1, height)
-        maps[:, row, 2] = -np.trunc(150 / 331 * length * strength * signs)
-    return maps
+    num_darker = counts.cumsum(1) - counts
+    table = ((num_darker + step // 2) // step.clamp(min=1)).clamp_(max=255)
+    equalized = torch.where(step == 0, values, table.gather(1, values))
+    return equalized.view(batch, channels, height, width).to(images_B3HW.dtype)

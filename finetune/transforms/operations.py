@@ -1,4 +1,4 @@
-"""The operations of image pipelines: their names, arguments, bounds and meaning (no torch here)."""
+"""Table of transform operations: names, arguments, bounds and help text (no torch here)."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from typing import Any, Literal
 __all__ = [
     "CORRUPTIONS",
     "INTERPOLATIONS",
-    "MAX_SIZE",
+    "MAX_IMAGE_SIDE",
     "OPERATIONS",
     "SEVERITIES",
     "Operation",
     "Parameter",
-    "help_text",
+    "format_operations_help",
+    "format_signature",
 ]
 
-MAX_SIZE = 8192  # pixels a side; more would ask for gigabytes an image
+MAX_IMAGE_SIDE = 8192  # pixels per side; larger images would take gigabytes each
 
-Kind = Literal["size", "number", "integer", "spread", "pair", "choice"]
+ParameterKind = Literal["size", "number", "integer", "symmetric_range", "range", "choice"]
 CORRUPTIONS = ("noise", "blur", "jpeg", "contrast")
 SEVERITIES = (1, 2, 3, 4, 5)
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
@@ -28,9 +29,9 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
 
 @dataclass(frozen=True)
 class Parameter:
-    """One argument of an operation: what it accepts and what it is when it is not written."""
+    """One argument of an operation: its accepted values and default."""
 
-    kind: Kind
+    kind: ParameterKind
     default: Any = None
     low: float = 0.0
     high: float = math.inf
@@ -40,126 +41,138 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Operation:
-    """One word of the grammar."""
+    """One operation that a transform spec can contain."""
 
     help: str
     parameters: Mapping[str, Parameter]
-    role: Literal["geometry", "pixels", "normalise", "erase", "mix"]
-    random: bool
+    role: Literal["geometry", "pixels", "normalize", "erase", "mix"]
+    is_random: bool
 
 
-_SIZE = Parameter("size", None, 1, MAX_SIZE)
+_SIZE = Parameter("size", None, 1, MAX_IMAGE_SIDE)
 _PROBABILITY = Parameter("number", 0.5, 0, 1)
-_KERNEL = Parameter("choice", None, choices=INTERPOLATIONS)
-_WARP = Parameter("choice", "nearest", choices=("nearest", "bilinear"))
-_SPREAD = Parameter("spread", 0.0, 0, 100)
-_RATIO = (0.001, 1000)  # bounds of an aspect ratio: its logarithm is drawn
+_INTERPOLATION = Parameter("choice", None, choices=INTERPOLATIONS)
+_WARP_INTERPOLATION = Parameter("choice", "nearest", choices=("nearest", "bilinear"))
+_JITTER = Parameter("symmetric_range", 0.0, 0, 100)
+_ASPECT_RATIO_BOUNDS = (0.001, 1000)  # aspect ratios are drawn in log space, so above 0
 
 OPERATIONS: dict[str, Operation] = {
     "resize": Operation(
-        "to the model's size; resize(n): the shorter side to n; resize((h, w)): exactly that",
-        {"size": _SIZE, "interpolation": _KERNEL},
+        "resize to the model's size; resize(n): shorter side to n; resize((h, w)): to h x w",
+        {"size": _SIZE, "interpolation": _INTERPOLATION},
         "geometry",
-        random=False,
+        is_random=False,
     ),
     "center_crop": Operation(
-        "the middle, zeros around it where the image is smaller", {"size": _SIZE}, "geometry", False
+        "crop the center; pad with zeros if the image is smaller", {"size": _SIZE}, "geometry", False
     ),
     "random_crop": Operation(
-        "a window anywhere in the image, after `padding` pixels of zeros on each side",
-        {"size": _SIZE, "padding": Parameter("integer", 0, 0, MAX_SIZE)},
+        "pad each side with `padding` zeros, then crop at a random position",
+        {"size": _SIZE, "padding": Parameter("integer", 0, 0, MAX_IMAGE_SIDE)},
         "geometry",
-        random=True,
+        is_random=True,
     ),
     "random_resized_crop": Operation(
-        "a window of random area and aspect ratio, resized to `size`",
+        "crop a random area with a random aspect ratio and resize it to `size`",
         {
             "size": _SIZE,
-            "scale": Parameter("pair", (0.08, 1.0), 0, 1),
-            "ratio": Parameter("pair", (3 / 4, 4 / 3), *_RATIO),
-            "interpolation": _KERNEL,
+            "scale": Parameter("range", (0.08, 1.0), 0, 1),
+            "ratio": Parameter("range", (3 / 4, 4 / 3), *_ASPECT_RATIO_BOUNDS),
+            "interpolation": _INTERPOLATION,
         },
         "geometry",
-        random=True,
+        is_random=True,
     ),
-    "flip": Operation("left to right with probability p", {"p": _PROBABILITY}, "geometry", True),
+    "flip": Operation(
+        "flip horizontally with probability p", {"p": _PROBABILITY}, "geometry", True
+    ),
     "vertical_flip": Operation(
-        "upside down with probability p", {"p": _PROBABILITY}, "geometry", True
+        "flip vertically with probability p", {"p": _PROBABILITY}, "geometry", True
     ),
     "rotate": Operation(
-        "by an angle drawn from [-degrees, degrees] or [low, high]; zeros in the corners",
-        {"degrees": Parameter("spread", low=-360, high=360, required=True), "interpolation": _WARP},
-        "pixels",
-        random=True,
-    ),
-    "color_jitter": Operation(
-        "factors drawn from [1-x, 1+x] (hue: [-x, x], at most 0.5), applied in random order",
+        "rotate by a random angle from [-degrees, degrees] or [low, high]; fill with 0",
         {
-            "brightness": _SPREAD,
-            "contrast": _SPREAD,
-            "saturation": _SPREAD,
-            "hue": Parameter("spread", 0.0, -0.5, 0.5),
+            "degrees": Parameter("symmetric_range", low=-360, high=360, required=True),
+            "interpolation": _WARP_INTERPOLATION,
         },
         "pixels",
-        random=True,
+        is_random=True,
+    ),
+    "color_jitter": Operation(
+        "random factors from [1-x, 1+x] (hue: shift from [-x, x], x at most 0.5), in random order",
+        {
+            "brightness": _JITTER,
+            "contrast": _JITTER,
+            "saturation": _JITTER,
+            "hue": Parameter("symmetric_range", 0.0, -0.5, 0.5),
+        },
+        "pixels",
+        is_random=True,
     ),
     "rand_augment": Operation(
-        "num_ops operations out of RandAugment's fourteen",
+        "apply num_ops random operations, drawn from RandAugment's fourteen",
         {
             "num_ops": Parameter("integer", 2, 0, 16),
             "magnitude": Parameter("integer", 9, 0, 999),
             "num_magnitude_bins": Parameter("integer", 31, 2, 1000),
-            "interpolation": _WARP,
+            "interpolation": _WARP_INTERPOLATION,
         },
         "pixels",
-        random=True,
+        is_random=True,
     ),
     "corrupt": Operation(
-        f"corrupted by {', '.join(CORRUPTIONS)} of severity 1 to 5, to measure robustness; not in "
-        "recipes: finetune eval --corrupt",
+        f"apply {', '.join(CORRUPTIONS)} with severity 1 to 5, to measure robustness; not for "
+        "recipes, only for finetune eval --corrupt",
         {
             "kind": Parameter("choice", choices=CORRUPTIONS, required=True),
             "severity": Parameter("integer", None, SEVERITIES[0], SEVERITIES[-1], required=True),
         },
         "pixels",
-        random=True,
+        is_random=True,
     ),
     "normalise": Operation(
-        "(x - mean) / std; implied before random_erasing or at the end", {}, "normalise", False
+        "(x - mean) / std; if omitted, applied before random_erasing or at the end",
+        {},
+        "normalize",
+        False,
     ),
     "random_erasing": Operation(
-        "with probability p a rectangle becomes `value` (after normalisation)",
+        "with probability p, fill a random rectangle with `value` (after normalization)",
         {
             "p": _PROBABILITY,
-            "scale": Parameter("pair", (0.02, 0.33), 0, 1),
-            "ratio": Parameter("pair", (0.3, 3.3), *_RATIO),
+            "scale": Parameter("range", (0.02, 0.33), 0, 1),
+            "ratio": Parameter("range", (0.3, 3.3), *_ASPECT_RATIO_BOUNDS),
             "value": Parameter("number", 0.0, -1000, 1000),
         },
         "erase",
-        random=True,
+        is_random=True,
     ),
     "mixup": Operation(
-        "blend with another image and its label, weight drawn from Beta(alpha, alpha)",
+        "blend images and labels in pairs, with a weight from Beta(alpha, alpha)",
         {"alpha": Parameter("number", 1.0, 0.01, 100)},
         "mix",
-        random=True,
+        is_random=True,
     ),
     "cutmix": Operation(
-        "a rectangle of another image, labels by area, area from Beta(alpha, alpha)",
+        "paste a rectangle of another image, mix labels by area, drawn from Beta(alpha, alpha)",
         {"alpha": Parameter("number", 1.0, 0.01, 100)},
         "mix",
-        random=True,
+        is_random=True,
     ),
 }
 
 
-def help_text() -> str:
-    """Return the table of operations, one paragraph each, for the command line."""
-    lines = []
-    for name, operation in OPERATIONS.items():
-        arguments = ", ".join(
-            key if parameter.required else f"{key}={parameter.default!r}"
-            for key, parameter in operation.parameters.items()
-        )
-        lines.append(f"{name}({arguments})\n    {operation.help}")
-    return "\n".join(lines)
+def format_signature(name: str) -> str:
+    """Format an operation with its arguments and defaults: `mixup(alpha=1.0)`."""
+    arguments = ", ".join(
+        key if parameter.required else f"{key}={parameter.default!r}"
+        for key, parameter in OPERATIONS[name].parameters.items()
+    )
+    return f"{name}({arguments})"
+
+
+def format_operations_help() -> str:
+    """Format the table of operations for a terminal, one paragraph per operation."""
+    return "\n".join(
+        f"{format_signature(name)}\n    {operation.help}" for name, operation in OPERATIONS.items()
+    )

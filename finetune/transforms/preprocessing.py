@@ -1,4 +1,4 @@
-"""The preprocessing of images that belongs to a network's weights."""
+"""Preprocessing configuration of a model."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ __all__ = ["Preprocessing"]
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """The settings by which an image becomes the network's input.
+    """Evaluation preprocessing of a model, with the fields of timm's pretrained_cfg.
 
     Attributes:
         image_size: (height, width) in pixels.
-        mean: per channel, of pixel values in [0, 1].
-        std: per channel.
+        mean: mean of each channel, for pixel values in [0, 1].
+        std: standard deviation of each channel, for pixel values in [0, 1].
         interpolation: nearest, bilinear, bicubic or lanczos.
-        crop_pct: share of the resized image's side that the centre crop keeps.
-        crop_mode: timm's: center, squash or border.
+        crop_pct: fraction of the resized image's side that the center crop keeps.
+        crop_mode: center, squash or border, as in timm.
     """
 
     image_size: tuple[int, int]

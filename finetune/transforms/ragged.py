@@ -1,13 +1,13 @@
-"""Images of any sizes as one batch: resampled in a number of kernels that no size changes.
+"""Batches of images of any sizes, resampled with a number of kernels that sizes do not change.
 
-The pixels of all images lie in one buffer, one image after the other. Each pixel of a result is a
-weighted sum of a few source pixels, and `embedding_bag` computes all of them at once, first down
-the columns and then along the rows. A sample's result is the same to the bit in every batch: its
-sums have its own terms alone, and the weights' own sum is exact.
+One buffer holds the pixels of all images, one image after another. Each result pixel is a weighted
+sum of a few source pixels; `embedding_bag` computes all of these sums together, first down the
+columns, then along the rows. The result of a sample is bit-identical in every batch: its sums
+contain only its own terms, and the sum of its weights is exact.
 """
 
-# B images, Q pieces of their columns, T source pixels of a sum, C channels, H W source pixels,
-# h w target pixels: the largest of the batch where they differ
+# B images, Q column strips of all images, T taps of a sum, C channels, H W source pixels,
+# h w target pixels: the largest of the batch if images differ
 
 from __future__ import annotations
 
@@ -20,58 +20,60 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from finetune.transforms.geometry import RADIUS, filter_weights, nearest_pixels
-from finetune.transforms.random import on_device
+from finetune.transforms.geometry import FILTER_RADIUS, filter_weights, nearest_source_pixels
+from finetune.transforms.sample_rng import to_device
 
-__all__ = ["PIECE", "SLACK_BYTES", "Ragged", "Span", "resample"]
+__all__ = ["STRIP_WIDTH", "TAIL_PADDING", "RaggedAxisTransform", "RaggedBatch", "resample_ragged"]
 
-PIECE = 32  # pixels of a row that are summed together
-SLACK_BYTES = 3 * PIECE  # behind the last image: a piece may reach beyond its row
-_WHOLE = 2.0**40  # weights are rounded to a part of this: then their sum is exact in any order
+STRIP_WIDTH = 32  # pixels; the columns of a strip are summed together
+TAIL_PADDING = 3 * STRIP_WIDTH  # values after the last image: a strip may extend beyond its row
+_WEIGHT_STEPS = 2.0**40  # weights rounded to 1 / this have a sum that is exact in any order
 
-Integers = npt.NDArray[np.int64]
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Ragged(Sequence[Tensor]):
+class RaggedBatch(Sequence[Tensor]):
     """A batch of images of any sizes in one buffer.
 
     Attributes:
-        pixels: uint8 or float32, flat; (H, W, 3) each and `SLACK_BYTES` values more.
-        sizes_B2: height and width of each image, on the host.
-        starts_B: pixels in front of each image.
-        strides_B: pixels from one row to the next.
-        usual: (H, W) of the images that are resampled as a batch of one size; None: none are.
+        pixels: uint8 or float32, flat: (H, W, 3) of each image, then `TAIL_PADDING` values.
+        sizes_B2: height and width of each image, in host memory.
+        offsets_B: number of pixels before each image.
+        row_strides_B: number of pixels from one row to the next.
+        common_size: (H, W) of the images to resample as a batch of one size; None: no images.
     """
 
     pixels: Tensor
-    sizes_B2: Integers
-    starts_B: Integers
-    strides_B: Integers
-    usual: tuple[int, int] | None = None
+    sizes_B2: IntArray
+    offsets_B: IntArray
+    row_strides_B: IntArray
+    common_size: tuple[int, int] | None = None
 
     @classmethod
-    def packed(cls, pixels: Tensor, sizes_B2: Integers) -> Ragged:
-        """Return the images that lie in a buffer without a gap."""
+    def from_packed(cls, pixels: Tensor, sizes_B2: IntArray) -> RaggedBatch:
+        """Wrap a buffer that holds images without gaps."""
         areas = sizes_B2.prod(axis=1)
         return cls(pixels, sizes_B2, areas.cumsum() - areas, sizes_B2[:, 1])
 
     @classmethod
-    def of(cls, images: Iterable[Tensor]) -> Ragged:
-        """Return images (3, H, W) of one device as a batch."""
+    def from_images(cls, images: Iterable[Tensor]) -> RaggedBatch:
+        """Pack images (3, H, W) from one device into a batch."""
         rows = [image.permute(1, 2, 0) for image in images]
-        slack = rows[0].new_zeros(SLACK_BYTES)
+        tail_padding = rows[0].new_zeros(TAIL_PADDING)
         sizes = np.array([image.shape[:2] for image in rows], np.int64)
-        return cls.packed(torch.cat([*(image.reshape(-1) for image in rows), slack]), sizes)
+        return cls.from_packed(
+            torch.cat([*(image.reshape(-1) for image in rows), tail_padding]), sizes
+        )
 
     @classmethod
-    def of_canvas(cls, images_BCHW: Tensor, sizes_B2: Integers) -> Ragged:
-        """Return the upper left parts of images of one size."""
+    def from_canvas(cls, images_BCHW: Tensor, sizes_B2: IntArray) -> RaggedBatch:
+        """Take the upper left part (H, W) of each canvas of a batch."""
         count, _, height, width = images_BCHW.shape
         pixels = images_BCHW.permute(0, 2, 3, 1).reshape(-1)
-        starts = np.arange(count) * (height * width)
-        pixels = torch.nn.functional.pad(pixels, (0, SLACK_BYTES))
-        return cls(pixels, sizes_B2, starts, np.full(count, width))
+        offsets = np.arange(count) * (height * width)
+        pixels = torch.nn.functional.pad(pixels, (0, TAIL_PADDING))
+        return cls(pixels, sizes_B2, offsets, np.full(count, width))
 
     def __len__(self) -> int:
         return len(self.sizes_B2)
@@ -79,267 +81,312 @@ class Ragged(Sequence[Tensor]):
     @overload
     def __getitem__(self, index: int) -> Tensor: ...
     @overload
-    def __getitem__(self, index: slice) -> Ragged: ...
-    def __getitem__(self, index: int | slice) -> Tensor | Ragged:
-        """Return one image, (3, H, W); or some of them."""
+    def __getitem__(self, index: slice) -> RaggedBatch: ...
+    def __getitem__(self, index: int | slice) -> Tensor | RaggedBatch:
+        """Return one image (3, H, W), or a batch for a slice."""
         if isinstance(index, slice):
-            return self.part(np.arange(len(self))[index])
+            return self.select_rows(np.arange(len(self))[index])
         height, width = self.sizes_B2[index].tolist()
-        stride, start = 3 * int(self.strides_B[index]), 3 * int(self.starts_B[index])
+        stride, start = 3 * int(self.row_strides_B[index]), 3 * int(self.offsets_B[index])
         return self.pixels.as_strided((3, height, width), (1, stride, 3), start)
 
-    def part(self, rows: Integers) -> Ragged:
-        """Return some of the images; their pixels stay where they are."""
+    def select_rows(self, rows: IntArray) -> RaggedBatch:
+        """Return a batch of the given rows, without copying pixels."""
         if len(rows) == len(self) and np.array_equal(rows, np.arange(len(self))):
             return self
-        sizes, starts, strides = (e[rows] for e in (self.sizes_B2, self.starts_B, self.strides_B))
-        return Ragged(self.pixels, sizes, starts, strides, self.usual)
+        sizes, offsets, strides = (
+            array[rows] for array in (self.sizes_B2, self.offsets_B, self.row_strides_B)
+        )
+        return RaggedBatch(self.pixels, sizes, offsets, strides, self.common_size)
 
     @property
-    def are_usual(self) -> npt.NDArray[np.bool_]:
-        """Return (B,) bool: the images of the usual size."""
-        size = self.usual or (-1, -1)
+    def has_common_size(self) -> npt.NDArray[np.bool_]:
+        """Return (B,) bool: True for images of the common size."""
+        size = self.common_size or (-1, -1)
         return np.asarray((self.sizes_B2 == size).all(axis=1))
 
-    def to(self, device: torch.device) -> Ragged:
-        """Return the same images on a device, copied at once."""
+    def to(self, device: torch.device) -> RaggedBatch:
+        """Move the pixels to a device, in one copy."""
         return replace(self, pixels=self.pixels.to(device, non_blocking=True))
 
 
-class _Selection:
-    """Crops, pads and flips of a line of pixels: place i shows pixel start + sign * i of it.
+class _PixelSelection:
+    """Crops, pads and flips of pixel lines: position i shows pixel start + direction * i.
 
     Attributes:
-        start, sign, length: (B,).
-        low, high: (B,) the places from low to high - 1 show a pixel, the others a zero.
+        start, length: (B,) pixels.
+        direction: (B,) 1 or -1.
+        valid_start, valid_end: (B,) positions from valid_start to valid_end - 1 show a pixel, the
+            others a zero.
     """
 
-    def __init__(self, length: Integers) -> None:
-        self.length = self.high = length
-        self.start = self.low = np.zeros_like(length)
-        self.sign = np.ones_like(length)
+    def __init__(self, length: IntArray) -> None:
+        self.length = self.valid_end = length
+        self.start = self.valid_start = np.zeros_like(length)
+        self.direction = np.ones_like(length)
 
-    def crop(self, starts: Integers, length: Integers) -> None:
-        self.start = self.start + self.sign * starts
-        self.low, self.high = (np.clip(end - starts, 0, length) for end in (self.low, self.high))
+    def crop(self, starts: IntArray, length: IntArray) -> None:
+        self.start = self.start + self.direction * starts
+        self.valid_start, self.valid_end = (
+            np.clip(end - starts, 0, length) for end in (self.valid_start, self.valid_end)
+        )
         self.length = length
 
-    def flip(self, flipped: npt.NDArray[np.bool_]) -> None:
-        last = self.start + self.sign * (self.length - 1)
-        low, high = self.length - self.high, self.length - self.low
-        self.start = np.where(flipped, last, self.start)
-        self.sign = np.where(flipped, -self.sign, self.sign)
-        self.low = np.where(flipped, low, self.low)
-        self.high = np.where(flipped, high, self.high)
+    def flip(self, is_flipped: npt.NDArray[np.bool_]) -> None:
+        last = self.start + self.direction * (self.length - 1)
+        low, high = self.length - self.valid_end, self.length - self.valid_start
+        self.start = np.where(is_flipped, last, self.start)
+        self.direction = np.where(is_flipped, -self.direction, self.direction)
+        self.valid_start = np.where(is_flipped, low, self.valid_start)
+        self.valid_end = np.where(is_flipped, high, self.valid_end)
 
 
-class _Taps(NamedTuple):
-    """The sums of one side of all images.
+class _FilterTaps(NamedTuple):
+    """Source pixels and weights of every result pixel along one axis.
 
     Attributes:
-        places_BhT: int64, source pixels, counted from the first that is read.
+        positions_BhT: int64, source pixels, counted from read_start_B.
         weights_BhT: float32.
-        count_B: of an image's sums; what is behind in the two others carries no weight.
-        first_B, number_B: the source pixels that are read.
+        num_taps_B: taps in use per image; later taps have weight 0.
+        read_start_B, read_length_B: range of source pixels that are read.
     """
 
-    places_BhT: Tensor
+    positions_BhT: Tensor
     weights_BhT: Tensor
-    count_B: Integers
-    first_B: Integers
-    number_B: Integers
+    num_taps_B: IntArray
+    read_start_B: IntArray
+    read_length_B: IntArray
 
 
-class Span:
-    """One side of images of several lengths under a run of geometric operations, with one resize.
+class RaggedAxisTransform:
+    """Composed geometric operations along one axis of images of several lengths, with one resize.
 
-    The counterpart of `Axis`, whose methods it has.
+    The counterpart of `AxisTransform`, with the same methods.
 
     Attributes:
-        overshoots: True if a kernel with negative weights was used.
+        overshoots: True if a filter with negative weights was used.
     """
 
-    def __init__(self, length: Integers) -> None:
-        self._before = self._shown = _Selection(length)
-        self._window: tuple[Integers, Integers, Integers, str] | None = None
+    def __init__(self, length: IntArray) -> None:
+        self._source = self._result = _PixelSelection(length)
+        self._resize_window: tuple[IntArray, IntArray, IntArray, str] | None = None
         self.overshoots = False
 
     @property
-    def length(self) -> Integers:
-        """Return (B,) the lengths in pixels."""
-        return self._shown.length
+    def length(self) -> IntArray:
+        """Return the lengths (B,) in pixels."""
+        return self._result.length
 
     @property
-    def resized(self) -> bool:
-        """Return True once there was a resize."""
-        return self._window is not None
+    def is_resized(self) -> bool:
+        """Return True after a resize."""
+        return self._resize_window is not None
 
-    def crop(self, starts: Integers, length: Integers) -> None:
-        """Crop to windows that may reach beyond the ends."""
-        self._shown.crop(starts, length)
+    def crop(self, starts: IntArray, length: IntArray) -> None:
+        """Crop to windows that may extend beyond the ends."""
+        self._result.crop(starts, length)
 
-    def flip(self, flipped: npt.NDArray[np.bool_]) -> None:
-        """Reverse the lines where flipped (B,) is true."""
-        self._shown.flip(flipped)
+    def flip(self, is_flipped: npt.NDArray[np.bool_]) -> None:
+        """Reverse the axis of the images for which is_flipped (B,) is true."""
+        self._result.flip(is_flipped)
 
     def resize(
         self,
-        target: Integers,
+        target: IntArray,
         interpolation: str,
         *,
-        starts: Integers | None = None,
-        lengths: Integers | None = None,
+        starts: IntArray | None = None,
+        lengths: IntArray | None = None,
     ) -> None:
-        """Resize the whole lines, or a window of each, to `target` (B,) pixels."""
-        assert self._window is None
+        """Resize the full axis, or one window per image, to `target` (B,) pixels."""
+        assert self._resize_window is None
         if starts is None or lengths is None:
             starts, lengths = np.zeros_like(self.length), self.length
-        self._window = starts, lengths, target, interpolation
-        self._shown = _Selection(target)
+        self._resize_window = starts, lengths, target, interpolation
+        self._result = _PixelSelection(target)
         self.overshoots |= interpolation in ("bicubic", "lanczos")
 
-    def taps(self, device: torch.device) -> _Taps:
-        """Return the weighted sums of source pixels that make the line."""
-        before, shown = self._before, self._shown
-        if self._window is None:  # its one selection is the one before
-            shown = _Selection(before.length)
-            whole = np.zeros_like(before.length), before.length, before.length, "nearest"
-        starts, lengths, target, interpolation = self._window or whole
-        first, last = self._needed(starts, lengths, target, interpolation, shown)
-        is_empty = first >= last  # where all is padding, the first pixel is read, with no weight
+    def filter_taps(self, device: torch.device) -> _FilterTaps:
+        """Return the source pixels and weights of every result pixel."""
+        source, result = self._source, self._result
+        if self._resize_window is None:  # without a resize, the source selection is the result
+            result = _PixelSelection(source.length)
+            identity_window = np.zeros_like(source.length), source.length, source.length, "nearest"
+        starts, lengths, target, interpolation = self._resize_window or identity_window
+        first, last = self._read_range(starts, lengths, target, interpolation, result)
+        is_empty = first >= last  # all padding: read the first pixel with weight 0
         first, last = np.where(is_empty, 0, first), np.where(is_empty, 1, last)
-        ends = before.start + before.sign * first, before.start + before.sign * (last - 1)
-        read = np.where(is_empty, 0, np.minimum(*ends))
-        start = np.where(is_empty, 0, before.start - read)
-        count = np.ones_like(target)
+        end_pixels = (
+            source.start + source.direction * first,
+            source.start + source.direction * (last - 1),
+        )
+        read_start = np.where(is_empty, 0, np.minimum(*end_pixels))
+        start = np.where(is_empty, 0, source.start - read_start)
+        num_taps = np.ones_like(target)
         if interpolation != "nearest":
-            widest = RADIUS[interpolation] * np.maximum(1, lengths / target)
-            count = np.ceil(2 * widest).astype(np.int64) + 1
-        facts = [shown.start, shown.sign, np.where(is_empty, 0, shown.low)]
-        facts += [np.where(is_empty, 0, shown.high), starts, lengths, target, count]
-        facts += [first, last - 1, start, before.sign]
-        there = on_device(np.stack(facts), device)[:, :, None, None]
-        out = torch.arange(int(shown.length.max()), device=device)[:, None]
-        places, is_shown = there[0] + there[1] * out, (out >= there[2]) & (out < there[3])
+            support = FILTER_RADIUS[interpolation] * np.maximum(1, lengths / target)
+            num_taps = np.ceil(2 * support).astype(np.int64) + 1
+        columns = [result.start, result.direction, np.where(is_empty, 0, result.valid_start)]
+        columns += [np.where(is_empty, 0, result.valid_end), starts, lengths, target, num_taps]
+        columns += [first, last - 1, start, source.direction]
+        params = to_device(np.stack(columns), device)[:, :, None, None]
+        result_positions = torch.arange(int(result.length.max()), device=device)[:, None]
+        positions, is_valid = (
+            params[0] + params[1] * result_positions,
+            (result_positions >= params[2]) & (result_positions < params[3]),
+        )
         if interpolation == "nearest":
-            if self._window is not None:
-                pixels = on_device(nearest_pixels(lengths, target), device)[:, :, None]
-                places = pixels.gather(1, places.clamp(0, pixels.shape[1] - 1))
-            taps, weights = places, torch.ones_like(places, dtype=torch.float32)
+            if self._resize_window is not None:
+                pixels = to_device(nearest_source_pixels(lengths, target), device)[:, :, None]
+                positions = pixels.gather(1, positions.clamp(0, pixels.shape[1] - 1))
+            taps, weights = positions, torch.ones_like(positions, dtype=torch.float32)
         else:
-            number = torch.arange(int(count.max()), device=device)
-            taps, weights = _weights(places, number, there[5], there[6], there[7], interpolation)
-        taps = there[4] + taps
-        weights = torch.where(is_shown & (taps >= there[8]) & (taps <= there[9]), weights, 0)
-        source = there[10] + there[11] * torch.minimum(torch.maximum(taps, there[8]), there[9])
-        return _Taps(source, weights, count, read, last - first)
+            tap_indices = torch.arange(int(num_taps.max()), device=device)
+            taps, weights = _tap_weights(
+                positions, tap_indices, params[5], params[6], params[7], interpolation
+            )
+        taps = params[4] + taps
+        weights = torch.where(is_valid & (taps >= params[8]) & (taps <= params[9]), weights, 0)
+        source_positions = params[10] + params[11] * torch.minimum(
+            torch.maximum(taps, params[8]), params[9]
+        )
+        return _FilterTaps(source_positions, weights, num_taps, read_start, last - first)
 
-    def _needed(
+    def _read_range(
         self,
-        starts: Integers,
-        lengths: Integers,
-        target: Integers,
+        starts: IntArray,
+        lengths: IntArray,
+        target: IntArray,
         interpolation: str,
-        shown: _Selection,
-    ) -> tuple[Integers, Integers]:
-        """Return the first place before the resize that is read, and the one after the last.
+        result: _PixelSelection,
+    ) -> tuple[IntArray, IntArray]:
+        """Return the start and end (B,) of the positions to read before the resize.
 
-        They lie in the window, show a pixel, and are near what is shown of the result.
+        Only positions that show a pixel, are inside the window and within the filter radius of the
+        result.
         """
-        edges = np.sort([shown.start + shown.sign * end for end in (shown.low, shown.high - 1)], 0)
+        edges = np.sort(
+            [
+                result.start + result.direction * end
+                for end in (result.valid_start, result.valid_end - 1)
+            ],
+            0,
+        )
         scale = lengths / target
-        reach = RADIUS[interpolation] * np.maximum(1, scale) + 1  # one for float32's rounding
-        near = starts + np.floor((edges + 0.5) * scale + [[-1], [1]] * reach).astype(np.int64)
-        first = np.maximum.reduce([self._before.low, starts, near[0]])
-        return first, np.minimum.reduce([self._before.high, starts + lengths, near[1] + 1])
+        # one more pixel for float32 rounding
+        reach = FILTER_RADIUS[interpolation] * np.maximum(1, scale) + 1
+        nearby = starts + np.floor((edges + 0.5) * scale + [[-1], [1]] * reach).astype(np.int64)
+        first = np.maximum.reduce([self._source.valid_start, starts, nearby[0]])
+        return first, np.minimum.reduce([self._source.valid_end, starts + lengths, nearby[1] + 1])
 
 
-def _weights(
-    places: Tensor,
-    number: Tensor,
+def _tap_weights(
+    positions: Tensor,
+    tap_indices: Tensor,
     lengths: Tensor,
     target: Tensor,
-    count: Tensor,
+    num_taps: Tensor,
     interpolation: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return source pixels (B, h, T) in each window and their weights, as `resize_matrix` does.
+    """Return source pixels (B, h, T) in each window and their weights, as in `resize_matrix`.
 
     Args:
-        places: (B, h, 1) target pixels.
-        number: (T,) of the terms, from 0.
-        lengths, target, count: (B, 1, 1) pixels of the windows and of the results, and terms.
+        positions: (B, h, 1) target pixels.
+        tap_indices: (T,) from 0.
+        lengths, target, num_taps: (B, 1, 1) window lengths and result lengths in pixels, and taps.
     """
     scale = lengths.float() / target
     stretch = scale.clamp(min=1.0)
-    centre = (places + 0.5) * scale
-    taps = torch.floor(centre - RADIUS[interpolation] * stretch + 0.5) + number
-    weights = filter_weights((taps + 0.5 - centre) / stretch, interpolation)
-    weights = weights * ((taps >= 0) & (taps < lengths) & (number < count))
-    exact = torch.float32 if places.device.type == "mps" else torch.float64  # it has no float64
-    whole = (weights.to(exact) * _WHOLE).round_()
-    return taps.long(), (whole / whole.sum(2, keepdim=True)).float()
+    center = (positions + 0.5) * scale
+    taps = torch.floor(center - FILTER_RADIUS[interpolation] * stretch + 0.5) + tap_indices
+    weights = filter_weights((taps + 0.5 - center) / stretch, interpolation)
+    weights = weights * ((taps >= 0) & (taps < lengths) & (tap_indices < num_taps))
+    dtype = torch.float32 if positions.device.type == "mps" else torch.float64  # MPS has no float64
+    rounded = (weights.to(dtype) * _WEIGHT_STEPS).round_()
+    return taps.long(), (rounded / rounded.sum(2, keepdim=True)).float()
 
 
-def resample(images: Ragged, rows: Span, columns: Span) -> Tensor:
-    """Make what a run of geometric operations shows.
+def resample_ragged(
+    images: RaggedBatch, rows: RaggedAxisTransform, columns: RaggedAxisTransform
+) -> Tensor:
+    """Apply a run of geometric operations to a batch.
 
     Args:
-        images: levels from 0 to 255.
-        rows, columns: both sides of the images under the run.
-    Returns: (B, 3, h, w) float32; zeros below and beside a result that is smaller than the largest.
+        images: pixel values from 0 to 255.
+        rows, columns: the transforms of both axes.
+    Returns: (B, 3, h, w) float32; results smaller than the largest are padded with zeros at the
+        bottom and right.
     """
     device = images.pixels.device
-    down, across = rows.taps(device), columns.taps(device)
-    pieces_B = -(-across.number_B // PIECE)
-    before_B = pieces_B.cumsum() - pieces_B
-    image_Q = np.repeat(np.arange(len(images)), pieces_B)
-    height_Q = down.number_B[image_Q]
-    start_B = images.starts_B + down.first_B * images.strides_B + across.first_B
-    start_Q = (start_B - before_B * PIECE)[image_Q] + np.arange(len(image_Q)) * PIECE
-    facts = on_device(np.stack([start_Q, images.strides_B[image_Q]]), device)
-    piece, row = _each(height_Q, device)
-    # overlapping: any pixel may be the first of a piece
-    every = images.pixels.as_strided((len(images.pixels) // 3 - PIECE + 1, 3 * PIECE), (3, 1))
-    table = every.index_select(0, facts[0, piece] + row * facts[1, piece]).float()
-    lines = _sums(table, down, image_Q, height_Q.cumsum() - height_Q)
-    table = lines.view(len(image_Q), -1, PIECE, 3).transpose(1, 2).reshape(len(image_Q) * PIECE, -1)
-    result = _sums(table, across, np.arange(len(images)), before_B * PIECE)
-    width = across.weights_BhT.shape[1]
+    row_taps, column_taps = rows.filter_taps(device), columns.filter_taps(device)
+    strips_B = -(-column_taps.read_length_B // STRIP_WIDTH)
+    strip_offsets_B = strips_B.cumsum() - strips_B
+    image_Q = np.repeat(np.arange(len(images)), strips_B)
+    height_Q = row_taps.read_length_B[image_Q]
+    start_B = (
+        images.offsets_B + row_taps.read_start_B * images.row_strides_B + column_taps.read_start_B
+    )
+    start_Q = (start_B - strip_offsets_B * STRIP_WIDTH)[image_Q] + np.arange(
+        len(image_Q)
+    ) * STRIP_WIDTH
+    strip_table = to_device(np.stack([start_Q, images.row_strides_B[image_Q]]), device)
+    strip, row = _enumerate_groups(height_Q, device)
+    # overlapping view: a strip can start at any pixel
+    all_strips = images.pixels.as_strided(
+        (len(images.pixels) // 3 - STRIP_WIDTH + 1, 3 * STRIP_WIDTH), (3, 1)
+    )
+    table = all_strips.index_select(0, strip_table[0, strip] + row * strip_table[1, strip]).float()
+    row_sums = _weighted_sums(table, row_taps, image_Q, height_Q.cumsum() - height_Q)
+    table = (
+        row_sums.view(len(image_Q), -1, STRIP_WIDTH, 3)
+        .transpose(1, 2)
+        .reshape(len(image_Q) * STRIP_WIDTH, -1)
+    )
+    result = _weighted_sums(
+        table, column_taps, np.arange(len(images)), strip_offsets_B * STRIP_WIDTH
+    )
+    width = column_taps.weights_BhT.shape[1]
     return result.view(len(images), width, -1, 3).permute(0, 3, 2, 1).contiguous()
 
 
-def _sums(table: Tensor, taps: _Taps, image_Q: Integers, start_Q: Integers) -> Tensor:
-    """Sum weighted rows of a table.
+def _weighted_sums(
+    table: Tensor, taps: _FilterTaps, image_Q: IntArray, start_Q: IntArray
+) -> Tensor:
+    """Compute weighted sums of table rows.
 
     Args:
         table: (N, D) float32.
-        image_Q: the image of each piece.
-        start_Q: the row of the table for a piece's first pixel.
+        image_Q: image index of each strip.
+        start_Q: table row of the first pixel of each strip.
     Returns: (Q * h, D).
     """
-    device, (_, number, most) = table.device, taps.weights_BhT.shape
-    count_Q = taps.count_B[image_Q]
-    terms_Q = count_Q * number
-    facts = on_device(np.stack([image_Q, start_Q, count_Q, terms_Q.cumsum() - terms_Q]), device)
-    piece, term = _each(terms_Q, device)
-    image, start, count = facts[:3, piece]
-    target = term // count
-    chosen = (image * number + target) * most + term - target * count
-    first = facts[3, :, None] + torch.arange(number, device=device) * facts[2, :, None]
+    device, (_, height, max_taps) = table.device, taps.weights_BhT.shape
+    num_taps_Q = taps.num_taps_B[image_Q]
+    num_terms_Q = num_taps_Q * height
+    per_strip = to_device(
+        np.stack([image_Q, start_Q, num_taps_Q, num_terms_Q.cumsum() - num_terms_Q]), device
+    )
+    strip, term = _enumerate_groups(num_terms_Q, device)
+    image, start, num_taps = per_strip[:3, strip]
+    target = term // num_taps
+    tap = (image * height + target) * max_taps + term - target * num_taps
+    first_term = per_strip[3, :, None] + torch.arange(height, device=device) * per_strip[2, :, None]
     return torch.nn.functional.embedding_bag(
-        start + taps.places_BhT.flatten()[chosen],
+        start + taps.positions_BhT.flatten()[tap],
         table,
-        first.flatten(),
+        first_term.flatten(),
         mode="sum",
-        per_sample_weights=taps.weights_BhT.flatten()[chosen],
+        per_sample_weights=taps.weights_BhT.flatten()[tap],
     )
 
 
-def _each(count_Q: Integers, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return, for `count_Q[q]` entries of each q, their q and their number in it, from 0."""
-    total = int(count_Q.sum())
-    facts = on_device(np.stack([count_Q, count_Q.cumsum() - count_Q]), device)
-    group = torch.arange(len(count_Q), device=device)
-    # its length is told: else a GPU would have to be waited for
-    group = torch.repeat_interleave(group, facts[0], output_size=total)
-    return group, torch.arange(total, device=device) - facts[1, group]
+def _enumerate_groups(num_entries_Q: IntArray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return, for each of the num_entries_Q[q] entries of group q, q and its index in the group."""
+    total = int(num_entries_Q.sum())
+    counts_and_offsets = to_device(
+        np.stack([num_entries_Q, num_entries_Q.cumsum() - num_entries_Q]), device
+    )
+    group = torch.arange(len(num_entries_Q), device=device)
+    # with output_size, torch does not wait for the GPU to find the length
+    group = torch.repeat_interleave(group, counts_and_offsets[0], output_size=total)
+    return group, torch.arange(total, device=device) - counts_and_offsets[1, group]

@@ -2,9 +2,9 @@
 # Two machines with eight GPUs each under Slurm, for a run that takes longer than one allocation:
 # sbatch recipes/accelerate/slurm.sh recipes/cifar10/vit_b16_384.yaml [key=value …] [--out DIR]
 #
-# Two minutes before the time is over every process gets SIGUSR1, saves and ends with 138; the job
-# then goes back into the queue, and goes on where it was. So it does after preemption and the loss of
-# a machine, with which Slurm requeues it itself. The folder must be on a disk that all machines see.
+# Two minutes before the time limit, every process receives SIGUSR1, saves, and exits with 138. The
+# script then requeues the job, which continues from the checkpoint. After preemption or the failure of
+# a machine, Slurm itself requeues it. The run directory must be on a shared disk.
 #SBATCH --job-name=finetune
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
@@ -19,7 +19,7 @@ MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT
 
-# Each task is one process. It is told by Slurm which one, and how many there are this time.
+# Each task is one process. Slurm sets its rank and the number of processes of this allocation.
 # shellcheck disable=SC2016
 srun --kill-on-bad-exit=0 bash -c '
     export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID

@@ -15,15 +15,20 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from recipe_texts import tiny_text
+from recipe_texts import tiny_recipe_text
 from refusals import refused
-from samples import make_folder, make_parquet
+from small_datasets import write_image_folder, write_parquet
 
 from finetune.bench import end_to_end
-from finetune.bench.end_to_end import _Job, _timed, _timm_images, _timm_options, bench_jobs
-from finetune.console import say_nothing
+from finetune.bench.end_to_end import (
+    _run_timed,
+    _timm_options,
+    _timm_transform_options,
+    _TrainingJob,
+    bench_end_to_end,
+)
 from finetune.recipe.load import load_recipe
-from finetune.training.setup import open_setup
+from finetune.training.setup import build_setup
 
 TIMM = """
 import sys, time
@@ -54,16 +59,16 @@ def recipe_file(
     tmp_path: Path, data: str = "num_train: 40, val_fraction: 0.5", **given: str
 ) -> str:
     path = tmp_path / "tiny.yaml"
-    text = tiny_text(f"{data}, batch_size: 10", optim="lr: 3e-3, epochs: 1", **given)
+    text = tiny_recipe_text(f"{data}, batch_size: 10", optim="lr: 3e-3, epochs: 1", **given)
     path.write_text(text)
     return str(path)
 
 
-def job_of(tmp_path: Path, recipe: str, *overrides: str, precision: str = "fp32") -> _Job:
+def job_of(tmp_path: Path, recipe: str, *overrides: str, precision: str = "fp32") -> _TrainingJob:
     cpu = torch.device("cpu")
     loaded = load_recipe(recipe, overrides)
-    setup = open_setup(loaded, device=cpu, notice=say_nothing, progress=False)
-    return _Job(setup, tmp_path / "job", precision, Path("train.py"))
+    setup = build_setup(loaded, device=cpu, show_progress=False)
+    return _TrainingJob(setup, tmp_path / "job", precision, Path("train.py"))
 
 
 class Clock:
@@ -77,7 +82,7 @@ class Clock:
         self.words: dict[str, list[str]] = {}
         self.job: dict[str, Any] = {}
 
-    def __call__(self, job: _Job, name: str, folder: Path) -> dict[str, Any]:
+    def __call__(self, job: _TrainingJob, name: str, folder: Path) -> dict[str, Any]:
         assert not list(folder.iterdir())
         self.words[name] = job.command(name, folder)
         if name == "transformers-trainer":
@@ -90,27 +95,27 @@ class Clock:
         first = None if name == "timm-train" else taken / 2
         return {"seconds": taken, "cpu_seconds": 2 * taken, "first_step": first, "host_bytes": 9}
 
-    def look(self, job: _Job) -> None:
+    def look(self, job: _TrainingJob) -> None:
         """The images and the weights are those that training begins with, under other names."""
         recipe = load_recipe(job.folder / "recipe.yaml")
         source = job.setup.source
-        setup = open_setup(recipe, device=torch.device("cpu"), notice=say_nothing, progress=False)
+        setup = build_setup(recipe, device=torch.device("cpu"), show_progress=False)
         assert list(setup.source.splits) == ["train", "val"]
         for name, ours in setup.source.splits.items():
             theirs = source.splits[name]
             names = [source.class_names[label] for label in theirs.labels]
             found = sorted(
-                zip(names, map(bytes, map(theirs.read, range(len(theirs)))), strict=True)
+                zip(names, map(bytes, map(theirs.decode, range(len(theirs)))), strict=True)
             )
-            read = map(bytes, map(ours.read, range(len(ours))))
+            read = map(bytes, map(ours.decode, range(len(ours))))
             known = [source.class_names[int(setup.source.class_names[n])] for n in ours.labels]
             assert sorted(zip(known, read, strict=True)) == found
         model = timm.create_model(f"local-dir:{job.folder / 'model'}", pretrained=True)
         for state in (model.state_dict(), setup.built.model.state_dict()):
             before = job.setup.built.model.state_dict()
             assert all(torch.equal(state[name], before[name]) for name in before)
-        assert setup.steps == job.setup.steps
-        assert setup.eval_pipeline.sentence == job.setup.eval_pipeline.sentence
+        assert setup.num_steps == job.setup.num_steps
+        assert setup.eval_pipeline.transform_spec == job.setup.eval_pipeline.transform_spec
         assert setup.preprocessing == job.setup.preprocessing
 
 
@@ -119,10 +124,12 @@ def test_the_same_job_in_turn_and_in_reverse(
 ) -> None:
     pytest.importorskip("transformers")
     clock, page = Clock(), tmp_path / "B.md"
-    monkeypatch.setattr(end_to_end, "_timed", clock)
+    monkeypatch.setattr(end_to_end, "_run_timed", clock)
     recipe = recipe_file(tmp_path, model="pretrained: false, head_init: default")
     against = [f"timm-train:{script}", "transformers-trainer"]
-    found = bench_jobs(recipe, ["optim.clip_norm=1"], against=against, repeats=2, out=str(page))
+    found = bench_end_to_end(
+        recipe, ["optim.clip_norm=1"], against=against, repeats=2, out=str(page)
+    )
     names = ["finetune", "timm-train", "transformers-trainer"]
     assert clock.order == [*names, *reversed(names)]
     assert len(clock.folders) == 6
@@ -148,13 +155,13 @@ def test_the_same_job_in_turn_and_in_reverse(
 @pytest.mark.parametrize("kind", ["folder", "parquet"])
 def test_images_that_are_encoded_keep_their_bytes(tmp_path: Path, kind: str) -> None:
     if kind == "folder":
-        make_folder(tmp_path / "set", {"a b/ü": 4, "a b/z": 4})
+        write_image_folder(tmp_path / "set", {"a b/ü": 4, "a b/z": 4})
         source = f"folder:{tmp_path / 'set' / 'a b'}"
         jpeg = tmp_path / "set" / "a b" / "ü" / "0.png"  # a suffix says nothing
         Image.new("RGB", (9, 9), (1, 200, 3)).save(jpeg, "JPEG")
         Image.new("RGB", (9, 9), (1, 200, 3)).save(tmp_path / "set" / "a b" / "ü" / "1.bmp")
     else:
-        file = make_parquet(tmp_path / "train.parquet", [0, 1] * 4, names=["../x", "y"])
+        file = write_parquet(tmp_path / "train.parquet", [0, 1] * 4, names=["../x", "y"])
         source = f"parquet:{file}"
     recipe = recipe_file(tmp_path, "val_fraction: 0.5", source=source)
     job = job_of(tmp_path, recipe)
@@ -166,7 +173,7 @@ def test_images_that_are_encoded_keep_their_bytes(tmp_path: Path, kind: str) -> 
     for split in splits.values():
         for row in split.rows if split.rows is not None else range(len(split)):
             count += 1
-            body = split.items.content(int(row))
+            body = split.images.read_bytes(int(row))
             assert body in written or body.startswith(b"BM")
     assert count == len(list(job.folder.glob("images/*/*/*.*")))
     suffixes = {file.suffix for file in job.folder.glob("images/*/*/*")}
@@ -176,14 +183,14 @@ def test_images_that_are_encoded_keep_their_bytes(tmp_path: Path, kind: str) -> 
 def test_images_that_cannot_be_read(
     tmp_path: Path, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = make_folder(tmp_path / "set", {"a": 6, "b": 6})
+    source = write_image_folder(tmp_path / "set", {"a": 6, "b": 6})
     (tmp_path / "set" / "a" / "2.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     recipe, clock = recipe_file(tmp_path, "val_fraction: 0.5", source=source), Clock()
-    monkeypatch.setattr(end_to_end, "_timed", clock)
+    monkeypatch.setattr(end_to_end, "_run_timed", clock)
     with refused("data.unreadable", "2.png"):
-        bench_jobs(recipe, repeats=1)
+        bench_end_to_end(recipe, repeats=1)
     assert not clock.order
-    found = bench_jobs(recipe, ["data.unreadable=quarantine"], repeats=1)
+    found = bench_end_to_end(recipe, ["data.unreadable=quarantine"], repeats=1)
     assert sum(found["images"].values()) == 11
 
 
@@ -193,7 +200,7 @@ def test_what_the_others_cannot_do_is_refused_before_anything_is_read(
 ) -> None:
     name = key.partition("=")[0].removesuffix(".teacher")
     with refused("recipe.unsupported", name, "--end-to-end"):
-        bench_jobs(recipe_file(tmp_path, source="folder:nowhere"), [key])
+        bench_end_to_end(recipe_file(tmp_path, source="folder:nowhere"), [key])
 
 
 def test_timms_options_are_the_recipes(tmp_path: Path) -> None:
@@ -218,7 +225,7 @@ def test_timms_options_are_the_recipes(tmp_path: Path) -> None:
     ],
 )
 def test_timms_images_are_those_of_the_sentence(sentence: str, changes: dict[str, Any]) -> None:
-    found = _timm_images(sentence)
+    found = _timm_transform_options(sentence)
     if "scale" in changes:
         assert np.allclose(found.pop("ratio"), (3 / 4, 4 / 3))
     else:
@@ -231,16 +238,18 @@ class TestTimed:
     """A command is measured from its start to its end, with all its processes."""
 
     @pytest.fixture
-    def job(self, tmp_path: Path) -> _Job:
+    def job(self, tmp_path: Path) -> _TrainingJob:
         job = job_of(tmp_path, recipe_file(tmp_path), "run.threads=3")
         job.folder.mkdir()
         return job
 
-    def timed(self, job: _Job, code: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-        monkeypatch.setattr(_Job, "command", lambda *_: [sys.executable, "-c", code])
-        return _timed(job, "timm-train", job.folder)
+    def timed(
+        self, job: _TrainingJob, code: str, monkeypatch: pytest.MonkeyPatch
+    ) -> dict[str, Any]:
+        monkeypatch.setattr(_TrainingJob, "command", lambda *_: [sys.executable, "-c", code])
+        return _run_timed(job, "timm-train", job.folder)
 
-    def test_its_times(self, job: _Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_its_times(self, job: _TrainingJob, monkeypatch: pytest.MonkeyPatch) -> None:
         code = """
 import json, os, time, subprocess, sys
 names = ("OMP_NUM_THREADS", "FINETUNE_CACHE", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES")
@@ -261,10 +270,10 @@ block = b"x" * 2**26
         assert (told["OMP_NUM_THREADS"], told["CUDA_VISIBLE_DEVICES"]) == ("3", "3")
         assert told["HF_HUB_OFFLINE"] == "1"
 
-    def test_no_first_step(self, job: _Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_no_first_step(self, job: _TrainingJob, monkeypatch: pytest.MonkeyPatch) -> None:
         assert self.timed(job, "print('done')", monkeypatch)["first_step"] is None
 
-    def test_one_that_fails(self, job: _Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_one_that_fails(self, job: _TrainingJob, monkeypatch: pytest.MonkeyPatch) -> None:
         with refused("setup.worker_ended", "timm-train", "code 3", "no more disk"):
             self.timed(job, "import sys; print('no more disk'); sys.exit(3)", monkeypatch)
 
@@ -272,7 +281,7 @@ block = b"x" * 2**26
 def test_a_file_of_another_version(tmp_path: Path, script: Path) -> None:
     script.write_text(script.read_text().replace("class-map", "classes"))
     with refused("recipe.wrong_value", str(script), "--class-map"):
-        bench_jobs(recipe_file(tmp_path), against=[f"timm-train:{script}"])
+        bench_end_to_end(recipe_file(tmp_path), against=[f"timm-train:{script}"])
 
 
 def test_a_network_that_timm_lacks(tmp_path: Path) -> None:
@@ -281,13 +290,13 @@ def test_a_network_that_timm_lacks(tmp_path: Path) -> None:
     text = text.replace("args: {patch_size: 4, embed_dim: 32, depth: 1, num_heads: 2}", "args: {}")
     Path(recipe).write_text(text.replace("image_size: 16", "image_size: 48"))
     with refused("recipe.unsupported", "model.name", "shiftvit_tiny_patch4_48"):
-        bench_jobs(recipe)
+        bench_end_to_end(recipe)
 
 
 def test_processes_of_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with refused("setup.one_process", "--end-to-end"):
-        bench_jobs(recipe_file(tmp_path))
+        bench_end_to_end(recipe_file(tmp_path))
 
 
 @pytest.mark.faults

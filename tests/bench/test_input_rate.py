@@ -10,23 +10,24 @@ import pytest
 from refusals import refused
 
 from finetune.bench.input_rate import input_rates
-from finetune.data.source import Split, open_source
+from finetune.data.open_source import open_source
+from finetune.data.source import Split
 
 
 def test_both_read_every_image_in_every_turn(
     image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     split = open_source(f"folder:{image_folder}").splits["train"]
-    read, parent, log = Split.read, os.getpid(), tmp_path / "log"
+    read, parent, log = Split.decode, os.getpid(), tmp_path / "log"
 
     def noted(self: Split, index: int, room: np.ndarray | None = None) -> np.ndarray:
         with log.open("a") as file:  # appended as a whole, whoever else does
             file.write(f"{index} {os.getpid() != parent}\n")
         return read(self, index, room)
 
-    monkeypatch.setattr(Split, "read", noted)
+    monkeypatch.setattr(Split, "decode", noted)
     short = {"repeats": 2, "seconds": 0.0}
-    found = input_rates(split, workers=2, batch_size=5, images=2 * len(split), **short)
+    found = input_rates(split, workers=2, batch_size=5, num_images=2 * len(split), **short)
     assert [len(found[name]) for name in ("decode", "workers")] == [2, 2]
     assert found["share"] > 0
     # two turns each, and one that does not count
@@ -38,4 +39,4 @@ def test_an_image_that_cannot_be_read_is_an_error(image_folder: Path) -> None:
     (image_folder / "train" / "red" / "red-0.png").write_bytes(b"")
     split = open_source(f"folder:{image_folder}").splits["train"]
     with refused("data.unreadable", "finetune data scan"):
-        input_rates(split, workers=1, batch_size=5, images=len(split), repeats=1)
+        input_rates(split, workers=1, batch_size=5, num_images=len(split), repeats=1)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from refusals import refused
 
-from finetune.bench.markdown import check_page, describe, section, write_section
+from finetune.bench.markdown import check_page, render_section, render_text, write_section
 
 
 def spread(*values: float) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def changed(**changes: Any) -> dict[str, Any]:
     return {**copy.deepcopy(RESULT), **changes}
 
 
-@pytest.mark.parametrize("page", [describe, section], ids=["terminal", "section"])
+@pytest.mark.parametrize("page", [render_text, render_section], ids=["terminal", "section"])
 def test_the_page(page: Callable[[dict[str, Any]], str]) -> None:
     golden = Path(__file__).with_name(f"bench_{page.__name__}.md").read_text(encoding="utf-8")
     assert page(changed(profile=PROFILE)).rstrip("\n") + "\n" == golden
@@ -108,18 +108,18 @@ def test_whole_trainings_as_commands() -> None:
     counts = {"images": {"train": 320, "val": 260}, "epochs": 1, "workers": 2}
     machine = copy.deepcopy(RESULT["machine"])
     machine["device"]["instructions"] = ["AVX512", "avx512_bf16"]
-    text = section({**found, **counts, "jobs": jobs, "machine": machine})
+    text = render_section({**found, **counts, "jobs": jobs, "machine": machine})
     assert text.splitlines()[0].endswith("A Processor, end to end")
     assert "| finetune | bf16 | 40.0 | 30.0–50.0 |  |  | 60.0 | 60.0–60.0 | 12.5 s | 1," in text
     assert "| timm-train | bf16 | 40.0 | 30.0–50.0 | 0.80 × | 0.70–0.90 | 60.0 |" in text
     assert "2 threads, AVX512 avx512_bf16; commit" in text
-    assert "320 images of training, 1 epoch, each followed by 260 of validation" in text
+    assert "320 training images, 1 epoch, each followed by 260 validation images" in text
     machine["device"]["instructions"] = ["AVX2"]
-    assert "2 threads, AVX2 without native bf16; commit" in section(changed(machine=machine))
+    assert "2 threads, AVX2 without native bf16; commit" in render_section(changed(machine=machine))
 
 
 def test_what_was_not_measured_is_not_written() -> None:
-    text = describe(changed(matrix_rate=None, rows=[row("finetune")]))
+    text = render_text(changed(matrix_rate=None, rows=[row("finetune")]))
     assert "GFLOP" not in text
     assert "loading processes" not in text
     assert "None" not in text
@@ -184,7 +184,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("write", [describe, section])
+@pytest.mark.parametrize("write", [render_text, render_section])
 def test_losses_beside_those_in_float32(write: Any) -> None:
     text = write({**RESULT, "losses": LOSSES})
     table = [re.findall(r"[^\s|]+", line) for line in text.splitlines()]
@@ -195,7 +195,7 @@ def test_losses_beside_those_in_float32(write: Any) -> None:
     assert "apart" not in write(RESULT)
 
 
-@pytest.mark.parametrize("write", [describe, section])
+@pytest.mark.parametrize("write", [render_text, render_section])
 def test_sets_of_other_sizes(write: Any) -> None:
     rows = [
         {"images": 1000, "train": spread(90.0, 100.0, 110.0), "own_bytes": 2**30},
@@ -207,21 +207,21 @@ def test_sets_of_other_sizes(write: Any) -> None:
     assert ["1,000,000", "99.0", "99.0–99.0", "1,039", "MiB"] in table
     assert "16 bytes of memory" in text
     alone = write({**RESULT, "sizes": {"rows": rows[:1], "per_image": None}})
-    assert "each image more" not in alone
+    assert "additional image" not in alone
 
 
 def test_workers_beside_processes_that_only_decode() -> None:
     inputs = {"decode": [90.0, 100.0, 400.0], "workers": [80.0, 91.0, 99.0], "share": 0.91}
-    text = describe({**RESULT, "inputs": inputs})
-    assert "the workers hand over 91.0 images/s" in text
+    text = render_text({**RESULT, "inputs": inputs})
+    assert "workers deliver 91.0 images/s" in text
     assert "only decode reach 100.0: 91%" in text
-    assert "only decode" not in describe(RESULT)
+    assert "only decode" not in render_text(RESULT)
 
 
 def test_a_compiled_network_is_said_to_be_one() -> None:
     own, other = "finetune", "timm-loop"
     (ours, theirs) = RESULT["rows"]
-    lines = describe({**RESULT, "rows": [{**ours, "compiled": True}, theirs]}).splitlines()
+    lines = render_text({**RESULT, "rows": [{**ours, "compiled": True}, theirs]}).splitlines()
     said = {name: [line for line in lines if line.startswith(f"{name} ")] for name in (own, other)}
     assert "compiled" in said[own][0]
     assert "compiled" not in said[other][0]

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from networks import built, images
+from networks import build_network, random_images
 from torch import nn
 
 from finetune.bench import matrix_rate as rates
-from finetune.bench.matrix_rate import Product, matrix_rate, products
-from finetune.models.profile import count_operations, survey
+from finetune.bench.matrix_rate import MatMul, list_matmuls, matrix_rate
+from finetune.models.summary import count_flops, summarize_model
 
 BATCH, SIZE = 3, (32, 32)
 TOKENS, WIDTH, DEPTH, MLP, PATCH, CLASSES = 17, 32, 2, 128, 8, 5
@@ -21,7 +21,7 @@ PATCHES = TOKENS - 1
 
 def vit(*, fused: bool = True) -> nn.Module:
     """A small ViT, its attention in torch's kernel or in plain products."""
-    model = built("vit").model.train()
+    model = build_network("vit").model.train()
     for layer in model.modules():
         if hasattr(layer, "fused_attn"):
             layer.fused_attn = fused  # type: ignore[assignment]
@@ -29,77 +29,77 @@ def vit(*, fused: bool = True) -> nn.Module:
 
 
 def step_of(model: nn.Module) -> Callable[[], None]:
-    return lambda: model(images(SIZE, BATCH)).square().sum().backward()
+    return lambda: model(random_images(SIZE, BATCH)).square().sum().backward()
 
 
 def test_a_step_takes_three_times_the_forward_pass_but_for_the_images_gradient() -> None:
     model = vit()
-    forward = 2 * BATCH * survey(model, SIZE)["macs"]
+    forward = 2 * BATCH * summarize_model(model, SIZE)["macs"]
     embedding = 2 * BATCH * PATCHES * WIDTH * 3 * PATCH**2
-    assert count_operations(step_of(model)) == 3 * forward - embedding
+    assert count_flops(step_of(model)) == 3 * forward - embedding
 
 
 def test_every_kernel_of_attention_counts_the_same() -> None:
-    fused, plain = (count_operations(step_of(vit(fused=fused))) for fused in (True, False))
+    fused, plain = (count_flops(step_of(vit(fused=fused))) for fused in (True, False))
     assert fused == plain
 
 
 def test_a_frozen_backbone_makes_no_gradients() -> None:
     model = vit()
-    forward = 2 * BATCH * survey(model, SIZE)["macs"]
+    forward = 2 * BATCH * summarize_model(model, SIZE)["macs"]
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith("head."))
-    head = Product(BATCH, WIDTH, CLASSES, with_input=False, with_weight=True)
-    assert count_operations(step_of(model)) == forward + head.operations // 2
-    found = products(model, step_of(model))
+    head = MatMul(BATCH, WIDTH, CLASSES, has_input_grad=False, has_weight_grad=True)
+    assert count_flops(step_of(model)) == forward + head.operations // 2
+    found = list_matmuls(model, step_of(model))
     assert found[head] == 1
-    assert sum(product.with_weight for product in found) == 1
+    assert sum(product.has_weight_grad for product in found) == 1
 
 
 def test_products_of_a_vit() -> None:
     model = vit()
     rows = BATCH * TOKENS
-    both = {"with_input": True, "with_weight": True}
+    both = {"has_input_grad": True, "has_weight_grad": True}
     expected = {
-        Product(BATCH * PATCHES, 3 * PATCH**2, WIDTH, with_input=False, with_weight=True): 1,
-        Product(rows, WIDTH, 3 * WIDTH, **both): DEPTH,
-        Product(rows, WIDTH, WIDTH, **both): DEPTH,
-        Product(rows, WIDTH, MLP, **both): DEPTH,
-        Product(rows, MLP, WIDTH, **both): DEPTH,
-        Product(BATCH, WIDTH, CLASSES, **both): 1,
+        MatMul(BATCH * PATCHES, 3 * PATCH**2, WIDTH, has_input_grad=False, has_weight_grad=True): 1,
+        MatMul(rows, WIDTH, 3 * WIDTH, **both): DEPTH,
+        MatMul(rows, WIDTH, WIDTH, **both): DEPTH,
+        MatMul(rows, WIDTH, MLP, **both): DEPTH,
+        MatMul(rows, MLP, WIDTH, **both): DEPTH,
+        MatMul(BATCH, WIDTH, CLASSES, **both): 1,
     }
-    found = products(model, step_of(model))
+    found = list_matmuls(model, step_of(model))
     assert dict(found) == expected
     assert not any(layer._forward_hooks for layer in model.modules())
     # what is left is attention's two products between activations
     attention = DEPTH * 2 * 2 * BATCH * TOKENS**2 * WIDTH
     counted = sum(times * product.operations for product, times in found.items())
-    assert count_operations(step_of(model)) == counted + 3 * attention
+    assert count_flops(step_of(model)) == counted + 3 * attention
 
 
 def test_products_of_convolutions_are_those_of_their_patches() -> None:
     model = nn.Sequential(nn.Conv2d(4, 6, 3, padding=1, groups=2), nn.Flatten())
     given = torch.randn(2, 4, 5, 5)
-    found = products(model, lambda: model(given).sum().backward())
+    found = list_matmuls(model, lambda: model(given).sum().backward())
     shape = {"rows": 2 * 25, "inner": 2 * 9, "columns": 3}
-    assert dict(found) == {Product(**shape, with_input=False, with_weight=True): 2}
-    counted = count_operations(lambda: model(given).sum().backward())
+    assert dict(found) == {MatMul(**shape, has_input_grad=False, has_weight_grad=True): 2}
+    counted = count_flops(lambda: model(given).sum().backward())
     assert counted == sum(times * each.operations for each, times in found.items())
 
 
 @pytest.mark.slow  # torch's compiler takes seconds to import
 def test_what_is_compiled_is_counted_all_the_same() -> None:
     model = vit()
-    expected = count_operations(step_of(model))
+    expected = count_flops(step_of(model))
     model.compile()
-    assert count_operations(step_of(model)) == expected
+    assert count_flops(step_of(model)) == expected
 
 
 def test_the_rate_weighs_each_product_by_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    quick, slow = Product(2, 3, 4, True, True), Product(5, 6, 7, False, True)
+    quick, slow = MatMul(2, 3, 4, True, True), MatMul(5, 6, 7, False, True)
     assert (quick.operations, slow.operations) == (3 * 48, 2 * 420)
     seconds = {quick: 1.0, slow: 3.0}
-    monkeypatch.setattr(rates, "_seconds", lambda product, *_: seconds[product])
+    monkeypatch.setattr(rates, "_layer_seconds", lambda product, *_: seconds[product])
     found = matrix_rate(Counter({quick: 2, slow: 1}), dtype=torch.float32, device=CPU)
     assert found == (2 * 144 + 840) / (2 * 1.0 + 3.0)
 
@@ -109,7 +109,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_rate_is_measured(dtype: torch.dtype) -> None:
-    product = Product(64, 32, 16, with_input=True, with_weight=True)
+    product = MatMul(64, 32, 16, has_input_grad=True, has_weight_grad=True)
     found = matrix_rate(Counter({product: 1}), dtype=dtype, device=CPU)
     assert found is not None
     assert 1e6 < found < 1e15

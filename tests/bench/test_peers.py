@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from doubles import Recorder
-from faults_runs import tiny
+from doubles import StepCounter
+from forked_runs import tiny_recipe
+from logs import logging_nothing
 from refusals import refused
 from torch import Tensor, nn
 
-from finetune.bench.peers import Images, Peer
-from finetune.bench.timer import Clock
-from finetune.models.profile import survey
-from finetune.training.setup import open_setup
+from finetune.bench.peers import DecodedImages, PeerLoop
+from finetune.bench.timer import StepTimer
+from finetune.models.summary import summarize_model
+from finetune.training.setup import build_setup
 
 CHANGES = (
     *("data.batch_size=8", "data.micro_batch=4", "data.num_train=64", "run.test=false"),
@@ -30,10 +31,10 @@ CHANGES = (
 CPU = torch.device("cpu")
 
 
-def peer_of(tmp_path: Path, loop: str, *overrides: str, precision: str = "fp32") -> Peer:
-    return Peer(
-        Recorder(),
-        recipe=tiny(*CHANGES, *overrides),
+def peer_of(tmp_path: Path, loop: str, *overrides: str, precision: str = "fp32") -> PeerLoop:
+    return PeerLoop(
+        StepCounter(),
+        recipe=tiny_recipe(*CHANGES, *overrides),
         loop=loop,
         precision=precision,
         device="cpu",
@@ -54,12 +55,13 @@ def test_the_network_and_the_images_are_those_of_our_first_steps(tmp_path: Path)
     peer = peer_of(tmp_path, "timm-loop", "model.dropout=0.3")
     peer.loop = lambda peer, steps, on_step: [on_step() for _ in range(steps)]
     peer.prepare()
-    setup = open_setup(peer.recipe, device=CPU, notice=pytest.fail, progress=False)
-    split, indices = setup.source.splits["train"], setup.sampler.order(0)
+    with logging_nothing():
+        setup = build_setup(peer.recipe, device=CPU, show_progress=False)
+    split, indices = setup.source.splits["train"], setup.sampler.epoch_order(0)
     images = peer.images
     assert len(images.images) == setup.num_samples  # fewer than would be decoded of a large set
     for place, index in enumerate(indices.tolist()):
-        assert np.array_equal(np.asarray(images.images[place]), split.read(index))
+        assert np.array_equal(np.asarray(images.images[place]), split.decode(index))
         assert images.labels[place] == split.labels[index]
     ours, theirs = setup.built.model.state_dict(), peer.network.state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -73,11 +75,11 @@ def test_workers_are_taken_where_they_serve(tmp_path: Path) -> None:
 
         def run(steps: int, *, warmup: int = 1, peer=peer, asked=asked, faster=faster) -> Any:
             asked.append(peer.workers)
-            clock = Clock(CPU, warmup=1, steps=steps, tick=peer.line.tick)
+            clock = StepTimer(CPU, warmup=1, steps=steps, tick=peer.progress.tick)
             clock.seconds = 1.0 if peer.workers == faster else 2.0
             return clock
 
-        peer._run = run  # type: ignore[assignment]
+        peer._run_timed = run  # type: ignore[assignment]
         assert peer.prepare()["workers"] == faster
         assert asked == [0, 0, 1]  # once more to count operations
 
@@ -89,7 +91,7 @@ def test_its_operations_are_those_of_the_whole_network(tmp_path: Path, loop: str
         pytest.importorskip("transformers")
     peer = peer_of(tmp_path, loop)
     found = peer.prepare()["operations"]
-    macs = survey(peer.network.eval(), (16, 16))["macs"]
+    macs = summarize_model(peer.network.eval(), (16, 16))["macs"]
     assert 0.9 < found / (3 * 2 * 8 * macs) < 1.0
 
 
@@ -98,9 +100,9 @@ def test_what_workers_loaded_before_is_not_timed(tmp_path: Path) -> None:
     peer.loop = lambda peer, steps, on_step: [on_step() for _ in range(steps)]
     peer.prepare()
     peer.workers = 4
-    before = peer.line.steps
+    before = peer.progress.steps
     peer.train(warmup=3, steps=5)
-    assert peer.line.steps - before == 3 + 5 + 4 * 2
+    assert peer.progress.steps - before == 3 + 5 + 4 * 2
     assert len(peer.images) == 8 * (3 + 5 + 4 * 2)
 
 
@@ -125,26 +127,27 @@ class Seen:
         self.autocast.add(torch.get_autocast_dtype("cpu") if enabled else torch.float32)
 
 
-def ours_of(peer: Peer) -> Tensor:
+def ours_of(peer: PeerLoop) -> Tensor:
     """The images that our own pipeline makes of the peer's, without augmentation."""
-    setup = open_setup(peer.recipe, device=CPU, notice=pytest.fail, progress=False)
+    with logging_nothing():
+        setup = build_setup(peer.recipe, device=CPU, show_progress=False)
     images = peer.images.images
     pixels = [torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images]
     return setup.train_pipeline(pixels, keys=np.zeros(len(pixels), np.uint64))
 
 
-def check_loop(peer: Peer, dtype: torch.dtype) -> None:
+def check_loop(peer: PeerLoop, dtype: torch.dtype) -> None:
     """One turn: steps, shapes, pixels, numbers, and weights that move."""
     facts = peer.prepare()
     assert facts["workers"] in (0, 1)
     assert facts["seconds_to_first_step"] > 0
     network, seen = peer.network, Seen(peer.network)
     before = [p.detach().clone() for p in network.parameters()]
-    steps = peer.line.steps
+    steps = peer.progress.steps
     assert peer.train(warmup=1, steps=2) > 0
     seen.handle.remove()
     taken = 3 + 2 * facts["workers"]
-    assert peer.line.steps - steps == taken
+    assert peer.progress.steps - steps == taken
     assert len(seen.batches) == 2 * taken  # micro-batches
     assert {tuple(batch.shape) for batch in seen.batches} == {(4, 3, 16, 16)}
     assert seen.autocast == {dtype}
@@ -178,11 +181,12 @@ def test_another_optimiser_in_the_trainer(tmp_path: Path) -> None:
 
 
 def test_images_go_round() -> None:
-    split = open_setup(
-        tiny(*CHANGES), device=CPU, notice=pytest.fail, progress=False
-    ).source.splits["train"]
-    images = Images(split, [3, 1])
-    images.length = 5
+    with logging_nothing():
+        split = build_setup(tiny_recipe(*CHANGES), device=CPU, show_progress=False).source.splits[
+            "train"
+        ]
+    images = DecodedImages(split, [3, 1])
+    images.num_samples = 5
     assert len(images) == 5
     assert images[4][0] is images[0][0]
     assert images[4][1] == split.labels[3]

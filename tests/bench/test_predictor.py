@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from faults_runs import tiny
+from forked_runs import tiny_recipe
 
-from finetune.bench.predictor import Measured, Prediction, Predictor
-from finetune.commands.plan import other_settings
+from finetune.bench.predictor import Prediction, Predictor, TrialMeasurements
+from finetune.commands.estimate import suggest_settings
 from finetune.training.compile import choose_kernels
-from finetune.training.setup import open_setup
+from finetune.training.setup import build_setup
 
 QUIET = ("data.micro_batch=16", "data.val_fraction=0", "run.test=false", "run.save_every=1000")
 
@@ -21,11 +21,10 @@ def predictor(*overrides: str, beside: Predictor | None = None, **measured: Any)
 
     One that stands beside another knows its passes: where its network and micro-batch are the same.
     """
-    setup = open_setup(
-        tiny("model.args.depth=3", *QUIET, *overrides),
+    setup = build_setup(
+        tiny_recipe("model.args.depth=3", *QUIET, *overrides),
         device=torch.device("cpu"),
-        notice=print,
-        progress=False,
+        show_progress=False,
     )
     network = setup.built.model
     choose_kernels(network, device=setup.device, dtype=torch.float32)
@@ -35,12 +34,19 @@ def predictor(*overrides: str, beside: Predictor | None = None, **measured: Any)
         setup,
         network,
         dtype=torch.float32,
-        micro_batch=micro_batch,
-        measured=Measured(**{"real": 100.0, "synthetic": 125.0, "images": 10**6, **measured}),
+        micro_batch_size=micro_batch,
+        measured=TrialMeasurements(
+            **{
+                "images_per_second": 100.0,
+                "images_per_second_without_input": 125.0,
+                "image_bytes": 10**6,
+                **measured,
+            }
+        ),
         tick=lambda: None,
     )
     if beside is not None:
-        made._known = beside._known
+        made._estimates = beside._estimates
     return made
 
 
@@ -49,7 +55,7 @@ def own(of: Predictor) -> Prediction:
 
 
 def options_of(of: Predictor) -> dict[str, dict[str, Any]]:
-    found = other_settings(of, own(of), of.network)
+    found = suggest_settings(of, own(of), of.network)
     return {option["change"]: option for option in found}
 
 
@@ -64,7 +70,7 @@ def options(plain: Predictor) -> dict[str, dict[str, Any]]:
 
 
 def test_the_most_helpful_comes_first(plain: Predictor, options: dict[str, dict[str, Any]]) -> None:
-    peak = own(plain).peak
+    peak = own(plain).peak_bytes
     gains = [
         min(option["peak"] / peak, 100 / (option["images_per_second"] or 100))
         for option in options.values()
@@ -85,11 +91,11 @@ def test_the_most_helpful_comes_first(plain: Predictor, options: dict[str, dict[
 def test_an_override_is_predicted_as_a_run_of_that_recipe(
     plain: Predictor, options: dict[str, dict[str, Any]], change: str
 ) -> None:
-    other, before = own(predictor(change)), own(plain).need.operations
-    assert options[change]["peak"] == pytest.approx(other.peak, rel=1e-3)
-    assert other.need.operations is not None
+    other, before = own(predictor(change)), own(plain).activations.flops_per_image
+    assert options[change]["peak"] == pytest.approx(other.peak_bytes, rel=1e-3)
+    assert other.activations.flops_per_image is not None
     assert before is not None
-    computing = other.need.operations / before / 125
+    computing = other.activations.flops_per_image / before / 125
     expected = 1 / (1 / 100 - 1 / 125 + computing)
     assert options[change]["images_per_second"] == pytest.approx(expected)
     assert (expected > 100) == change.startswith("model.freeze")
@@ -100,41 +106,43 @@ def test_half_a_micro_batch_and_another_optimiser(
 ) -> None:
     before = own(plain)
     smaller = options["data.micro_batch=8"]
-    assert smaller["peak"] == before.peak - 8 * before.need.per_image
+    assert smaller["peak"] == before.peak_bytes - 8 * before.activations.bytes_per_image
     assert smaller["images_per_second"] is None
     other = own(predictor("optim.name=sgd"))
     assert other.parts["moments"] < before.parts["moments"]
     saved = before.parts["moments"] - other.parts["moments"]
-    assert before.peak - other.peak == saved
+    assert before.peak_bytes - other.peak_bytes == saved
 
 
 def test_a_smaller_image_has_fewer_operations(options: dict[str, dict[str, Any]]) -> None:
     smaller = options["model.image_size=8"]  # the next that patches of 4 divide, below 16 / 2**0.5
-    assert smaller["peak"] == pytest.approx(own(predictor("model.image_size=8")).peak, rel=1e-3)
+    assert smaller["peak"] == pytest.approx(
+        own(predictor("model.image_size=8")).peak_bytes, rel=1e-3
+    )
     assert smaller["images_per_second"] > 200
 
 
 def test_the_input_is_a_line_where_it_costs_much(
     plain: Predictor, options: dict[str, dict[str, Any]]
 ) -> None:
-    line = options["an input that costs nothing (data.train)"]
+    line = options["input at no cost (data.train)"]
     assert line["images_per_second"] == 125
-    cheap = predictor(beside=plain, synthetic=105.0)
+    cheap = predictor(beside=plain, images_per_second_without_input=105.0)
     assert not any("input" in change for change in options_of(cheap))
-    decoded_anew = predictor("data.keep=none", beside=plain, in_memory=False)
+    decoded_anew = predictor("data.keep=none", beside=plain, keeps_images=False)
     assert "data.keep=memory" in options_of(decoded_anew)
 
 
 def test_where_evaluation_takes_the_most_its_batch_is_named(plain: Predictor) -> None:
     of = predictor("data.val_fraction=0.5", "data.eval_batch_size=400", beside=plain)
     before = own(of)
-    assert before.peak == before.phases["evaluation"]
+    assert before.peak_bytes == before.phases["evaluation"]
     lines = options_of(of)
-    assert lines["data.eval_batch_size=200"]["peak"] < before.peak
+    assert lines["data.eval_batch_size=200"]["peak"] < before.peak_bytes
     assert "data.micro_batch=8" not in lines  # it would change nothing
 
 
 def test_the_report_counts_without_gradients() -> None:
-    prediction = own(predictor(report=10**9))
+    prediction = own(predictor(report_bytes=10**9))
     kept = sum(prediction.parts.values()) - prediction.parts["gradients"]
     assert prediction.phases["report"] == kept + 10**9

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from doubles import Double, replace
-from faults_launch import heeding_interrupts
-from faults_runs import TINY
+from doubles import Double, replace_module
+from forked_runs import TINY_RECIPE
+from launches import default_sigint_handler
 
 from finetune.bench import losses_and_sizes, run
 from finetune.bench.run import WARMUP_STEPS, bench
-from finetune.bench.timer import spread
+from finetune.bench.timer import value_range
 from finetune.cli.main import main
 from finetune.errors import FinetuneError, RecipeError, SetupError
 
@@ -31,7 +31,7 @@ BATCH = 64  # TINY's
 @pytest.fixture
 def recipe(tmp_path: Path) -> str:
     path = tmp_path / "tiny.yaml"
-    path.write_text(TINY)
+    path.write_text(TINY_RECIPE)
     return str(path)
 
 
@@ -54,17 +54,17 @@ class Stand:
     def __exit__(self, *_: object) -> None:
         self.closed = True
 
-    def ask(self, method: str, **given: Any) -> Any:
+    def call(self, method: str, **given: Any) -> Any:
         self.asked.append((method, given))
         if method == "train":
-            self.told["steps"](given["warmup"] + given["steps"])
+            self.told["on_steps"](given["warmup"] + given["steps"])
             self.turns += not given.get("synthetic")
             rate = {"finetune": 100.0, "timm-loop": 50.0}.get(self.name, 25.0)
             return 200.0 if given.get("synthetic") else rate * self.turns
         return getattr(self, method)(**given)
 
     def prepare(self) -> dict[str, Any]:
-        if self.make == "Peer":
+        if self.make == "PeerLoop":
             found = {"seconds_to_first_step": 2.0, "workers": 2, "operations": BATCH * 1500}
             return {**found, "compiled": True}
         return {
@@ -90,7 +90,7 @@ class Stand:
     def memory(self) -> dict[str, Any]:
         return {"host": 7, "device": None}
 
-    def rest(self) -> None:
+    def empty_cache(self) -> None:
         """Nothing to give back."""
 
     def losses(self, steps: int, every: int) -> dict[str, Any]:
@@ -101,8 +101,8 @@ class Stand:
     def inputs(self, images: int, repeats: int) -> dict[str, Any]:
         return {"decode": [float(images)] * repeats, "workers": [9.0] * repeats, "share": 0.9}
 
-    def grow(self, images: int, warmup: int, steps: int) -> dict[str, Any]:
-        self.told["steps"](warmup + 1 + steps)
+    def train_on_size(self, images: int, warmup: int, steps: int) -> dict[str, Any]:
+        self.told["on_steps"](warmup + 1 + steps)
         self.turns += 1
         return {"images": images, "rate": 100.0 * self.turns, "own_bytes": 1000 + 16 * images}
 
@@ -114,8 +114,8 @@ class Stand:
 @pytest.fixture
 def stands(monkeypatch: Patch) -> list[Stand]:
     monkeypatch.setattr(Stand, "made", [])
-    monkeypatch.setattr(run, "Host", Stand)
-    monkeypatch.setattr(losses_and_sizes, "Host", Stand)
+    monkeypatch.setattr(run, "LoopProcess", Stand)
+    monkeypatch.setattr(losses_and_sizes, "LoopProcess", Stand)
     return Stand.made
 
 
@@ -129,8 +129,8 @@ def test_the_loops_take_turns(recipe: str, stands: list[Stand]) -> None:
     assert found["order"] == turn * 3
     assert [row["name"] for row in found["rows"]] == turn[:6]
     assert [(s.name, s.make) for s in stands] == [
-        ("finetune", "Ours"),
-        *[(name, "Peer") for name in turn[2:6]],
+        ("finetune", "FinetuneLoop"),
+        *[(name, "PeerLoop") for name in turn[2:6]],
     ]
     assert [s.arguments["precision"] for s in stands[1:]] == ["bf16", "fp32"] * 2
     assert {s.arguments["loop"] for s in stands[1:]} == {"transformers", "timm-loop"}
@@ -194,7 +194,7 @@ def test_our_own_training_in_float32(recipe: str, stands: list[Stand], monkeypat
     _, plain = found["rows"]
     assert (plain["name"], plain["evaluation"], plain["workers"]) == ("finetune:fp32", None, None)
     assert plain["ratio"] == 4  # 25 beside 100
-    assert [stand.make for stand in stands] == ["Ours", "Ours"]
+    assert [stand.make for stand in stands] == ["FinetuneLoop", "FinetuneLoop"]
     assert [stand.arguments["recipe"].run.precision for stand in stands] == ["auto", "fp32"]
     prepare = Stand.prepare
     monkeypatch.setattr(Stand, "prepare", lambda self: {**prepare(self), "precision": "fp32"})
@@ -253,7 +253,7 @@ def test_losses_beside_those_in_float32(recipe: str, stands: list[Stand]) -> Non
     found = bench(recipe, ["run.precision=bf16"], repeats=1, losses=40)
     assert found["command"].endswith("--repeats 1 --losses 40")
     assert [row["difference"] for row in found["losses"]["rows"]] == [0.5, 0.5]
-    curves = [stand for stand in stands if stand.make == "Curve"]
+    curves = [stand for stand in stands if stand.make == "LossCurveLoop"]
     assert len(curves) == 2
     plain = curves[1].arguments["recipe"]
     assert (plain.run.precision, plain.model.compile) == ("fp32", False)
@@ -266,11 +266,11 @@ def test_sets_of_other_sizes(recipe: str, stands: list[Stand]) -> None:
         "--steps 4 --repeats 3 --images 1000 --images 10 --images 1000"
     )
     small, large = found["sizes"]["rows"]
-    assert small["train"] == large["train"] == spread([100.0, 200.0, 300.0])
+    assert small["train"] == large["train"] == value_range([100.0, 200.0, 300.0])
     assert (small["images"], large["images"]) == (10, 1000)
     assert found["sizes"]["per_image"] == 16
     assert bench(recipe, repeats=1, sizes=[10])["sizes"]["per_image"] is None
-    grown = [stand for stand in stands if stand.make == "Grown"]
+    grown = [stand for stand in stands if stand.make == "DatasetSizeLoop"]
     assert [stand.name for stand in grown] == ["10 images", "1,000 images", "10 images"]
     assert all(stand.closed for stand in grown)
 
@@ -306,7 +306,7 @@ class TestRefused:
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         error = refused(recipe, against=["transformers"])
         assert isinstance(error, SetupError)
-        assert str(error).endswith("pip install 'finetune[transformers]'")
+        assert "finetune-vision[transformers]" in str(error)
 
     @pytest.mark.parametrize("steps", [0, -20, 50])
     def test_a_curve_of_no_whole_points(self, steps: int, recipe: str) -> None:
@@ -316,7 +316,7 @@ class TestRefused:
         assert "add run.num_processes=1" in str(refused(recipe, "run.num_processes=2"))
         monkeypatch.setenv("WORLD_SIZE", "2")
         for given in ({"against": ["timm-loop"]}, {"losses": 20}, {"sizes": [9]}, {"profile": "p"}):
-            assert "run it without accelerate launch" in str(refused(recipe, **given))
+            assert "or run without accelerate launch" in str(refused(recipe, **given))
 
     def test_an_augmentation_that_the_others_have_not(self, recipe: str) -> None:
         change = "data.train=resize | mixup"
@@ -327,7 +327,7 @@ class TestRefused:
 
     def test_a_page_that_could_not_be_written(self, recipe: str, stands: list[Stand]) -> None:
         """Before anything is measured."""
-        assert "is no page of benchmarks" in str(refused(recipe, out=recipe))
+        assert "is not a benchmark page" in str(refused(recipe, out=recipe))
         assert "is not a folder" in str(refused(recipe, out=f"{recipe}/B.md"))
         assert not stands
 
@@ -340,8 +340,8 @@ def test_our_own_training_may_use_what_the_others_have_not(
 
 def test_the_verb(recipe: str, monkeypatch: Patch, capsys: Captured) -> None:
     double = Double({"rows": []})
-    replace(monkeypatch, "finetune.bench.run", bench=double)
-    replace(monkeypatch, "finetune.bench.markdown", describe=Double("a table"))
+    replace_module(monkeypatch, "finetune.bench.run", bench=double)
+    replace_module(monkeypatch, "finetune.bench.markdown", render_text=Double("a table"))
     arguments = ["--against", "synthetic", "--against", "timm-loop", "--steps", "7"]
     arguments += ["--repeats", "2", "--losses", "60", "--images", "9"]
     arguments += ["--profile", "p", "--out", "B.md"]
@@ -370,7 +370,7 @@ def test_a_whole_call(recipe: str, tmp_path: Path, monkeypatch: Patch, capfd: Ca
 
     They are forked from this one, which has imported torch; the next test starts them as users do.
     """
-    monkeypatch.setattr("finetune.bench.subprocess._START", "fork")
+    monkeypatch.setattr("finetune.bench.loop_process._START_METHOD", "fork")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     words = ["--against", "timm-loop", "--steps", "2", "--repeats", "2", "--json"]
@@ -400,7 +400,7 @@ def group_lives(group: int) -> bool:
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """A suite that was started in the background ignores interrupts, and so would its children."""
-    with heeding_interrupts():
+    with default_sigint_handler():
         yield
 
 

@@ -6,27 +6,27 @@ import time
 
 import pytest
 import torch
-from doubles import Recorder
+from doubles import StepCounter
 
-from finetune.bench.timer import Clock, Loop, host_bytes, seconds_alive
+from finetune.bench.timer import MeasuredLoop, StepTimer, peak_host_bytes, process_age_seconds
 
 
 def test_a_clock_leaves_the_warm_up_out(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([10.0, 12.0, 20.0])
-    recorder = Recorder()
+    recorder = StepCounter()
     monkeypatch.setattr("finetune.bench.timer.time.perf_counter", lambda: next(now))
-    clock = Clock(torch.device("cpu"), warmup=3, steps=4, tick=recorder.tick)
+    clock = StepTimer(torch.device("cpu"), warmup=3, steps=4, tick=recorder.tick)
     for _ in range(7):
         clock.step()
     assert (clock.seconds, recorder.steps) == (8.0, 7)
-    assert clock.alive > 0
+    assert clock.seconds_to_first_step > 0
 
 
 def test_what_this_process_has_had() -> None:
-    loop = Loop()
+    loop = MeasuredLoop()
     loop.device = torch.device("cpu")
-    assert loop.memory() == {"host": host_bytes(), "device": None}
-    assert host_bytes() > 50 * 2**20
-    before = seconds_alive()
+    assert loop.memory() == {"host": peak_host_bytes(), "device": None}
+    assert peak_host_bytes() > 50 * 2**20
+    before = process_age_seconds()
     time.sleep(0.05)
-    assert before < seconds_alive() < before + 600
+    assert before < process_age_seconds() < before + 600

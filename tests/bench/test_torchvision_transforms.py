@@ -9,7 +9,7 @@ from PIL import Image
 from refusals import refused
 from torchvision.transforms import v2
 
-from finetune.bench.torchvision_transforms import translate
+from finetune.bench.torchvision_transforms import to_torchvision
 from finetune.transforms.operations import OPERATIONS
 from finetune.transforms.pipeline import Pipeline
 
@@ -28,7 +28,7 @@ def both(sentence: str, source: np.ndarray, size: tuple[int, int]) -> tuple[np.n
     pipeline = Pipeline(sentence, image_size=size, mean=(0, 0, 0), std=(1, 1, 1))
     chw = torch.from_numpy(source).permute(2, 0, 1)
     ours = pipeline([chw], keys=np.ones(1, np.uint64))[0].permute(1, 2, 0).numpy() * 255
-    chain = translate(sentence, image_size=size, interpolation="bicubic")
+    chain = to_torchvision(sentence, image_size=size, interpolation="bicubic")
     theirs = v2.Compose(chain)(Image.fromarray(source))
     return ours, np.asarray(theirs, dtype=np.float32)
 
@@ -65,7 +65,9 @@ def test_chances_and_ranges_are_handed_over() -> None:
     sentence = (
         "random_crop(24, padding=4) | flip(0.3) | rotate((-5, 10)) | color_jitter(0.2, hue=0.1)"
     )
-    crop, flip, rotation, jitter = translate(sentence, image_size=(24, 24), interpolation="bicubic")
+    crop, flip, rotation, jitter = to_torchvision(
+        sentence, image_size=(24, 24), interpolation="bicubic"
+    )
     assert (crop.size, crop.padding) == ((24, 24), [4, 4, 4, 4])
     assert flip.p == 0.3
     assert list(rotation.degrees) == [-5, 10]
@@ -81,5 +83,5 @@ def test_what_has_no_counterpart_is_named() -> None:
     assert len(strange) >= 4
     for name in strange:
         with refused("recipe.unsupported", f"data.train: {name}") as caught:
-            translate(f"resize | {name}", image_size=(8, 8), interpolation="bicubic")
+            to_torchvision(f"resize | {name}", image_size=(8, 8), interpolation="bicubic")
         assert "\n" not in str(caught.value)

@@ -12,8 +12,10 @@ from PIL import Image, ImageChops, ImageColor
 from refusals import refused
 
 from finetune.commands import contact_sheet as sheet_module
-from finetune.commands.contact_sheet import ContactSheet, save_sheet
-from finetune.evaluation.intervals import wilson
+from finetune.commands import sheet_drawing
+from finetune.commands.contact_sheet import ContactSheet
+from finetune.commands.sheet_drawing import save_sheet
+from finetune.evaluation.confidence_intervals import wilson_interval
 
 RED = (200, 30, 30)
 
@@ -38,9 +40,9 @@ def drawn(
 ) -> Image.Image:
     sheet = ContactSheet(**wanted)
     for place, pixels in pictures.items():
-        sheet.look(place, pixels)
+        sheet.add_image(place, pixels)
     for row in rows:
-        sheet.add(row)
+        sheet.add_row(row)
     return sheet.draw(title="a model")
 
 
@@ -80,16 +82,16 @@ def test_small_pictures_keep_their_pixels() -> None:
 
 
 def test_what_is_kept_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sheet_module, "LIMIT", 2)
+    monkeypatch.setattr(sheet_module, "MAX_TILES", 2)
     sheet = ContactSheet()
     pixels = plain(4000, 6000)
     for place in range(3):
-        sheet.look(place, pixels)
-    assert {place: picture.size for place, picture in sheet._pictures.items()} == {
+        sheet.add_image(place, pixels)
+    assert {place: picture.size for place, picture in sheet._thumbnails.items()} == {
         0: (192, 128),
         1: (192, 128),
     }
-    assert not any(picture.readonly for picture in sheet._pictures.values())
+    assert not any(picture.readonly for picture in sheet._thumbnails.values())
 
 
 def test_the_number_of_tiles_is_bounded_and_the_rest_is_counted(
@@ -99,12 +101,12 @@ def test_the_number_of_tiles_is_bounded_and_the_rest_is_counted(
     pictures = {number: plain(8, 8) for number in range(500)}
     image = drawn(rows, pictures)
     assert area(image, RED) == 200 * 192 * 192
-    monkeypatch.setattr(sheet_module, "LIMIT", 4)
+    monkeypatch.setattr(sheet_module, "MAX_TILES", 4)
     sheet = ContactSheet()
     for row in [*rows[:5], {"path": "x", "error": "zero bytes"}]:
-        sheet.add(row)
-    assert sheet._facts("calibrated") == (
-        "6 files · 1 unreadable · the first 4 are shown · least sure first · calibrated"
+        sheet.add_row(row)
+    assert sheet._format_summary("calibrated") == (
+        "6 files · 1 unreadable · showing the first 4 · least confident first · calibrated"
     )
 
 
@@ -137,16 +139,16 @@ def test_the_folder_tells_the_class_where_it_is_one() -> None:
     assert area(image, red) >= border
     sheet = ContactSheet(["cat", "dog"])
     for row in [*rows, {"path": "/photos/cat/4.png", "error": "zero bytes"}]:
-        sheet.add(row)
-    low, high = (f"{100 * end:.1f}" for end in wilson(1, 2))
-    said = f"1 of 2 as their folder says (95 % interval {low}–{high} %)"
-    assert sheet._facts("") == f"4 files · 1 unreadable · {said} · least sure first"
+        sheet.add_row(row)
+    low, high = (f"{100 * end:.1f}" for end in wilson_interval(1, 2))
+    said = f"1 of 2 match their folder (95 % interval {low}–{high} %)"
+    assert sheet._format_summary("") == f"4 files · 1 unreadable · {said} · least confident first"
     assert area(drawn(rows, pictures), red) == 0
 
 
 def test_of_several_labels_all_have_a_line() -> None:
     row = predicted("1.png", *"abcdefgh")
-    below = sheet_module._below
+    below = sheet_module._caption_predictions
     assert below(row) == row["predictions"][:3]
     assert below({**row, "labels": row["predictions"][2:6]}) == row["predictions"][2:6]
     lines = [one["label"] for one in below({**row, "labels": row["predictions"]})]
@@ -204,36 +206,36 @@ def test_names_and_labels_of_any_kind_fit_their_tile(name: str) -> None:
     bare = drawn([], {})
     assert image.width == bare.width
     # nothing is written into the gaps between the cards
-    left = sheet_module._MARGIN + sheet_module._CARD
-    for x in (left, left + sheet_module._CARD + sheet_module._GAP):
+    left = sheet_module._MARGIN + sheet_module._CARD_WIDTH
+    for x in (left, left + sheet_module._CARD_WIDTH + sheet_module._GAP):
         gap = image.crop((x, 110, x + sheet_module._GAP, image.height))
         assert not ImageChops.difference(gap, Image.new("RGB", gap.size, "#f4f4f5")).getbbox()
 
 
 def test_long_names_keep_their_ends() -> None:
-    font = sheet_module.Fonts([]).size(12)
+    font = sheet_drawing.FontSet([]).at_size(12)
     long = "a-very-long-name-" * 20 + "0042.jpg"
-    fitted = sheet_module.fitted(long, font, 192)
+    fitted = sheet_drawing.truncate_middle(long, font, 192)
     assert fitted.startswith("a-very")
     assert fitted.endswith("42.jpg")
     assert 170 < font(fitted).getlength(fitted) <= 192
-    assert sheet_module.fitted("short.png", font, 192) == "short.png"
-    assert sheet_module.fitted("wide", font, 1) == "…"
+    assert sheet_drawing.truncate_middle("short.png", font, 192) == "short.png"
+    assert sheet_drawing.truncate_middle("wide", font, 1) == "…"
 
 
 def test_text_is_broken_between_words() -> None:
-    font = sheet_module.Fonts([]).size(13)
+    font = sheet_drawing.FontSet([]).at_size(13)
     text = "an HTML page, not an image; download it again and again until it is one"
-    lines = sheet_module.wrapped(text, font, 192, lines=9)
+    lines = sheet_drawing.wrap_text(text, font, 192, max_lines=9)
     assert " ".join(lines) == text
     assert len(lines) > 1
     assert all(font(line).getlength(line) <= 192 for line in lines)
-    assert len(sheet_module.wrapped(text, font, 192, lines=2)) == 2
-    assert sheet_module.wrapped(text, font, 192, lines=0) == []
+    assert len(sheet_drawing.wrap_text(text, font, 192, max_lines=2)) == 2
+    assert sheet_drawing.wrap_text(text, font, 192, max_lines=0) == []
 
 
 def test_folders_that_all_share_are_left_out() -> None:
-    short = sheet_module._short_names
+    short = sheet_module._strip_common_folder
     assert short(["/a/b/c.png", "/a/d.png"]) == ["b/c.png", "d.png"]
     assert short(["/a/b/c.png"]) == ["c.png"]
     assert short(["c.png", "b/d.png"]) == ["c.png", "b/d.png"]
@@ -247,25 +249,25 @@ def test_characters_that_the_own_font_lacks_come_from_the_systems(
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     other = str(folder / "STIXGeneral.ttf")
     (tmp_path / "broken.ttf").write_text("no font")
-    own = sheet_module._characters(sheet_module._own_font(bold=False))
-    lacking = sorted(sheet_module._characters(other) - own)
+    own = sheet_drawing._supported_characters(sheet_drawing._default_font_path(bold=False))
+    lacking = sorted(sheet_drawing._supported_characters(other) - own)
     text = "".join(map(chr, lacking))
     text = "".join(char for char in text if char.isprintable())
     assert text
     found = [str(tmp_path / "broken.ttf"), str(tmp_path / "gone.ttf"), other]
     monkeypatch.setattr("matplotlib.font_manager.findSystemFonts", lambda: found)
-    fonts = sheet_module.Fonts([text, "cat"])
-    assert fonts.size(14)(text).path == other
-    assert fonts.size(14)("cat").path == sheet_module._own_font(bold=False)
-    assert fonts.size(14, bold=True)("cat").path == sheet_module._own_font(bold=True)
+    fonts = sheet_drawing.FontSet([text, "cat"])
+    assert fonts.at_size(14)(text).path == other
+    assert fonts.at_size(14)("cat").path == sheet_drawing._default_font_path(bold=False)
+    assert fonts.at_size(14, bold=True)("cat").path == sheet_drawing._default_font_path(bold=True)
 
 
 def test_the_file_is_replaced_in_one_step(tmp_path: Path) -> None:
     path = tmp_path / "sheet.png"
     path.write_text("old")
     sheet = ContactSheet()
-    sheet.add(predicted("a.png", "cat"))
-    sheet.look(0, plain(8, 8))
+    sheet.add_row(predicted("a.png", "cat"))
+    sheet.add_image(0, plain(8, 8))
     save_sheet(sheet.draw(title="a model"), path, option="--sheet")
     with Image.open(path) as image:
         assert image.convert("RGB").tobytes() == sheet.draw(title="a model").tobytes()

@@ -14,22 +14,22 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from ranks import command, two_ranks
-from recipe_texts import tiny_text
+from ranks import run_rank_command, run_two_ranks
+from recipe_texts import tiny_recipe_text
 from refusals import refused
 from safetensors.torch import load_file, save_file
 
 from finetune.commands import evaluate
-from finetune.commands.evaluate import describe, evaluate_model, write_results
-from finetune.data.source import open_source
+from finetune.commands.evaluate import evaluate_model, format_evaluation, write_evaluation
+from finetune.data.open_source import open_source
 from finetune.errors import SetupError
-from finetune.models.build import build
+from finetune.models.build import build_model
 from finetune.recipe.load import parse_recipe
 from finetune.training.train import train
-from finetune.transforms.evaluation import make_pipeline
-from finetune.transforms.random import sample_keys
+from finetune.transforms.eval_transforms import build_pipeline
+from finetune.transforms.sample_rng import sample_keys
 
-RECIPE = tiny_text("eval: 'resize(18) | center_crop'", optim="lr: 3e-3, steps: 6")
+RECIPE = tiny_recipe_text("eval: 'resize(18) | center_crop'", optim="lr: 3e-3, steps: 6")
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_without_a_test_split_validation_is_measured(
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "no test split" in line]
     assert f"folder:{photos}" in line
     assert "validation, 10 images" in line
-    assert "too few images" in describe(measured)
+    assert "too few images" in format_evaluation(measured)
     with refused("data.no_split", f"folder:{photos}", "'test'"):
         evaluate_model(str(tmp_path / "run"), split="test")
     evaluate_model(str(out))
@@ -118,10 +118,10 @@ def test_figures_on_few_images_have_their_interval() -> None:
     figures = {"loss": 0.5, "top1": 0.8, "top5": 1.0, "ece": 0.1, "confusion": [[8, 2], [2, 8]]}
     figures |= {"balanced_accuracy": 0.8, "macro_f1": 0.8}
     result = {**figures, "split": "test", "class_names": ["a", "b"]}
-    assert "75.8–83.6 %" in describe({**result, "examples": 400})
-    assert "too few" not in describe({**result, "examples": 400})
-    assert "95 %" not in describe({**result, "examples": 1000})
-    assert "too few" in describe({**result, "examples": 20})
+    assert "75.8–83.6 %" in format_evaluation({**result, "examples": 400})
+    assert "too few" not in format_evaluation({**result, "examples": 400})
+    assert "95 %" not in format_evaluation({**result, "examples": 1000})
+    assert "too few" in format_evaluation({**result, "examples": 20})
 
 
 def digits_in_folders(root: Path, classes: Sequence[int], *, name: Callable[[int], str]) -> Path:
@@ -133,7 +133,7 @@ def digits_in_folders(root: Path, classes: Sequence[int], *, name: Callable[[int
             folder = root / split / name(digit)
             folder.mkdir(parents=True)
             for place in np.flatnonzero(images.labels == digit)[:6].tolist():
-                Image.fromarray(images.read(place)).save(folder / f"{place}.png")
+                Image.fromarray(images.decode(place)).save(folder / f"{place}.png")
     return root
 
 
@@ -194,7 +194,7 @@ def test_the_report_names_every_class_and_the_files_hold_it(finished, tmp_path: 
     out, _ = finished
     measured = evaluate_model(str(out))
     measured["class_names"] = ["=cmd|' /C'", *measured["class_names"][1:]]
-    text = describe(measured)
+    text = format_evaluation(measured)
     assert text.splitlines()[0].startswith("test: top1 ")
     rows = [line.split() for line in text.splitlines()]
     report = {" ".join(row[:-4]): row[-4:] for row in rows if len(row) > 4}
@@ -202,7 +202,7 @@ def test_the_report_names_every_class_and_the_files_hold_it(finished, tmp_path: 
         figures = [f"{row[key] or 0:.4f}" for key in ("precision", "recall", "f1")]
         assert report[" ".join(name.split())] == [*figures, str(row["support"])]
     assert ["accuracy", f"{measured['top1']:.4f}", str(measured["examples"])] in rows
-    written = write_results(measured, tmp_path / "new" / "folder")
+    written = write_evaluation(measured, tmp_path / "new" / "folder")
     assert [Path(file).name for file in written] == [
         "results.json",
         "per_class.csv",
@@ -221,7 +221,7 @@ def test_the_report_names_every_class_and_the_files_hold_it(finished, tmp_path: 
             assert opened.format == "PNG"
     (tmp_path / "file").write_text("")
     with refused("setup.not_writable", "--out"):
-        write_results(measured, tmp_path / "file")
+        write_evaluation(measured, tmp_path / "file")
 
 
 @pytest.fixture(scope="module")
@@ -238,13 +238,13 @@ def sharp(finished, tmp_path_factory) -> Path:
 
 def corrupted_by_hand(run: Path, kind: str, severity: int) -> tuple[float, float]:
     """Top-1 and loss of a run's network on its corrupted test images, one at a time."""
-    built = build(str(run))
+    built = build_model(str(run))
     source = open_source("embedded:digits").splits["test"]
     sentence = f"resize(18) | center_crop | corrupt('{kind}', {severity})"
-    pipeline = make_pipeline(built.preprocessing, sentence)
+    pipeline = build_pipeline(built.preprocessing, sentence)
     right, losses = 0, 0.0
     for place, label in enumerate(source.labels.tolist()):
-        image = torch.from_numpy(source.read(place)).permute(2, 0, 1)[None]
+        image = torch.from_numpy(source.decode(place)).permute(2, 0, 1)[None]
         with torch.no_grad():
             logits = built.model.eval()(pipeline(image, keys=sample_keys(0, 0, [place])))
         right += int(logits.argmax()) == label
@@ -273,7 +273,7 @@ def test_corrupted_images_are_measured_beside_clean_ones(sharp: Path) -> None:
     (row,) = alone["corrupted"]["rows"]
     # a folder does not say in which precision it was trained: in bfloat16 here
     assert row["loss"] == pytest.approx(rows["noise", 5]["loss"], rel=0.01)
-    text = describe({**measured, "corrupted": found})
+    text = format_evaluation({**measured, "corrupted": found})
     assert f"mean of 20 corruptions: top1 {found['mean']['top1']:.4f}" in text
     (line,) = [line for line in text.splitlines() if line.startswith("noise") and "ece" in line]
     assert line.split()[2:] == [f"{rows['noise', severity]['ece']:.4f}" for severity in range(1, 6)]
@@ -286,7 +286,7 @@ def test_two_processes_and_small_batches_corrupt_alike(sharp: Path, tmp_path: Pa
     text = (small / "recipe.yaml").read_text()
     assert "eval_batch_size: 256" in text
     (small / "recipe.yaml").write_text(text.replace("eval_batch_size: 256", "eval_batch_size: 50"))
-    ended = two_ranks(command, "eval", str(small), "--corrupt", "noise", "--json")
+    ended = run_two_ranks(run_rank_command, "eval", str(small), "--corrupt", "noise", "--json")
     found = json.loads(ended.stdout)["corrupted"]
     assert [row["top1"] for row in found["rows"]] == [row["top1"] for row in expected["rows"]]
     for row, other in zip(found["rows"], expected["rows"], strict=True):

@@ -18,11 +18,11 @@ from timm.data import create_transform
 from torch import Tensor, nn
 
 from finetune.commands import export as export_module
-from finetune.commands.export import describe, export_model
-from finetune.commands.predict import Classifier
-from finetune.files import sha256_of
-from finetune.models.build import build
-from finetune.models.saved import save_model
+from finetune.commands.export import export_model, format_export
+from finetune.files import file_sha256
+from finetune.inference import Classifier
+from finetune.models.build import build_model
+from finetune.models.save import save_model
 
 Captured, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 NANO = "embedded:vit_nano"
@@ -53,8 +53,8 @@ def instant(monkeypatch: Patch) -> None:
         path.write_bytes(b"weights")
         return 20
 
-    monkeypatch.setattr(export_module, "write", write)
-    monkeypatch.setattr(export_module, "opened", lambda path, format: networks[-1])
+    monkeypatch.setattr(export_module, "export_network", write)
+    monkeypatch.setattr(export_module, "load_exported", lambda path, format: networks[-1])
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def run_of_folder(tmp_path: Path, image_folder: Path) -> Path:
     """A run directory as its model and its recipe: trained on a folder, of three classes."""
     run = tmp_path / "my-run"
     (run / "model").mkdir(parents=True)
-    built = build(NANO, num_classes=3, head_init="default")
+    built = build_model(NANO, num_classes=3, head_init="default")
     save_model(
         run / "model",
         built,
@@ -87,7 +87,7 @@ def picture(height: int = 90, width: int = 120) -> Image.Image:
 
 
 def test_any_batch_gives_the_models_logits(exported: dict[str, Any]) -> None:
-    network = build(NANO).model.eval()
+    network = build_model(NANO).model.eval()
     for batch in (1, 7):
         images = torch.randn(batch, 3, 32, 32)
         with torch.inference_mode():
@@ -103,19 +103,19 @@ def test_the_answer_says_what_was_compared(exported: dict[str, Any]) -> None:
     suffix = SUFFIXES[exported["format"]]
     assert path.name == f"vit_nano{suffix}"
     assert sorted(os.listdir(path.parent)) == [path.name, f"{path.name}.json"]
-    assert exported["sha256"] == {path.name: sha256_of(path)}
+    assert exported["sha256"] == {path.name: file_sha256(path)}
     assert exported["bytes"] == path.stat().st_size
     assert 0 <= exported["max_difference"] < 1e-4
     assert exported["batch_sizes"] == [1, 2, 5, 16]
     assert (exported["num_images"], exported["images"]) == (16, "embedded:digits")
-    text = describe(exported)
+    text = format_export(exported)
     assert f"{exported['max_difference']:.2g} (limit 0.001) on 16 images of embedded:d" in text
     assert ("opset 2" in text) == (suffix == ".onnx")
 
 
 def test_what_stands_beside_is_whole(exported: dict[str, Any]) -> None:
     facts = json.loads(Path(exported["preprocessing"]).read_text("utf-8"))
-    built = build(NANO)
+    built = build_model(NANO)
     assert facts["source"]["model"] == NANO
     assert facts["source"]["architecture"] == built.architecture
     assert facts["source"]["sha256"] == built.provenance["sha256"]
@@ -151,7 +151,7 @@ def test_what_stands_beside_gives_the_pixels(exported: dict[str, Any], tmp_path:
 def test_an_export_that_differs_is_refused_and_leaves_the_old(
     damage: float, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    real_write = export_module.write
+    real_write = export_module.export_network
 
     def write_and_damage(network: Any, example: Any, path: Path, *rest: str) -> Any:
         opset = real_write(network, example, path, *rest)
@@ -162,7 +162,7 @@ def test_an_export_that_differs_is_refused_and_leaves_the_old(
         onnx.save(model, path)
         return opset
 
-    monkeypatch.setattr(export_module, "write", write_and_damage)
+    monkeypatch.setattr(export_module, "export_network", write_and_damage)
     (tmp_path / "vit_nano.onnx").write_text("old")
     with refused("weights.wrong_export", "vit_nano", "0.001"):
         export_model(NANO, out=str(tmp_path))
@@ -171,14 +171,14 @@ def test_an_export_that_differs_is_refused_and_leaves_the_old(
 
 
 def test_each_batch_size_is_compared(instant: None, tmp_path: Path, monkeypatch: Patch) -> None:
-    network = build(NANO).model.eval()
+    network = build_model(NANO).model.eval()
 
     def run(images: Tensor) -> Tensor:
         if len(images) == 5:
             raise RuntimeError("shape mismatch")
         return network(images)
 
-    monkeypatch.setattr(export_module, "opened", lambda path, format: run)
+    monkeypatch.setattr(export_module, "load_exported", lambda path, format: run)
     with refused("weights.wrong_export", "batch of 5", "shape mismatch"):
         export_model(NANO, out=str(tmp_path))
     assert not os.listdir(tmp_path)
@@ -265,7 +265,7 @@ def test_out_is_a_file_or_a_folder(
     ],
 )
 def test_the_file_is_called_after_the_model(model: str, name: str) -> None:
-    assert export_module._target(model, "torch", None) == Path(f"{name}.pt2")
+    assert export_module._resolve_output_path(model, "torch", None) == Path(f"{name}.pt2")
 
 
 def test_another_formats_suffix_is_refused_before_any_work() -> None:
@@ -323,7 +323,7 @@ IN_THE_LONG_RUN = ("convnext_atto", "swin_tiny_patch4_window7_224")
 )
 def test_other_architectures(architecture: str, tmp_path: Path) -> None:
     size, args = ARCHITECTURES[architecture]
-    built = build(
+    built = build_model(
         architecture,
         pretrained=False,
         num_classes=5,

@@ -14,7 +14,13 @@ from refusals import refused
 from torch import Tensor, nn
 
 from finetune.commands import export_formats as exporters
-from finetune.commands.export_formats import innermost, opened, quiet, require_packages, write
+from finetune.commands.export_formats import (
+    export_network,
+    load_exported,
+    require_packages,
+    root_cause_message,
+    suppress_exporter_output,
+)
 from finetune.errors import WeightsError
 
 FORMATS = ("onnx", "torch")
@@ -44,8 +50,8 @@ class FixedBatch(Small):
 
 def written(format: str, folder: Path, network: nn.Module) -> Path:
     path = folder / f"small{exporters.SUFFIXES[format]}"
-    with quiet():
-        write(network.eval(), torch.zeros(2, 3, 8, 8), path, "small", format)
+    with suppress_exporter_output():
+        export_network(network.eval(), torch.zeros(2, 3, 8, 8), path, "small", format)
     return path
 
 
@@ -55,8 +61,8 @@ def test_any_batch_gives_the_networks_logits_and_nothing_is_printed(
 ) -> None:
     network = Small()
     path = written(format, tmp_path, network)
-    with quiet():
-        run = opened(path, format)
+    with suppress_exporter_output():
+        run = load_exported(path, format)
     for batch in (1, 2, 7):
         images = torch.randn(batch, 3, 8, 8)
         found = run(images)
@@ -77,8 +83,8 @@ def test_no_folder_of_this_machine_is_in_the_file(format: str, tmp_path: Path) -
 
 def test_the_onnx_file_is_valid_and_names_its_ends(tmp_path: Path) -> None:
     path = tmp_path / "small.onnx"
-    with quiet():
-        opset = write(Small().eval(), torch.zeros(2, 3, 8, 8), path, "small", "onnx")
+    with suppress_exporter_output():
+        opset = export_network(Small().eval(), torch.zeros(2, 3, 8, 8), path, "small", "onnx")
     onnx.checker.check_model(str(path), full_check=True)
     model = onnx.load(path)
     assert opset == next(each.version for each in model.opset_import if not each.domain) >= 18
@@ -92,12 +98,14 @@ def test_the_onnx_file_is_valid_and_names_its_ends(tmp_path: Path) -> None:
 def test_weights_too_large_for_a_protobuf_stand_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exporters, "_PROTOBUF_BYTES", 0)
+    monkeypatch.setattr(exporters, "_MAX_PROTOBUF_BYTES", 0)
     network = Small()
     path = written("onnx", tmp_path, network)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["small.onnx", "small.onnx.data"]
     images = torch.randn(3, 3, 8, 8)
-    torch.testing.assert_close(opened(path, "onnx")(images), network(images), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        load_exported(path, "onnx")(images), network(images), atol=1e-6, rtol=0
+    )
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -111,8 +119,8 @@ def test_a_network_for_one_batch_size_is_refused(format: str, tmp_path: Path) ->
 def test_a_file_that_is_no_export_is_refused(format: str, tmp_path: Path) -> None:
     path = tmp_path / f"x{exporters.SUFFIXES[format]}"
     path.write_bytes(b"not a network")
-    with quiet(), refused("weights.wrong_export", path.name):
-        opened(path, format)
+    with suppress_exporter_output(), refused("weights.wrong_export", path.name):
+        load_exported(path, format)
 
 
 def test_a_package_that_is_missing_is_named_with_what_installs_it(
@@ -126,14 +134,14 @@ def test_a_package_that_is_missing_is_named_with_what_installs_it(
         return find(name)
 
     monkeypatch.setattr(importlib, "import_module", without_onnxscript)
-    with refused("setup.missing_package", "onnxscript", "pip install 'finetune[export]'"):
+    with refused("setup.missing_package", "onnxscript", "finetune-vision[export]"):
         require_packages("onnx")
     require_packages("torch")
 
 
 def test_quiet_hides_noise_and_not_errors(capsys: pytest.CaptureFixture[str]) -> None:
     def noisy() -> None:
-        with quiet():
+        with suppress_exporter_output():
             print("progress")
             print("progress", file=sys.stderr)
             warnings.warn("deprecated", stacklevel=1)
@@ -155,6 +163,6 @@ def test_the_innermost_cause_is_one_short_line() -> None:
 
     with pytest.raises(RuntimeError) as caught:
         fail()
-    assert innermost(caught.value).startswith("a long causexxx")
-    assert len(innermost(caught.value)) == 201
-    assert innermost(KeyError()) == "KeyError"
+    assert root_cause_message(caught.value).startswith("a long causexxx")
+    assert len(root_cause_message(caught.value)) == 201
+    assert root_cause_message(KeyError()) == "KeyError"

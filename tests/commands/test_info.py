@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from networks import built, save, saved, timm_folder
+from networks import build_network, save_network, save_random_network, write_timm_folder
 from refusals import refused
 
-from finetune.commands.info import describe, model_info
+from finetune.commands.info import format_model_info, model_info
 from finetune.errors import RecipeError
 
 # timm name, millions of parameters in timm's results tables, and in the papers' own words
@@ -42,7 +42,7 @@ def test_published_figures(name: str) -> None:
 
 
 def test_a_small_folder(tmp_path: Path) -> None:
-    folder = saved(tmp_path, "vit")
+    folder = save_random_network(tmp_path, "vit")
     found = model_info(folder)
     weights = (Path(folder) / "model.safetensors").read_bytes()
     assert found["weights"]["sha256"] == hashlib.sha256(weights).hexdigest()
@@ -51,13 +51,13 @@ def test_a_small_folder(tmp_path: Path) -> None:
     assert found["image_size"] == [32, 32]
     assert found["num_classes"] == 5
     assert found["depth"] == [2]
-    real = sum(p.numel() for p in built("vit").model.parameters())
+    real = sum(p.numel() for p in build_network("vit").model.parameters())
     assert found["parameters"] == {"total": real, "trainable": real, "head": 5 * 33}
     json.dumps(found)
 
 
 def test_preprocessing_is_the_weights_own(tmp_path: Path) -> None:
-    found = model_info(timm_folder(tmp_path / "folder"))["preprocessing"]
+    found = model_info(write_timm_folder(tmp_path / "folder"))["preprocessing"]
     assert found["mean"] == [0.1, 0.2, 0.3]
     assert found["std"] == [0.4, 0.5, 0.6]
     assert "32" in found["operations"]
@@ -70,13 +70,13 @@ def test_another_size_has_more_tokens_and_the_same_blocks() -> None:
     width = large["layers"][1]["output"][1]
     grown = large["parameters"]["total"] - small["parameters"]["total"]
     assert grown == (145 - 65) * width  # position embeddings
-    with pytest.raises(RecipeError, match="not divided"):
+    with pytest.raises(RecipeError, match="not a multiple"):
         model_info("embedded:vit_nano", image_size=30)
 
 
 def test_a_run_says_what_it_trained(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    save(run / "model", built("vit"))
+    save_network(run / "model", build_network("vit"))
     (run / "run.json").write_text("{}")
     (run / "recipe.yaml").write_text(
         "model: {name: vit_tiny_patch16_224, freeze: backbone}\n"
@@ -87,9 +87,9 @@ def test_a_run_says_what_it_trained(tmp_path: Path) -> None:
     found = model_info(run)
     assert found["parameters"]["trainable"] == found["parameters"]["head"] == 5 * 33
     assert found["preprocessing"]["operations"] == "resize(36) | center_crop(32)"
-    assert "165 trainable, " in describe(found)
+    assert "165 trainable, " in format_model_info(found)
     assert found["preprocessing"]["decode_size"] == 36
-    assert "JPEGs decoded to no less than 36 pixels a side" in describe(found)
+    assert "JPEGs decoded to no less than 36 pixels a side" in format_model_info(found)
     # at another size the run's sentence does not lead there
     assert "center_crop(32)" not in model_info(run, image_size=48)["preprocessing"]["operations"]
 
@@ -110,8 +110,8 @@ def test_nothing_large_is_made_and_nothing_is_read(monkeypatch: pytest.MonkeyPat
     assert sum(made) == 0
     assert found["weights"]["repository"] == "timm/vit_huge_patch14_224.orig_in21k"
     assert found["weights"]["sha256"] is None
-    assert "not on this machine" in describe(found)
-    assert "no classifier" in describe(found)
+    assert "not on this machine" in format_model_info(found)
+    assert "no classifier" in format_model_info(found)
 
 
 def test_weights_in_the_cache_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,18 +131,20 @@ def test_weights_in_the_cache_are_named(tmp_path: Path, monkeypatch: pytest.Monk
     found = model_info("test_vit.r160_in1k")
     assert asked == ["timm/test_vit.r160_in1k"]
     assert found["weights"]["sha256"] == digest
-    assert f"model.safetensors, sha256 {digest}" in describe(found)
+    assert f"model.safetensors, sha256 {digest}" in format_model_info(found)
 
 
 def test_the_page() -> None:
     golden = Path(__file__).with_name("info.txt").read_text(encoding="utf-8")
-    assert describe(model_info("embedded:vit_nano")) + "\n" == golden
+    assert format_model_info(model_info("embedded:vit_nano")) + "\n" == golden
 
 
 def test_names_that_are_none() -> None:
     with refused("weights.unknown_name", "vit_base_patch16_225", "did you mean"):
         model_info("vit_base_patch16_225")
-    assert "none: timm has no pretrained weights" in describe(model_info("vit_base_patch16_xp_224"))
+    assert "none: timm has no pretrained weights" in format_model_info(
+        model_info("vit_base_patch16_xp_224")
+    )
 
 
 def test_an_npz_of_googles(shared: Path) -> None:

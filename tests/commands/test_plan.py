@@ -12,17 +12,22 @@ from typing import Any
 
 import pytest
 import torch
-from doubles import Recorder
-from faults_runs import TINY, tiny
-from ranks import forked
+from doubles import StepCounter
+from forked_runs import TINY_RECIPE, tiny_recipe
+from ranks import fork_context
 from refusals import refused
-from samples import make_parquet, png, store_of
+from small_datasets import make_pixel_store, random_png, write_parquet
 
-from finetune.commands.plan import Trial, decoded_bytes, describe, forecast
+from finetune.commands.estimate import (
+    RunTrial,
+    decoded_image_bytes,
+    estimate_run,
+    format_run_estimate,
+)
 from finetune.data.feature_loader import FeatureLoader
-from finetune.data.source import open_source
+from finetune.data.open_source import open_source
 from finetune.errors import FinetuneError
-from finetune.models.profile import count_parameters
+from finetune.models.summary import count_parameters
 
 CHANGES = (
     *("data.batch_size=24", "data.micro_batch=12", "data.num_train=120", "run.test=false"),
@@ -34,21 +39,23 @@ CHANGES = (
 def short_turns() -> Iterator[None]:
     """Few steps, and no look for garbage among all that the other tests have left."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("finetune.commands.plan._MOST", 3)
-        patch.setattr("finetune.commands.plan.gc", SimpleNamespace(collect=lambda: 0))
+        patch.setattr("finetune.commands.estimate._MAX_STEPS", 3)
+        patch.setattr("finetune.commands.estimate.gc", SimpleNamespace(collect=lambda: 0))
         yield
 
 
 @pytest.fixture(scope="module")
-def trial(tmp_path_factory: pytest.TempPathFactory) -> Trial:
-    made = Trial(Recorder(), recipe=tiny(*CHANGES), folder=str(tmp_path_factory.mktemp("trial")))
+def trial(tmp_path_factory: pytest.TempPathFactory) -> RunTrial:
+    made = RunTrial(
+        StepCounter(), recipe=tiny_recipe(*CHANGES), folder=str(tmp_path_factory.mktemp("trial"))
+    )
     made.prepare()
     made.timed = made.measure()  # type: ignore[attr-defined]
     made.predicted = made.predict()  # type: ignore[attr-defined]
     return made
 
 
-def test_memory_is_the_sum_of_its_parts(trial: Trial) -> None:
+def test_memory_is_the_sum_of_its_parts(trial: RunTrial) -> None:
     predicted: dict[str, Any] = trial.predicted  # type: ignore[attr-defined]
     memory, one = predicted["memory"], 4 * count_parameters(trial.setup.built.model.parameters())
     parts = memory["parts"]
@@ -69,13 +76,15 @@ def test_memory_is_the_sum_of_its_parts(trial: Trial) -> None:
 
 @pytest.mark.parametrize("sizes", [[(5, 4)] * 40, [(5, 4), (9, 7)] * 20])
 def test_images_of_any_size_are_all_counted(sizes: list[tuple[int, int]], tmp_path: Path) -> None:
-    images = [{"bytes": png(n, size), "path": None} for n, size in enumerate(sizes)]
-    file = make_parquet(tmp_path / "a.parquet", [0, 1] * 20, images=images)
-    store = store_of(open_source(f"parquet:{file}").splits["train"], "memory")
-    assert decoded_bytes(store, torch.device("cpu")) == sum(3 * math.prod(size) for size in sizes)
+    images = [{"bytes": random_png(n, size), "path": None} for n, size in enumerate(sizes)]
+    file = write_parquet(tmp_path / "a.parquet", [0, 1] * 20, images=images)
+    store = make_pixel_store(open_source(f"parquet:{file}").splits["train"], "memory")
+    assert decoded_image_bytes(store, torch.device("cpu")) == sum(
+        3 * math.prod(size) for size in sizes
+    )
 
 
-def test_time_follows_from_the_rates(trial: Trial) -> None:
+def test_time_follows_from_the_rates(trial: RunTrial) -> None:
     time: dict[str, Any] = trial.timed["time"]  # type: ignore[attr-defined]
     rate = time["images_per_second"]
     assert rate == pytest.approx(sum(time["turns"]) / len(time["turns"]))
@@ -87,7 +96,7 @@ def test_time_follows_from_the_rates(trial: Trial) -> None:
     assert 0 <= time["input_share"] < 1
 
 
-def test_disk_holds_the_last_the_best_and_the_one_that_is_written(trial: Trial) -> None:
+def test_disk_holds_the_last_the_best_and_the_one_that_is_written(trial: RunTrial) -> None:
     predicted: dict[str, Any] = trial.predicted  # type: ignore[attr-defined]
     disk, parts = predicted["disk"], predicted["memory"]["parts"]
     assert disk["checkpoint"] == parts["snapshot"]
@@ -99,9 +108,9 @@ def test_without_a_checkpoint_on_the_way_there_is_no_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # tests/bench/test_predictor.py has them
-    monkeypatch.setattr("finetune.commands.plan.other_settings", lambda *_: [])
+    monkeypatch.setattr("finetune.commands.estimate.suggest_settings", lambda *_: [])
     changes = ("data.val_fraction=0", "run.eval_every=12", "model.freeze=backbone")
-    made = Trial(Recorder(), recipe=tiny(*CHANGES, *changes), folder=str(tmp_path))
+    made = RunTrial(StepCounter(), recipe=tiny_recipe(*CHANGES, *changes), folder=str(tmp_path))
     made.prepare()
     made.measure()
     predicted = made.predict()
@@ -114,12 +123,12 @@ def test_without_a_checkpoint_on_the_way_there_is_no_snapshot(
 
 def test_a_frozen_backbone_computes_its_features_once(tmp_path: Path) -> None:
     changes = ("model.freeze=backbone", "data.train=resize", "optim.steps=2000", "run.eval_every=9")
-    made = Trial(Recorder(), recipe=tiny(*CHANGES, *changes), folder=str(tmp_path))
+    made = RunTrial(StepCounter(), recipe=tiny_recipe(*CHANGES, *changes), folder=str(tmp_path))
     assert made.prepare()["of_features"]
     time, steps = made.measure()["time"], 2000
-    whole = made.measured.real
+    whole = made.measured.images_per_second
     assert time["features_seconds"] > 0
-    assert isinstance(made.trained, FeatureLoader)  # what the steps were timed with
+    assert isinstance(made.active_loader, FeatureLoader)  # what the steps were timed with
     assert time["images_per_second"] == whole
     val = 120 - made.setup.num_samples
     evaluated = (time["evaluations"] + 1) * val / time["evaluated_per_second"]
@@ -144,29 +153,31 @@ def test_a_forecast_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setattr(tempfile, "tempdir", None)
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(TINY)
-    found = forecast(str(recipe), CHANGES)
+    recipe.write_text(TINY_RECIPE)
+    found = estimate_run(str(recipe), CHANGES)
     assert list(temporary.iterdir()) == list(here.iterdir()) == []
     assert found["batch_size"] == 24
     assert found["disk"]["free_here"] > 0
     assert found["options"]
     json.dumps(found)
-    monkeypatch.setattr("finetune.bench.subprocess._START", forked.get_start_method())  # quicker
+    monkeypatch.setattr(
+        "finetune.bench.loop_process._START_METHOD", fork_context.get_start_method()
+    )  # quicker
     # an error of the other process is an error here, of its kind
     with pytest.raises(FinetuneError) as caught:
-        forecast(str(recipe), ["data.source=folder:nowhere"])
+        estimate_run(str(recipe), ["data.source=folder:nowhere"])
     assert caught.value.exit_code == 3
     assert list(temporary.iterdir()) == []
 
 
 def test_one_process_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(TINY)
+    recipe.write_text(TINY_RECIPE)
     with refused("recipe.conflict", "run.num_processes=1"):
-        forecast(str(recipe), ["run.num_processes=2"])
+        estimate_run(str(recipe), ["run.num_processes=2"])
     monkeypatch.setenv("WORLD_SIZE", "2")
     with refused("setup.one_process", "accelerate launch"):
-        forecast(str(recipe))
+        estimate_run(str(recipe))
 
 
 MIB = 2**20
@@ -223,12 +234,12 @@ def plan_of(**changes: Any) -> dict[str, Any]:
 
 def test_the_page() -> None:
     golden = Path(__file__).with_name("plan.txt").read_text(encoding="utf-8")
-    assert describe(plan_of()) + "\n" == golden
+    assert format_run_estimate(plan_of()) + "\n" == golden
 
 
 def test_the_page_of_features_and_that_without_options() -> None:
     time = {**plan_of()["time"], "features_seconds": 240.0}
-    page = describe(plan_of(time=time, options=[]))
+    page = format_run_estimate(plan_of(time=time, options=[]))
     assert "4 min 0 s  once; then they are kept" in page
-    assert page.endswith("only the classifier is trained: no other setting was tried")
-    assert describe(plan_of(options=[])).endswith("takes less memory or time")
+    assert page.endswith("only the classifier is trained, so no other settings were tried")
+    assert format_run_estimate(plan_of(options=[])).endswith("takes less memory or time")

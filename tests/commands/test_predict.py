@@ -21,17 +21,17 @@ from PIL import Image, ImageColor
 from refusals import refused
 from safetensors.torch import load_file, save_file
 
-from finetune.commands import predict as predict_module
-from finetune.commands import predict_io as listing
+from finetune import inference
 from finetune.commands.contact_sheet import ContactSheet
-from finetune.commands.predict import Classifier, predict
-from finetune.commands.predict_io import describe
-from finetune.data.decode import decode
-from finetune.data.image_store import open_store
-from finetune.data.loader import Loader
-from finetune.data.source import open_source
+from finetune.commands.predict import predict
+from finetune.commands.prediction_output import format_predictions
+from finetune.data.decode import decode_image
+from finetune.data.loader import ImageLoader
+from finetune.data.open_source import open_source
+from finetune.data.pixel_store import build_pixel_store
 from finetune.errors import WeightsError
-from finetune.models.saved import Built, save_model
+from finetune.inference import Classifier
+from finetune.models.save import BuiltModel, save_model
 from finetune.transforms.pipeline import Pipeline
 from finetune.transforms.preprocessing import Preprocessing
 
@@ -54,7 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         crop_pct=0.75,
         crop_mode="center",
     )
-    built = Built(
+    built = BuiltModel(
         model=network,
         architecture="vit_tiny_patch16_224",
         model_args={"img_size": 24, **SIZES},
@@ -92,18 +92,17 @@ def test_predictions_are_those_of_evaluation(model: Path, image_folder: Path) ->
     """The same files through `Loader`, as `eval` reads them, and through the classifier."""
     classifier = Classifier.load(model, device="cpu")
     split = open_source(f"folder:{image_folder}").splits["test"]
-    store = open_store(
+    store = build_pixel_store(
         split,
         keep="memory",
         device=torch.device("cpu"),
-        workers=0,
+        num_workers=0,
         unreadable="stop",
-        local_processes=1,
+        local_world_size=1,
         progress=False,
-        notice=print,
     )
-    loader = Loader(store, classifier.pipeline, num_classes=3, device=torch.device("cpu"))
-    (batch,) = loader.once(batch_size=100)
+    loader = ImageLoader(store, classifier.pipeline, num_classes=3, device=torch.device("cpu"))
+    (batch,) = loader.eval_batches(batch_size=100)
     with torch.inference_mode():
         expected_BK = classifier.network(batch.images_BCHW).double().softmax(1)
     files = {Path(split.name_of(i)).name: row for i, row in enumerate(expected_BK.tolist())}
@@ -194,7 +193,7 @@ def test_pictures_in_memory_are_classified_as_their_files(model: Path, photos: P
     assert [row["predictions"] for row in rows] == expected
     assert [row["path"] for row in rows] == [None, str(files[1])]
     (broken,) = classifier.predict(Image.new("F", (3, 3), 2.0))
-    assert broken.pop("error").startswith("grey values from 2 to 2")
+    assert broken.pop("error").startswith("gray values from 2 to 2")
     assert broken == {"path": None}
 
 
@@ -217,7 +216,7 @@ def test_names_that_are_not_utf8_keep_their_bytes(model: Path, tmp_path: Path) -
     assert b"caf\xe9.png," in (tmp_path / "rows.csv").read_bytes()
     line = json.loads((tmp_path / "rows.jsonl").read_text("ascii"))
     assert os.fsencode(line["path"]) == raw
-    describe(rows).encode("utf-8")
+    format_predictions(rows).encode("utf-8")
 
 
 def test_a_list_on_standard_input(
@@ -226,7 +225,7 @@ def test_a_list_on_standard_input(
     given = [f"{photos}/1.png", f"{photos}/0.png"]
     for text in ("\n".join(given) + "\n", "\r\n".join(given), "\0".join(given) + "\0"):
         stdin = SimpleNamespace(buffer=io.BytesIO(text.encode()))
-        monkeypatch.setattr(listing.sys, "stdin", stdin)
+        monkeypatch.setattr(sys, "stdin", stdin)
         rows = predict(str(model), ["-", f"{photos}/2.png"])
         assert [row["path"] for row in rows] == [*given, f"{photos}/2.png"]
 
@@ -244,18 +243,18 @@ def test_a_run_directory_is_read_with_its_own_evaluation(
         "optim: {lr: 0.1, steps: 1}\n"
     )
     loaded = Classifier.load(run, device="cpu")
-    assert loaded.pipeline.sentence == "resize((24, 24))"
+    assert loaded.pipeline.transform_spec == "resize((24, 24))"
     photo = photos / "large.jpg"
     paint(photo, size=(100, 130))
     Image.open(photo).save(photo, "JPEG")
-    small_HWC = decode(photo, size=24)
+    small_HWC = decode_image(photo, decode_size=24)
     assert small_HWC.shape == (25, 33, 3)
     seen_B3hw = loaded.pipeline([torch.from_numpy(small_HWC).permute(2, 0, 1)])
     (row,) = loaded.predict(photo, top_k=1)
     expected = loaded.logits(seen_B3hw).softmax(1).max()
     assert row["predictions"][0]["confidence"] == pytest.approx(float(expected), abs=1e-6)
     # the weights' crop_pct of 0.75: 24 px of 32
-    assert Classifier.load(model, device="cpu").pipeline.sentence == (
+    assert Classifier.load(model, device="cpu").pipeline.transform_spec == (
         "resize(32) | center_crop((24, 24))"
     )
 
@@ -276,7 +275,7 @@ def test_calibrated_confidences_are_those_of_scaled_logits(
     confidences = {}
     for calibrated in (False, True):
         classifier = Classifier.load(warm, device="cpu", calibrated=calibrated)
-        prepared = classifier.pipeline([torch.from_numpy(decode(image)).permute(2, 0, 1)])
+        prepared = classifier.pipeline([torch.from_numpy(decode_image(image)).permute(2, 0, 1)])
         logits = classifier.logits(prepared)
         assert logits.dtype == torch.float32
         with torch.inference_mode():
@@ -302,11 +301,11 @@ def test_rows_come_while_later_files_are_unread(
 
     def counting(path: str, **how: Any) -> np.ndarray:
         opened.append(path)
-        return decode(path, **how)
+        return decode_image(path, **how)
 
-    monkeypatch.setattr(predict_module, "decode", counting)
+    monkeypatch.setattr("finetune.inference.decode_image", counting)
     found = [(str(photos / "0.png"), None)] * 100
-    rows = Classifier.load(model, device="cpu").rows(found, batch_size=4)
+    rows = Classifier.load(model, device="cpu").iter_predictions(found, batch_size=4)
     assert "predictions" in next(rows)
     assert 4 <= len(opened) <= 3 * 4  # a batch for each core, and the one that is out
     assert len(list(rows)) == 99
@@ -345,7 +344,7 @@ def test_each_core_computes_a_batch_of_its_own(model: Path, photos: Path, two_co
     pipeline = Classifier.load(model, device="cpu").pipeline
     classifier = Classifier(Met(), pipeline, NAMES, device="cpu")
     found = [(str(photos / f"{number}.png"), None) for number in (0, 1, 2, 0)]
-    rows = list(classifier.rows(found, batch_size=1))
+    rows = list(classifier.iter_predictions(found, batch_size=1))
     assert [row["path"] for row in rows] == [path for path, _ in found]
     assert rows[0]["predictions"] == rows[3]["predictions"] != rows[1]["predictions"]
     assert classifier.network.threads == [1] * 4
@@ -363,10 +362,10 @@ def test_a_batch_goes_through_the_pipeline_at_once(
     alone = classifier.predict(photos)
     assert sizes == [1] * 5
     sizes.clear()
-    monkeypatch.delitem(predict_module._PIXELS, "cpu")
+    monkeypatch.delitem(inference._PREPROCESS_BYTES_BY_DEVICE, "cpu")
     together = classifier.predict(photos)
     assert sizes == [5]
-    monkeypatch.setattr(predict_module, "_MOST_PIXELS", 3960)  # of about 3,000 each
+    monkeypatch.setattr(inference, "_DEFAULT_PREPROCESS_BYTES", 3960)  # of about 3,000 each
     sizes.clear()
     classifier.predict(photos)
     assert sizes == [2, 2, 1]
@@ -381,7 +380,7 @@ def test_a_batch_goes_through_the_pipeline_at_once(
 def test_an_image_that_the_pipeline_refuses_is_a_row(
     grouped: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(predict_module._PIXELS, "cpu", 2**20 if grouped else 1)
+    monkeypatch.setitem(inference._PREPROCESS_BYTES_BY_DEVICE, "cpu", 2**20 if grouped else 1)
     sizes = {"image_size": (24, 24), "mean": MEAN, "std": STD}
     network = Classifier.load(model, device="cpu").network
     classifier = Classifier(network, Pipeline("normalise", train=False, **sizes), NAMES)
@@ -400,7 +399,7 @@ def test_who_stops_waits_for_no_batch(model: Path, photos: Path, one_core: None)
     class Long(torch.nn.Module):
         def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
             if begun.is_set():
-                assert predict_module._LANE.stop.wait(20)
+                assert inference._WORKER.stop.wait(20)
             begun.set()
             return images_BCHW
 
@@ -412,7 +411,7 @@ def test_who_stops_waits_for_no_batch(model: Path, photos: Path, one_core: None)
     network = torch.nn.Sequential(Long(), Last())
     pipeline = Classifier.load(model, device="cpu").pipeline
     classifier = Classifier(network, pipeline, NAMES, device="cpu")
-    rows = classifier.rows([(str(photos / "0.png"), None)] * 50, batch_size=2)
+    rows = classifier.iter_predictions([(str(photos / "0.png"), None)] * 50, batch_size=2)
     assert "predictions" in next(rows)
     rows.close()
     assert later == [2]
@@ -452,14 +451,16 @@ def test_a_sheet_knows_the_classes_of_the_model(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     facts: list[str] = []
-    own = ContactSheet._facts
+    own = ContactSheet._format_summary
     monkeypatch.setattr(
-        ContactSheet, "_facts", lambda sheet, remark: facts.append(own(sheet, remark)) or facts[-1]
+        ContactSheet,
+        "_format_summary",
+        lambda sheet, remark: facts.append(own(sheet, remark)) or facts[-1],
     )
     files = [paint(tmp_path / folder / f"{n}.png", n) for folder in ("blue", "x") for n in (0, 1)]
     rows = predict(str(model), list(map(str, files)), sheet=tmp_path / "sheet.png")
     correct = sum(row["predictions"][0]["label"] == "blue" for row in rows[:2])
-    assert f"{correct} of 2 as their folder says" in facts[0]
+    assert f"{correct} of 2 match their folder" in facts[0]
 
 
 def test_too_large_a_batch_says_what_to_do(model: Path, photos: Path) -> None:
@@ -493,7 +494,7 @@ def test_weights_without_a_classifier_are_refused(tmp_path: Path) -> None:
     network = timm.create_model("vit_tiny_patch16_224", img_size=24, num_classes=0, **SIZES)
     preprocessing = Preprocessing((24, 24), (0.5,) * 3, (0.5,) * 3, "bicubic", 0.9, "center")
     args = {"img_size": 24, **SIZES}
-    built = Built(network, "vit_tiny_patch16_224", args, preprocessing, {}, None)
+    built = BuiltModel(network, "vit_tiny_patch16_224", args, preprocessing, {}, None)
     save_model(tmp_path, built, network.state_dict(), class_names=[], preprocessing=preprocessing)
     with pytest.raises(WeightsError, match="no classifier"):
         Classifier.load(tmp_path)

@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 import timm
 import torch
-from networks import save
-from ranks import two_ranks
-from recipe_texts import tiny_text
+from networks import save_network
+from ranks import run_two_ranks
+from recipe_texts import tiny_recipe_text
 from refusals import refused
-from samples import make_folder, png, write
+from small_datasets import random_png, write_file, write_image_folder
 
 from finetune.commands import probe
-from finetune.commands.probe import describe, probe_model, shots_of
-from finetune.data.source import open_source
+from finetune.commands.probe import format_probe, parse_shots, probe_model
+from finetune.data.open_source import open_source
 from finetune.evaluation import linear_probe
-from finetune.evaluation.linear_probe import few_shot
-from finetune.models.build import build
+from finetune.evaluation.linear_probe import evaluate_few_shot
+from finetune.models.build import build_model
 from finetune.recipe.load import parse_recipe
 from finetune.training.train import train
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 FEW_STEPS = 60
 ARGS = {"patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2}
-RECIPE = tiny_text(
+RECIPE = tiny_recipe_text(
     "eval: 'resize(10) | center_crop'",
     optim="lr: 3e-3, steps: 2",
     run="precision: fp32, seed: 7",
@@ -44,8 +44,10 @@ RECIPE = tiny_text(
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with a network of random weights for 8 px."""
     torch.manual_seed(0)
-    made = build("vit_tiny_patch16_224", num_classes=2, pretrained=False, image_size=8, args=ARGS)
-    return save(tmp_path_factory.mktemp("probe") / "model", made, ["a", "b"])
+    made = build_model(
+        "vit_tiny_patch16_224", num_classes=2, pretrained=False, image_size=8, args=ARGS
+    )
+    return save_network(tmp_path_factory.mktemp("probe") / "model", made, ["a", "b"])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,7 +65,7 @@ def without_times(result: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_probe, "_LEAST_STEPS", FEW_STEPS)
+    monkeypatch.setattr(linear_probe, "_MIN_SGD_STEPS", FEW_STEPS)
 
 
 def test_the_whole_answer_and_its_file(model: str, tmp_path: Path) -> None:
@@ -112,7 +114,7 @@ def test_the_whole_answer_and_its_file(model: str, tmp_path: Path) -> None:
     again = probe_model(model, **asked)
     assert without_times(again) == without_times(result)
     assert [one["cached"] for one in again["features"].values()] == [True, True]
-    text = describe(again)
+    text = format_probe(again)
     for row in result["shots"].values():
         assert f"{row['accuracy']:.4f}  {row['std']:.4f}" in text
     assert f"{result['linear']['accuracy']:.4f}" in text
@@ -128,12 +130,14 @@ def test_the_figures_are_those_of_timm_and_a_few_lines(model: str) -> None:
     mean, std = (torch.tensor(config[key]).view(1, 3, 1, 1) for key in ("mean", "std"))
     found = {}
     for name, split in open_source("embedded:digits").splits.items():
-        pixels = torch.from_numpy(np.stack([split.read(at) for at in range(len(split))]))
+        pixels = torch.from_numpy(np.stack([split.decode(at) for at in range(len(split))]))
         images_BCHW = (pixels.permute(0, 3, 1, 2) / 255 - mean) / std
         with torch.no_grad():
             tokens = network.forward_features(images_BCHW)
         found[name] = (tokens[:, 0].numpy(), split.labels)
-    expected = few_shot(found["train"], found["test"], num_classes=10, shots=[1, 5], seeds=2)
+    expected = evaluate_few_shot(
+        found["train"], found["test"], num_classes=10, shots=[1, 5], num_seeds=2
+    )
     result = probe_model(model, data="embedded:digits", shots=[1, 5], seeds=2)
     assert result["protocol"]["train_images"] == len(found["train"][1])
     assert 50 < result["features"]["train"]["images"] <= 100  # the shots alone are computed
@@ -155,7 +159,7 @@ def test_a_run_is_probed_on_its_own_data_and_pixels(tmp_path: Path, monkeypatch)
     assert result["protocol"]["eval"] == "resize(10) | center_crop"
     assert result["shots"][2]["std"] is None
     assert [how["dtype"] for how in chosen] == [torch.float32]
-    assert "–" in describe(result)
+    assert "–" in format_probe(result)
     held_out = probe_model(str(out), split="val", shots=[2], seeds=1)
     images = [held_out["protocol"][f"{part}_images"] for part in ("train", "test")]
     assert images[1] == trained["val"]["examples"]
@@ -166,9 +170,9 @@ def test_the_sources_own_val_chooses_c_and_replaces_a_missing_test(
     model: str, tmp_path: Path
 ) -> None:
     counts = {f"{split}/{name}": 6 for split in ("train", "val", "test") for name in "ab"}
-    source = make_folder(tmp_path / "set", counts)
+    source = write_image_folder(tmp_path / "set", counts)
     for number, image in enumerate(sorted((tmp_path / "set").rglob("*.png"))):
-        write(image, png(number, size=(8, 8)))
+        write_file(image, random_png(number, size=(8, 8)))
     result = probe_model(model, data=source, shots=[2], linear=True)
     assert list(result["features"]) == ["train", "test", "val"]
     assert (result["linear"]["chosen_on"], result["linear"]["val_images"]) == ("val", 12)
@@ -181,16 +185,18 @@ def test_the_sources_own_val_chooses_c_and_replaces_a_missing_test(
 def test_data_that_does_not_fit_is_refused_before_anything_is_computed(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "split_features", pytest.fail)
-    train_only = make_folder(tmp_path / "one", {"train/cat": 9, "train/dog": 3, "train/elk": 9})
+    monkeypatch.setattr(probe, "load_or_compute_features", pytest.fail)
+    train_only = write_image_folder(
+        tmp_path / "one", {"train/cat": 9, "train/dog": 3, "train/elk": 9}
+    )
     with refused("data.no_split", "neither test nor val", "--split val"):
         probe_model(model, data=train_only)
     with refused("data.no_split", "'test'", "only train"):
         probe_model(model, data=train_only, split="test")
-    test_only = make_folder(tmp_path / "two", {"test/cat": 3, "test/dog": 3})
+    test_only = write_image_folder(tmp_path / "two", {"test/cat": 3, "test/dog": 3})
     with refused("data.no_split", "train"):
         probe_model(model, data=test_only)
-    both = make_folder(tmp_path / "one", {"test/cat": 1, "test/dog": 1, "test/elk": 1})
+    both = write_image_folder(tmp_path / "one", {"test/cat": 1, "test/dog": 1, "test/elk": 1})
     with refused("data.too_few_images", "5 shots", "1 of 3 classes", "'dog' has 3", "--shots"):
         probe_model(model, data=both, shots=[1, 5])
 
@@ -199,16 +205,16 @@ def test_wrong_shots_are_refused(model: str) -> None:
     for shots in ([], [0], [5, 5]):
         with refused("recipe.wrong_value", "--shots"):
             probe_model(model, data="embedded:digits", shots=shots)
-    assert shots_of("1,5, 10") == (1, 5, 10)
+    assert parse_shots("1,5, 10") == (1, 5, 10)
     for text in ("", "1,,5", "a", "-1", "1.5"):
         with refused("recipe.wrong_value", "--shots"):
-            shots_of(text)
+            parse_shots(text)
 
 
 def of_one_rank(model: str, out: str) -> None:
-    linear_probe._LEAST_STEPS = FEW_STEPS
+    linear_probe._MIN_SGD_STEPS = FEW_STEPS
     result = probe_model(model, data="embedded:digits", linear_sgd=True, knn=5, out=out)
-    assert bool(describe(result)) == (os.environ["RANK"] == "0")
+    assert bool(format_probe(result)) == (os.environ["RANK"] == "0")
 
 
 @pytest.mark.slow
@@ -216,7 +222,7 @@ def test_two_processes_give_the_figures_of_one(
     model: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = {"FINETUNE_CACHE": str(tmp_path / "cache")}
-    two_ranks(of_one_rank, model, str(tmp_path / "two"), environment=kept)
+    run_two_ranks(of_one_rank, model, str(tmp_path / "two"), environment=kept)
     two = json.loads((tmp_path / "two" / "probe.json").read_text())
     assert two["machine"]["num_processes"] == 2
     assert not any(one["cached"] for one in two["features"].values())

@@ -6,10 +6,16 @@ import hashlib
 from pathlib import Path
 
 import pytest
-from page_runs import MACHINE, outcomes_of, write_all, write_plan
+from plan_runs import MACHINE, load_entry_results, write_plan, write_plan_runs
 from refusals import refused
 
-from finetune.commands.reproduce_page import RUN_FILES, in_words, page_of, place_of, run_hash
+from finetune.commands.reproduce_page import (
+    RUN_FILES,
+    hardware_and_commit,
+    render_page,
+    run_hash,
+    summarize_recipe,
+)
 from finetune.commands.reproduce_plan import load_plan
 from finetune.errors import RecipeError
 from finetune.recipe.load import load_recipe
@@ -26,7 +32,7 @@ CLAIMS = "What the sources report"
 def path(tmp_path: Path) -> Path:
     """The file of a plan whose runs are done."""
     path = write_plan(tmp_path)
-    write_all(tmp_path, path)
+    write_plan_runs(tmp_path, path)
     return path
 
 
@@ -36,9 +42,9 @@ def runs_of(path: Path) -> Path:
 
 def page(path: Path, *left_out: str, notice: str | None = None) -> str:
     plan = load_plan(path)
-    outcomes = outcomes_of(plan, runs_of(path))
+    outcomes = load_entry_results(plan, runs_of(path))
     kept = [one for one in outcomes if one.entry.name not in left_out]
-    return page_of(plan, path, kept, notice=notice)
+    return render_page(plan, path, kept, disclaimer=notice)
 
 
 def cells(text: str, title: str) -> list[list[str]]:
@@ -89,7 +95,7 @@ def test_notes_of_the_runs_stand_on_the_page(path: Path) -> None:
 
 
 def test_other_programs_stand_beside(path: Path) -> None:
-    assert "## Beside other programs" not in page(path)
+    assert "## Comparison with other programs" not in page(path)
     text = path.read_text().replace("{name: whole,", f"{{name: whole, {BESIDE},")
     path.write_text(text)
     row = "| `whole` | another 1.0 | 51.00 ± 1.41 | 55.00 ± 7.07 | 31 ± 1 | – | 0, 1 | A GPU |"
@@ -97,8 +103,8 @@ def test_other_programs_stand_beside(path: Path) -> None:
     assert "```bash\nanother --lr 1\n```" in page(path)
     assert "another --lr 1" not in page(path, notice="Not the experiment.")
     for old, new, said in (
-        ("top1: [0.5, 0.52]", "top1: [0.5]", "another 1.0: give one figure for each"),
-        ("seconds: [30, 32]", "seconds: [30]", "another 1.0: give one figure for each"),
+        ("top1: [0.5, 0.52]", "top1: [0.5]", "another 1.0: give one result for each"),
+        ("seconds: [30, 32]", "seconds: [30]", "another 1.0: give one result for each"),
         ("seeds: [0, 1],", "seads: [0, 1],", "seads"),
     ):
         path.write_text(text.replace(old, new, 1))
@@ -123,7 +129,7 @@ def test_a_run_of_the_recipe_answers_and_a_smaller_one_does_not(path: Path) -> N
     assert "num_train" not in top1[1][6]
     assert {row[2] for row in rows} == {"a table"}, "what was expected is no source's claim"
     (trend,) = [row for row in rows if row[1].startswith("val.loss") and "`whole`" in row[4]]
-    assert trend[4:6] == ["by a run, `whole`: met by 2 of 2", "+0.0500 ± 0.0000 an epoch (2 runs)"]
+    assert trend[4:6] == ["by a run, `whole`: met by 2 of 2", "+0.0500 ± 0.0000 per epoch (2 runs)"]
 
 
 def test_without_a_run_a_claim_is_open(path: Path) -> None:
@@ -132,7 +138,7 @@ def test_without_a_run_a_claim_is_open(path: Path) -> None:
     assert all("hub:owner/images" in row[6] for row in rows)
     (path.parent / "earlier.md").write_text("`recipes/tables/small.yaml` was run once")
     rows = cells(page(path, "whole", "less"), CLAIMS)
-    assert [row[4] for row in rows] == ["open; for an earlier run see below"] * 2
+    assert [row[4] for row in rows] == ["open; see the earlier run below"] * 2
 
 
 def test_a_reported_figure_is_a_claim_of_its_plan(path: Path) -> None:
@@ -145,7 +151,7 @@ def test_a_reported_figure_is_a_claim_of_its_plan(path: Path) -> None:
 def test_directions_are_answered_for_each_seed(path: Path) -> None:
     rises, worse = cells(page(path), DIRECTIONS)
     assert rises[3] == "yes for 2 of 2 seeds"
-    assert rises[4].startswith("val.loss, slope an epoch: +0.0750 ±")
+    assert rises[4].startswith("val.loss, slope per epoch: +0.0750 ±")
     # seed 0: 0.4 and 0.5; seed 1: 0.55, above the 0.5 of the other seed, and 0.6
     assert worse[2:4] == ["yes", "yes for 2 of 2 seeds"]
     assert worse[4] == "test.top1: 47.50 ± 10.61 % and 55.00 ± 7.07 %"
@@ -192,18 +198,18 @@ def test_the_hash_is_that_of_the_four_files(path: Path) -> None:
 
 
 def test_a_machine_in_words() -> None:
-    assert place_of({**MACHINE, "commit": None}) == ("A GPU", "not known")
+    assert hardware_and_commit({**MACHINE, "commit": None}) == ("A GPU", "not known")
     cpu = {"device": {"type": "cpu", "name": "A CPU", "threads": 1}, "commit": "0123456789"}
-    assert place_of(cpu) == ("A CPU, 1 thread", "0123456")
+    assert hardware_and_commit(cpu) == ("A CPU, 1 thread", "0123456")
 
 
 def test_a_training_in_words(path: Path) -> None:
     small = path.parent / "small.yaml"
     recipe = load_recipe(small, ["data.source=parquet:secret/place", "model.freeze=backbone"])
-    text = in_words(recipe, named="hub:owner/images")
+    text = summarize_recipe(recipe, planned_source="hub:owner/images")
     assert text == (
-        "`embedded:vit_nano` at 32 px, classifier alone; hub:owner/images, a copy; 4 epochs of "
+        "`embedded:vit_nano` at 32 px, classifier only; hub:owner/images, a copy; 4 epochs of "
         "batch 64, adamw at 0.001"
     )
     steps = load_recipe(small, ["optim.epochs=null", "optim.steps=7", "data.num_train=2000"])
-    assert "; 2,000 images of hub:owner/images; 7 steps of batch 64" in in_words(steps)
+    assert "; 2,000 images of hub:owner/images; 7 steps of batch 64" in summarize_recipe(steps)

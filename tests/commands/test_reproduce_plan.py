@@ -9,12 +9,12 @@ from plan_files import PLAN, write_plan
 from refusals import refused
 
 from finetune.commands.reproduce_plan import (
-    Entry,
-    check_runs,
+    PlanEntry,
+    check_plan_recipes,
     find_plan,
+    load_entry_recipe,
     load_plan,
-    made_small,
-    recipe_for,
+    to_smoke_plan,
 )
 from finetune.errors import RecipeError
 from finetune.recipe.load import load_recipe
@@ -52,8 +52,8 @@ def test_a_plan_is_found_by_the_name_of_its_folder(plan: str, tmp_path: Path) ->
         ("data.val_fraction=0", "data.val_fracton=0", "did you mean"),
         ("name: plain", "name: chosen", "two runs are called 'chosen'"),
         ("seeds: [3, 4]", "seeds: []", "seeds: is empty"),
-        ("seeds: [3, 4]", "seeds: [3, 3]", "seeds: one stands there twice"),
-        ("[0.1, 0.3, 0.2]", "[1e-3, 0.001]", "one value stands there twice"),
+        ("seeds: [3, 4]", "seeds: [3, 3]", "seeds: contains a duplicate"),
+        ("[0.1, 0.3, 0.2]", "[1e-3, 0.001]", "contains a duplicate value"),
         ("optim.lr:", "optim.lrr:", "did you mean"),
         ("[0, 0.5]", "[0, much]", r"optim.weight_decay.*much"),
         (
@@ -65,7 +65,7 @@ def test_a_plan_is_found_by_the_name_of_its_folder(plan: str, tmp_path: Path) ->
         ("name: plain", "name: a/b", "a folder's name"),
         (PLAN[PLAN.index("runs:") : PLAN.index("smoke")], "runs: []\n", "runs"),
         (PLAN, "", "a plan needs a title and runs"),
-        ("    seeds: [3, 4]", "    probe: {}\n    seeds: [3, 4]", "probe: chooses nothing"),
+        ("    seeds: [3, 4]", "    probe: {}\n    seeds: [3, 4]", "probe: cannot have a grid"),
         ("name: plain", "name: plain\n    probe: {expected: [[0, 1]]}", "for each of the shots"),
         ("name: plain", "name: plain\n    probe: {draws: 0}", "draws"),
         ("smoke", f"directions: [{DIRECTION}, below: plan}}]\nsmoke", "did you mean 'plain'"),
@@ -79,13 +79,13 @@ def test_wrong_plans_are_refused_before_anything_runs(
     assert old in text
     Path(plan).write_text(text.replace(old, new))
     with pytest.raises(RecipeError, match=said):
-        check_runs(load_plan(plan), Path(plan))
+        check_plan_recipes(load_plan(plan), Path(plan))
 
 
 def test_values_of_a_grid_are_written_as_a_recipe_reads_them() -> None:
     values = [None, "null", 0.03, "resize | flip", [1, 2], True]
-    entry = Entry(name="a", recipe="b.yaml", grid={"run.note": values})
-    written = [change for (change,) in entry.combinations()]
+    entry = PlanEntry(name="a", recipe="b.yaml", grid={"run.note": values})
+    written = [change for (change,) in entry.grid_combinations()]
     assert written == [
         "run.note=null",
         'run.note="null"',
@@ -94,14 +94,14 @@ def test_values_of_a_grid_are_written_as_a_recipe_reads_them() -> None:
         "run.note=[1, 2]",
         "run.note=true",
     ]
-    assert entry.folder_of(written[3:4]) == "note=resize-flip"
-    two = Entry(name="a", recipe="b.yaml", grid={"a.x": [1], "b.x": [2]})
-    assert two.folder_of(next(two.combinations())) == "a.x=1,b.x=2"
+    assert entry.combination_folder(written[3:4]) == "note=resize-flip"
+    two = PlanEntry(name="a", recipe="b.yaml", grid={"a.x": [1], "b.x": [2]})
+    assert two.combination_folder(next(two.grid_combinations())) == "a.x=1,b.x=2"
 
 
 def test_a_small_plan_takes_two_of_everything(plan: str) -> None:
-    chosen, plain = made_small(load_plan(plan)).runs
-    assert len(list(chosen.combinations())) == 4
+    chosen, plain = to_smoke_plan(load_plan(plan)).runs
+    assert len(list(chosen.grid_combinations())) == 4
     assert (chosen.seeds, plain.seeds) == ((3, 4), (0,))
 
 
@@ -109,12 +109,12 @@ def test_a_copy_is_read_where_a_recipe_names_its_source(plan: str) -> None:
     path, loaded = Path(plan), load_plan(plan)
     copies = {"embedded:digits": "parquet:copy", "hub:owner/name": "folder:other"}
     plain = loaded.runs[1]
-    assert recipe_for(plain, path, sources=copies).data.source == "parquet:copy"
+    assert load_entry_recipe(plain, path, sources=copies).data.source == "parquet:copy"
     added = ["data.source=a"]
-    assert recipe_for(plain, path, added=added, sources=copies).data.source == "a"
-    check_runs(loaded, path, (), {"embedded:digits": "parquet:copy"})
+    assert load_entry_recipe(plain, path, extra_overrides=added, sources=copies).data.source == "a"
+    check_plan_recipes(loaded, path, (), {"embedded:digits": "parquet:copy"})
     with refused("recipe.wrong_value", "--data", "'hub:owner/name'", "digits"):
-        check_runs(loaded, path, (), copies)
+        check_plan_recipes(loaded, path, (), copies)
 
 
 SHIPPED = sorted((Path(__file__).parents[2] / "recipes").rglob("plan.yaml"))
@@ -125,6 +125,6 @@ def test_every_plan_that_ships_can_be_run(path: Path) -> None:
     shipped = load_plan(path)
     assert len(SHIPPED) >= 6
     assert f"finetune reproduce {path.parent.name}" in path.read_text().splitlines()[0]
-    for plan in (shipped, made_small(shipped)):
+    for plan in (shipped, to_smoke_plan(shipped)):
         for entry in plan.runs:
             load_recipe(path.parent / entry.recipe, entry.overrides)

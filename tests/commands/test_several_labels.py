@@ -20,26 +20,28 @@ import torch
 from hub_store import check_card
 from huggingface_hub import ModelCard
 from PIL import Image
-from recipe_texts import tiny_text
+from recipe_texts import tiny_recipe_text
 from refusals import refused
-from report_runs import make_run
+from report_runs import write_run_dir
 from safetensors.torch import load_file, save_file
 
 from finetune.cli.main import main
 from finetune.commands import export as export_module
-from finetune.commands.average import average, describe
+from finetune.commands.average import average_runs, format_average
 from finetune.commands.evaluate import evaluate_model
 from finetune.commands.export import export_model
-from finetune.commands.predict import Classifier
 from finetune.commands.show_images import show_source, show_training
-from finetune.data.from_recipe import whole_data_of
-from finetune.data.source import Split, open_source
-from finetune.demo.html import result
-from finetune.demo.inference import Reader
-from finetune.demo.model_facts import example_files, facts
-from finetune.publish.artifacts import PUBLISHED, refresh
-from finetune.recipe.load import Recipe, load_recipe, parse_recipe
-from finetune.report.page import compare, report
+from finetune.data.from_recipe import open_full_data
+from finetune.data.open_source import open_source
+from finetune.data.source import Split
+from finetune.demo.markup import render_result
+from finetune.demo.model_summary import copy_example_images, summarize_model
+from finetune.demo.predictor import DemoPredictor
+from finetune.inference import Classifier
+from finetune.publish.artifacts import PUBLISHED_FILES, rewrite_artifacts
+from finetune.recipe.load import load_recipe, parse_recipe
+from finetune.recipe.schema import Recipe
+from finetune.report.page import write_comparison, write_report_pages
 from finetune.run.directory import RunDir
 from finetune.training.train import train
 
@@ -49,7 +51,9 @@ DATA = "task: multilabel, train: resize, eval: resize, batch_size: 32, num_test:
 
 
 def recipe(*overrides: str) -> Recipe:
-    text = tiny_text(DATA, source="embedded:digit_pairs", optim="lr: 5e-3, steps: 40", width=48)
+    text = tiny_recipe_text(
+        DATA, source="embedded:digit_pairs", optim="lr: 5e-3, steps: 40", width=48
+    )
     return parse_recipe(text, overrides=overrides)
 
 
@@ -61,13 +65,13 @@ def top(tmp_path_factory: pytest.TempPathFactory) -> Path:
     split = measured()
     (folder / "images").mkdir()
     for index in range(len(split)):
-        Image.fromarray(split.read(index)).save(folder / "images" / f"{index:02}.png")
+        Image.fromarray(split.decode(index)).save(folder / "images" / f"{index:02}.png")
     return folder
 
 
 def measured() -> Split:
     """The test split of the run."""
-    return whole_data_of(recipe().data, 0).splits["test"]
+    return open_full_data(recipe().data, 0).splits["test"]
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +111,7 @@ class TestPredict:
     ) -> None:
         split, classifier = measured(), Classifier.load(top / "run", device="cpu")
         for index, row in enumerate(rows[:10]):
-            pixels = torch.from_numpy(split.read(index)).permute(2, 0, 1)[None]
+            pixels = torch.from_numpy(split.decode(index)).permute(2, 0, 1)[None]
             (logits_K,) = classifier.logits(classifier.pipeline(pixels)).double().numpy()
             scores_K = 1 / (1 + np.exp(-logits_K))
             found = {one["index"]: one["confidence"] for one in row["predictions"]}
@@ -124,7 +128,7 @@ class TestPredict:
 
     def test_they_are_those_of_the_evaluation(self, top: Path, rows: list[dict[str, Any]]) -> None:
         test = json.loads((top / "run" / "results.json").read_text())["test"]
-        truth = [set(measured().classes_of(index)) for index in range(60)]
+        truth = [set(measured().class_indices(index)) for index in range(60)]
         said = [{one["index"] for one in row["labels"]} for row in rows]
         hits = sum(len(a & b) for a, b in zip(truth, said, strict=True))
         assert hits > 30
@@ -158,7 +162,7 @@ class TestPredict:
             csv.writer(file).writerows([head, *lines[:-1]])
         split = open_source("csv:said.csv", multilabel=True).splits["train"]
         known = sorted({name for row in rows for name in names(row)})
-        assert [[known[k] for k in split.classes_of(index)] for index in range(len(split))] == [
+        assert [[known[k] for k in split.class_indices(index)] for index in range(len(split))] == [
             sorted(names(row)) for row in rows
         ]
 
@@ -272,8 +276,8 @@ class TestOthers:
         self, top: Path, thresholds: list[float], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         own = Classifier.load(top / "run", device="cpu").network
-        monkeypatch.setattr(export_module, "write", lambda _, __, path, *___: path.touch())
-        monkeypatch.setattr(export_module, "opened", lambda path, format: own)
+        monkeypatch.setattr(export_module, "export_network", lambda _, __, path, *___: path.touch())
+        monkeypatch.setattr(export_module, "load_exported", lambda path, format: own)
         told = export_model(str(top / "run"), format="torch", out=str(top / "exported"))
         beside = json.loads(Path(told["preprocessing"]).read_text())
         assert beside["thresholds"] == thresholds
@@ -323,7 +327,7 @@ class TestCard:
         for row in results["val"]["per_class"][:2]:
             row["support"] = 0
         (tmp_path / "run" / "results.json").write_text(json.dumps(results))
-        refresh(RunDir(tmp_path / "run"))
+        rewrite_artifacts(RunDir(tmp_path / "run"))
         text = (tmp_path / "run" / "model" / "README.md").read_text()
         assert "For 2 labels without a validation image it is 0.5." in text
 
@@ -350,22 +354,22 @@ class TestCard:
     def test_seeds_count_and_the_folder_is_whole(self, top: Path) -> None:
         shutil.copytree(top / "run", top / "other")
         (top / "other" / "recipe.yaml").write_text(recipe("run.seed=1").to_yaml())
-        refresh(RunDir(top / "run"))
+        rewrite_artifacts(RunDir(top / "run"))
         files = {path.name for path in (top / "run" / "model").iterdir()}
-        assert files == {*PUBLISHED} - {"confusion.png", "reliability.png"}
+        assert files == {*PUBLISHED_FILES} - {"confusion.png", "reliability.png"}
         assert "mean ± std of 2 seeds (0, 1)" in (top / "run" / "model" / "README.md").read_text()
 
 
 class TestReport:
     def test_a_page_shows_what_was_measured(self, top: Path, thresholds: list[float]) -> None:
-        report([str(top / "run")])
+        write_report_pages([str(top / "run")])
         html = (top / "run" / "report.html").read_text()
         for word in ("Test mAP", "Micro F1", "Mean average precision", ">AP<", ">Threshold<"):
             assert word in html
         assert f">{thresholds[0]:.3f}<" in html
-        assert re.search(r"said <bdi>(\d(, \d)*|none)</bdi> · is <bdi>\d(, \d)?</bdi>", html)
+        assert re.search(r"predicted <bdi>(\d(, \d)*|none)</bdi> · true <bdi>\d(, \d)?</bdi>", html)
         assert html.count('<div class="picture"><img') > 5
-        for wrong in ("op-1", "Confusion", "Calibration", " sure, "):
+        for wrong in ("op-1", "Confusion", "Calibration", " confidence, "):
             assert wrong not in html.partition('<section id="recipe">')[0]
 
     def test_runs_of_a_kind_are_compared(self, top: Path, tmp_path: Path) -> None:
@@ -374,13 +378,13 @@ class TestReport:
             copy.mkdir()
             for name in ("run.json", "recipe.yaml", "metrics.jsonl", "results.json"):
                 (copy / name).write_bytes((top / "run" / name).read_bytes())
-        html = compare(copies, tmp_path / "both.html").read_text()
+        html = write_comparison(copies, tmp_path / "both.html").read_text()
         assert "Test mAP" in html
         assert "top-1" not in html.lower()
-        single = make_run(tmp_path / "single")
+        single = write_run_dir(tmp_path / "single")
         before = sorted(tmp_path.rglob("*"))
         with refused("recipe.conflict", "single"):
-            report([str(copies[0]), str(single)])
+            write_report_pages([str(copies[0]), str(single)])
         assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -388,24 +392,24 @@ class TestDemo:
     def test_bars_with_thresholds_and_the_labels_named(
         self, top: Path, rows: list[dict[str, Any]], thresholds: list[float]
     ) -> None:
-        reader = Reader(Classifier.load(top / "run", device="cpu", threshold=0.0))
-        assert len(reader.read(rows[0]["path"]).top) == 10, "labels beyond the best five, too"
-        reading = Reader(Classifier.load(top / "run", device="cpu")).read(rows[0]["path"])
+        reader = DemoPredictor(Classifier.load(top / "run", device="cpu", threshold=0.0))
+        assert len(reader.predict(rows[0]["path"]).top) == 10, "labels beyond the best five, too"
+        reading = DemoPredictor(Classifier.load(top / "run", device="cpu")).predict(rows[0]["path"])
         pairs = [(one["label"], one["confidence"]) for one in rows[0]["predictions"]]
         assert [name for name, _ in reading.top[:5]] == [name for name, _ in pairs[:5]]
         assert reading.thresholds == [thresholds[int(name)] for name, _ in reading.top]
-        html = result(reading)
+        html = render_result(reading)
         shown = ", ".join(names(rows[0])) or "No label reaches its threshold"
         assert f'<p class="ft-labels">{shown}</p>' in html
-        assert html.count('<li class="ft-said">') == len(rows[0]["labels"])
+        assert html.count('<li class="ft-predicted">') == len(rows[0]["labels"])
         marks = re.findall(r'<b style="left:([\d.]+)%">', html)
         assert marks == [f"{100 * each:.2f}" for each in reading.thresholds]
 
     def test_its_facts_and_examples(self, top: Path, tmp_path: Path) -> None:
         test = json.loads((top / "run" / "results.json").read_text())["test"]
-        told = facts(str(top / "run"), Classifier.load(top / "run", device="cpu"))
+        told = summarize_model(str(top / "run"), Classifier.load(top / "run", device="cpu"))
         assert f"mAP {100 * test['map']:.1f} % on 60 test images" in told
-        assert len(example_files(str(top / "run"), tmp_path)) == 6
+        assert len(copy_example_images(str(top / "run"), tmp_path)) == 6
 
 
 class TestOtherVerbs:
@@ -418,10 +422,10 @@ class TestOtherVerbs:
         weights["head.weight"] = -weights["head.weight"]
         save_file(weights, top / "worse" / "model" / "model.safetensors")
         runs = [str(top / "worse"), str(top / "tuned")]
-        made = average(runs, out=str(top / "soup"), greedy=True)
+        made = average_runs(runs, out=str(top / "soup"), greedy=True)
         assert made["chosen"] == "tuned"
         assert all(set(row) == {"name", "map", "loss"} for row in made["tried"])
-        assert f"test: map {made['test']['map']:.4f}" in describe(made)
+        assert f"test: map {made['test']['map']:.4f}" in format_average(made)
         config = json.loads((top / "soup" / "config.json").read_text())
         assert config["calibration"]["thresholds"] == made["thresholds"]
         assert Classifier.load(top / "soup", device="cpu").thresholds == made["thresholds"]

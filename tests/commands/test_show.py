@@ -9,26 +9,32 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
-from networks import built, images, saved
+from networks import build_network, random_images, save_random_network
 from PIL import Image
 from refusals import refused
-from samples import png, write
+from small_datasets import random_png, write_file
 
-from finetune.commands.show import draw_distances, draw_filters, draw_positions, draw_rollout, show
+from finetune.commands.show import (
+    draw_attention_distances,
+    draw_attention_rollout,
+    draw_patch_filters,
+    draw_position_similarity,
+    show_model,
+)
 from finetune.errors import WeightsError
-from finetune.models.attention import attention_rollout
+from finetune.models.interpretability import attention_rollout
 
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> list[str]:
     for number in range(3):
-        write(tmp_path / "in" / f"{number}.png", png(number, (40, 50)))
+        write_file(tmp_path / "in" / f"{number}.png", random_png(number, (40, 50)))
     return [str(tmp_path / "in")]
 
 
 def test_a_vit_has_all_four(tmp_path: Path, pictures: list[str]) -> None:
     out = tmp_path / "deep" / "out"
-    found = show("embedded:vit_nano", pictures, out=out)
+    found = show_model("embedded:vit_nano", pictures, out=out)
     names = [Path(file).name for file in found["files"]]
     assert names == ["filters.png", "positions.png", "rollout.png", "distances.png"]
     assert found["skipped"] == {}
@@ -40,13 +46,15 @@ def test_a_vit_has_all_four(tmp_path: Path, pictures: list[str]) -> None:
 
 
 def test_without_images_the_weights_alone(tmp_path: Path) -> None:
-    found = show("embedded:vit_nano", out=tmp_path)
+    found = show_model("embedded:vit_nano", out=tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["filters.png", "positions.png"]
-    assert found["skipped"] == dict.fromkeys(("rollout", "distances"), "needs images; name some")
+    assert found["skipped"] == dict.fromkeys(
+        ("rollout", "distances"), "needs images; give image files"
+    )
 
 
 def test_what_a_network_does_not_have_is_said(tmp_path: Path, pictures: list[str]) -> None:
-    found = show(saved(tmp_path, "convnext"), pictures, out=tmp_path / "out")
+    found = show_model(save_random_network(tmp_path, "convnext"), pictures, out=tmp_path / "out")
     assert [Path(file).name for file in found["files"]] == ["filters.png"]
     assert "no table of position embeddings" in found["skipped"]["positions"]
     assert "do not all attend" in found["skipped"]["rollout"]
@@ -59,25 +67,27 @@ def test_nothing_at_all_is_an_error(
     def none(*_: Any, **__: Any) -> Figure:
         raise WeightsError("none here")
 
-    monkeypatch.setattr("finetune.commands.show.draw_filters", none)
+    monkeypatch.setattr("finetune.commands.show.draw_patch_filters", none)
     with refused("weights.unsupported", "nothing to show"):
-        show(saved(tmp_path, "convnext"), pictures, out=tmp_path / "out")
+        show_model(save_random_network(tmp_path, "convnext"), pictures, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_errors(tmp_path: Path) -> None:
     with refused("data.unreadable", "nowhere.png"):
-        show("embedded:vit_nano", [str(tmp_path / "nowhere.png")], out=tmp_path / "out")
+        show_model("embedded:vit_nano", [str(tmp_path / "nowhere.png")], out=tmp_path / "out")
     (tmp_path / "file").write_text("")
     with refused("setup.not_writable", "--out", "below"):
-        show("embedded:vit_nano", out=tmp_path / "file" / "below")
+        show_model("embedded:vit_nano", out=tmp_path / "file" / "below")
 
 
 def test_the_lit_image_is_the_image_times_the_rollout() -> None:
-    model = built("vit").model.eval()
+    model = build_network("vit").model.eval()
     torch.nn.init.normal_(model.blocks[0].attn.qkv.weight, std=0.5)
-    x, plain = images(32), np.ones((2, 32, 32, 3))
-    figure = draw_rollout(model, x, plain, names=["one.png", "a $name$ with a dollar.png"])
+    x, plain = random_images(32), np.ones((2, 32, 32, 3))
+    figure = draw_attention_rollout(
+        model, x, plain, names=["one.png", "a $name$ with a dollar.png"]
+    )
     shown = [np.asarray(axes.images[0].get_array()) for axes in figure.axes if axes.images]
     assert len(shown) == 4
     assert np.array_equal(shown[0], plain[0])
@@ -94,8 +104,8 @@ def test_the_lit_image_is_the_image_times_the_rollout() -> None:
 
 
 def test_the_board_of_positions_holds_every_patch() -> None:
-    model = built("vit").model.eval()
-    figure = draw_positions(model)
+    model = build_network("vit").model.eval()
+    figure = draw_position_similarity(model)
     board = np.asarray(figure.axes[0].images[0].get_array().filled(np.nan))
     assert board.shape == (4 * 5 - 1, 4 * 5 - 1)
     assert np.isnan(board[4]).all()  # the line between two
@@ -103,8 +113,8 @@ def test_the_board_of_positions_holds_every_patch() -> None:
 
 
 def test_a_dot_for_each_head() -> None:
-    model = built("vit").model.eval()
-    figure = draw_distances(model, images(32))
+    model = build_network("vit").model.eval()
+    figure = draw_attention_distances(model, random_images(32))
     dots = np.asarray(figure.axes[0].collections[0].get_offsets())
     assert dots.shape == (2 * 2, 2)
     assert set(dots[:, 0]) == {1, 2}
@@ -114,5 +124,5 @@ def test_a_dot_for_each_head() -> None:
 def test_figures_are_not_pyplots() -> None:
     import matplotlib.pyplot as plt
 
-    draw_filters(built("vit").model)
+    draw_patch_filters(build_network("vit").model)
     assert plt.get_fignums() == []

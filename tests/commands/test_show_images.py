@@ -11,13 +11,13 @@ import pytest
 import torch
 from PIL import Image
 from refusals import refused
-from samples import make_folder, write
+from small_datasets import write_file, write_image_folder
 
 from finetune.cli.main import main
-from finetune.commands.show_images import Strip, draw_strips, show_source, show_training
+from finetune.commands.show_images import ImageRow, draw_image_rows, show_source, show_training
 from finetune.recipe.load import parse_recipe
-from finetune.report.thumbnails import visible
-from finetune.training.setup import open_setup
+from finetune.report.thumbnails import denormalize
+from finetune.training.setup import build_setup
 
 RECIPE = """
 model: {name: "embedded:vit_nano"}
@@ -44,10 +44,12 @@ def places(image: Image.Image, colour: tuple[int, int, int]) -> tuple[int, int]:
 def test_each_picture_has_its_place() -> None:
     red, blue, green = (200, 30, 30), (30, 30, 200), (30, 200, 30)
     strips = [
-        Strip("one", "3 train", [plain(red), plain(blue, 64)]),
-        Strip("two", "x " * 300, [plain(green, 1000), None]),
+        ImageRow("one", "3 train", [plain(red), plain(blue, 64)]),
+        ImageRow("two", "x " * 300, [plain(green, 1000), None]),
     ]
-    sheet = draw_strips(strips, title="a" * 500, facts=["2 classes"], heads=["before", "after"])
+    sheet = draw_image_rows(
+        strips, title="a" * 500, facts=["2 classes"], column_titles=["before", "after"]
+    )
     assert area(sheet, red) == area(sheet, blue) == area(sheet, green) == 128 * 128
     top, left = places(sheet, red)
     assert places(sheet, blue) == (top, left + 136)
@@ -56,7 +58,7 @@ def test_each_picture_has_its_place() -> None:
 
 
 def test_a_source_by_class(tmp_path: Path) -> None:
-    source = make_folder(tmp_path / "d", {"train/a": 12, "train/b": 2, "test/a": 1})
+    source = write_image_folder(tmp_path / "d", {"train/a": 12, "train/b": 2, "test/a": 1})
     path = show_source(source, tmp_path / "sheet.png")
     drawn = np.asarray(Image.open(path))
     found = []
@@ -71,9 +73,9 @@ def test_a_source_by_class(tmp_path: Path) -> None:
 
 
 def test_many_classes_and_an_image_that_cannot_be_read(tmp_path: Path) -> None:
-    source = make_folder(tmp_path / "d", {f"{n:02}": 1 for n in range(30)})
-    write(tmp_path / "d/00/0.png", b"no image")
-    few = make_folder(tmp_path / "e", {f"{n:02}": 1 for n in range(24)})
+    source = write_image_folder(tmp_path / "d", {f"{n:02}": 1 for n in range(30)})
+    write_file(tmp_path / "d/00/0.png", b"no image")
+    few = write_image_folder(tmp_path / "e", {f"{n:02}": 1 for n in range(24)})
     sheets = [show_source(one, tmp_path / f"{n}.jpg") for n, one in enumerate((source, few))]
     sizes = {Image.open(sheet).size for sheet in sheets}
     assert len(sizes) == 1  # 24 of them
@@ -81,31 +83,31 @@ def test_many_classes_and_an_image_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Strip], dict[str, list[str]]]]:
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[ImageRow], dict[str, list[str]]]]:
     """The strips and texts of each sheet that is drawn."""
-    kept: list[tuple[list[Strip], dict[str, list[str]]]] = []
+    kept: list[tuple[list[ImageRow], dict[str, list[str]]]] = []
 
-    def keep(strips: list[Strip], **texts: list[str]) -> Image.Image:
+    def keep(strips: list[ImageRow], **texts: list[str]) -> Image.Image:
         kept.append((strips, texts))
-        return draw_strips(strips, **texts)  # type: ignore[arg-type]
+        return draw_image_rows(strips, **texts)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("finetune.commands.show_images.draw_strips", keep)
+    monkeypatch.setattr("finetune.commands.show_images.draw_image_rows", keep)
     return kept
 
 
 def test_training_images_of_a_recipe(tmp_path: Path, seen: list[Any]) -> None:
     path = show_training(parse_recipe(RECIPE), tmp_path / "sheet.png")
     ((strips, texts),) = seen
-    assert [len(strip.pictures) for strip in strips] == [1 + 8 + 1] * 6
-    assert texts["heads"][1:-1] == [f"epoch {number}" for number in range(1, 9)]
+    assert [len(strip.images) for strip in strips] == [1 + 8 + 1] * 6
+    assert texts["column_titles"][1:-1] == [f"epoch {number}" for number in range(1, 9)]
     assert "resize(36) | random_crop(32)" in texts["facts"]
-    shown = [np.asarray(picture) for picture in strips[0].pictures]
+    shown = [np.asarray(picture) for picture in strips[0].images]
     assert shown[0].shape == (8, 8, 3)
     assert {picture.shape for picture in shown[1:]} == {(32, 32, 3)}
     assert len({picture.tobytes() for picture in shown[1:-1]}) > 4
     assert min(Image.open(path).size) > 900
     show_training(parse_recipe(RECIPE, overrides=["data.train=resize"]), tmp_path / "sheet.png")
-    assert seen[1][1]["heads"] == ["decoded", "every epoch", "evaluation"]
+    assert seen[1][1]["column_titles"] == ["decoded", "every epoch", "evaluation"]
 
 
 def test_quarantine_counts_as_in_training(
@@ -114,29 +116,29 @@ def test_quarantine_counts_as_in_training(
     changes = [f"data.source=folder:{image_folder}", "data.num_train=20", "data.batch_size=4"]
     changes += ["data.train=random_resized_crop(32) | cutmix(1.0)", "run.precision=fp32"]
     for number in (0, 1):
-        write(image_folder / f"train/blue/blue-{number}.png", b"no image")
+        write_file(image_folder / f"train/blue/blue-{number}.png", b"no image")
     with refused("data.unreadable", "blue", "finetune data scan folder:"):
         show_training(parse_recipe(RECIPE, overrides=changes), tmp_path / "sheet.png")
     recipe = parse_recipe(RECIPE, overrides=[*changes, "data.unreadable=quarantine"])
     show_training(recipe, tmp_path / "sheet.png")
     cpu = torch.device("cpu")
-    setup = open_setup(recipe, device=cpu, notice=lambda _: None, progress=False)
-    loader = setup.loader(setup.source.splits["train"], train=True)
+    setup = build_setup(recipe, device=cpu, show_progress=False)
+    loader = setup.build_loader(setup.source.splits["train"], train=True)
     split = loader.store.split
     setup = setup.with_num_samples(len(split))
     assert len(split) < len(setup.source.splits["train"])
     ((strips, _),) = seen
-    names = {strip.remark: strip for strip in strips}
+    names = {strip.note: strip for strip in strips}
     matched = 0
-    for step, (_, batches) in enumerate(loader.train(setup.sampler, range(4))):
+    for step, (_, batches) in enumerate(loader.train_steps(setup.sampler, range(4))):
         (batch,) = batches
         for image, index in zip(
             batch.images_BCHW, setup.sampler.micro_batches(step)[0][1].tolist(), strict=True
         ):
             if (strip := names.get(split.name_of(index))) is not None:
                 prepared = setup.preprocessing
-                shown = visible(image[None], mean=prepared.mean, std=prepared.std)[0]
-                matched += np.array_equal(np.rint(255 * shown).astype(np.uint8), strip.pictures[1])
+                shown = denormalize(image[None], mean=prepared.mean, std=prepared.std)[0]
+                matched += np.array_equal(np.rint(255 * shown).astype(np.uint8), strip.images[1])
     assert matched == len(strips) == 3
 
 
@@ -144,7 +146,7 @@ class TestCommandLine:
     @pytest.fixture(autouse=True)
     def here(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
-        make_folder(tmp_path / "photos", {"a": 2, "b": 2})
+        write_image_folder(tmp_path / "photos", {"a": 2, "b": 2})
         (tmp_path / "r.yaml").write_text(RECIPE)
 
     def test_a_source(self, capsys: Captured) -> None:

@@ -1,4 +1,4 @@
-"""Looking at whole data sets: every unreadable image is named, every other one loaded."""
+"""Decoding whole datasets: every unreadable image is reported, every other one loaded."""
 
 from __future__ import annotations
 
@@ -14,54 +14,56 @@ import numpy as np
 import pytest
 from PIL import Image
 from refusals import refused
-from samples import make_folder, make_parquet, png, write
+from small_datasets import random_png, write_file, write_image_folder, write_parquet
 
-from finetune.data import decode_all as scan_module
-from finetune.data import notices
-from finetune.data.decode import decode
-from finetune.data.decode_all import decoded_bytes, info, readable, scan, visit
-from finetune.data.image_cache import Decoded, How, decode_images
-from finetune.data.pixel_file import Images
-from finetune.data.source import Split, open_source
+from finetune.data import decode_split as decode_all_module
+from finetune.data.decode import decode_image
+from finetune.data.decode_split import (
+    decode_split,
+    estimate_decoded_bytes,
+    find_unreadable_images,
+    readable_indices,
+)
+from finetune.data.open_source import open_source
+from finetune.data.pixel_cache import DecodedSplit, DecodeOptions, decode_to_memory
+from finetune.data.pixel_file import DecodedImages
+from finetune.data.source import Split
+from finetune.data.summary import summarize_source
 from finetune.errors import DataError
 
 
-@pytest.fixture(autouse=True)
-def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Notices are said once per process: each test starts anew."""
-    monkeypatch.setattr(notices, "_logged", set())
-
-
 @pytest.fixture(params=[0, 3])
-def workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """0: in this process; else as many others, also for the few images of a test."""
-    monkeypatch.setattr(scan_module, "SMALL_BYTES", 0)
-    number: int = request.param
-    return number
+def num_workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Number of worker processes (0: this process), even for few images."""
+    monkeypatch.setattr(decode_all_module, "SMALL_SPLIT_BYTES", 0)
+    num_workers: int = request.param
+    return num_workers
 
 
-def load(split: Split, **changes: Any) -> Decoded:
-    how: dict[str, Any] = {"workers": 2, "unreadable": "stop", "progress": False}
-    how |= {"timeout_seconds": 60.0, **changes}
-    return decode_images(split, How(**how), num_bytes=decoded_bytes(split))
+def load(split: Split, **changes: Any) -> DecodedSplit:
+    options: dict[str, Any] = {"num_workers": 2, "unreadable": "stop", "progress": False}
+    options |= {"timeout_seconds": 60.0, **changes}
+    return decode_to_memory(
+        split, DecodeOptions(**options), num_bytes=estimate_decoded_bytes(split)
+    )
 
 
-def pixels(images: Images) -> list[np.ndarray]:
+def pixels(images: DecodedImages) -> list[np.ndarray]:
     return [image.permute(1, 2, 0).numpy() for image in images]
 
 
 def damaged_folder(root: Path) -> str:
-    source = make_folder(root, {"train/a": 3, "train/b": 3, "test/a": 1, "test/b": 1})
-    write(root / "train/a/3.png", png(0)[:60])
-    write(root / "train/b/3.jpg", b"")
-    write(root / "train/b/4.jpg", b"some text")
+    source = write_image_folder(root, {"train/a": 3, "train/b": 3, "test/a": 1, "test/b": 1})
+    write_file(root / "train/a/3.png", random_png(0)[:60])
+    write_file(root / "train/b/3.jpg", b"")
+    write_file(root / "train/b/4.jpg", b"some text")
     os.mkfifo(root / "train/b/5.png")
     (root / "test/a/link.png").symlink_to("nowhere")
     return source
 
 
-def test_scan_lists_every_unreadable_image(tmp_path: Path, workers: int) -> None:
-    found = scan(open_source(damaged_folder(tmp_path)), workers=workers)
+def test_scan_lists_every_unreadable_image_once(tmp_path: Path, num_workers: int) -> None:
+    found = find_unreadable_images(open_source(damaged_folder(tmp_path)), num_workers=num_workers)
     assert [(item["name"], item["class"], item["split"]) for item in found] == [
         ("train/a/3.png", "a", "train"),
         ("train/b/3.jpg", "b", "train"),
@@ -69,179 +71,193 @@ def test_scan_lists_every_unreadable_image(tmp_path: Path, workers: int) -> None
         ("train/b/5.png", "b", "train"),
         ("test/a/link.png", "a", "test"),
     ]
-    causes = ("cannot be decoded", "zero bytes", "not an image", "is a pipe", "a link to nothing")
+    causes = ("cannot be decoded", "zero bytes", "not an image", "is a pipe", "a broken link")
     for item, cause in zip(found, causes, strict=True):
-        assert item["error"].startswith(cause)  # the name is given once
+        assert item["error"].startswith(cause)  # does not repeat the name
     json.dumps(found)
-    assert scan(open_source("embedded:digits")) == []
+    assert find_unreadable_images(open_source("embedded:digits")) == []
 
 
-def test_unreadable_images_far_apart_are_all_named_in_order(tmp_path: Path, workers: int) -> None:
-    number = 400  # several tasks
-    images = [{"bytes": png(row), "path": None} for row in range(number)]
+def test_lists_unreadable_images_of_several_tasks_in_order(
+    tmp_path: Path, num_workers: int
+) -> None:
+    num_images = 400  # more than one task
+    images = [{"bytes": random_png(row), "path": None} for row in range(num_images)]
     bad = [3, 4, 140, 399]
     for row in bad:
         images[row] = {"bytes": b"", "path": None}
-    make_parquet(tmp_path / "a.parquet", [row % 2 for row in range(number)], images=images)
+    write_parquet(tmp_path / "a.parquet", [row % 2 for row in range(num_images)], images=images)
     source = open_source(f"parquet:{tmp_path}")
-    assert [item["index"] for item in scan(source, workers=workers)] == bad
-    loaded, kept = load(source.splits["train"], workers=workers, unreadable="quarantine")
-    assert kept.tolist() == [row for row in range(number) if row not in bad]
-    assert (len(loaded), loaded.size) == (396, (5, 4))
-    assert np.array_equal(pixels(loaded)[-1], decode(png(398)))
+    assert [
+        item["index"] for item in find_unreadable_images(source, num_workers=num_workers)
+    ] == bad
+    loaded, readable = load(
+        source.splits["train"], num_workers=num_workers, unreadable="quarantine"
+    )
+    assert readable.tolist() == [row for row in range(num_images) if row not in bad]
+    assert (len(loaded), loaded.common_size) == (396, (5, 4))
+    assert np.array_equal(pixels(loaded)[-1], decode_image(random_png(398)))
 
 
-def test_loading_stops_with_the_whole_list(tmp_path: Path) -> None:
+def test_loading_fails_with_the_full_list(tmp_path: Path) -> None:
     split = open_source(damaged_folder(tmp_path)).splits["train"]
     with pytest.raises(DataError) as caught:
         load(split)
-    text = str(caught.value)
-    with pytest.raises(DataError) as again:
-        readable(split)
-    assert str(again.value) == text
-    assert "split 'train': 4 of 10 images cannot be read" in text
+    message = str(caught.value)
+    with pytest.raises(DataError) as caught_again:
+        readable_indices(split)
+    assert str(caught_again.value) == message
+    assert "split 'train': 4 of 10 images cannot be read" in message
     for name in ("train/a/3.png", "train/b/3.jpg", "train/b/4.jpg", "train/b/5.png"):
-        assert f"\n  {name}: " in text
-    assert "data.unreadable: quarantine" in text
-    assert "finetune data scan" in text
+        assert f"\n  {name}: " in message
+    assert "data.unreadable=quarantine" in message
+    assert "finetune data scan" in message
     assert caught.value.exit_code == 3
 
 
-def test_a_long_list_is_cut(tmp_path: Path) -> None:
-    source = make_folder(tmp_path, {"a": 1, "b": 1})
+def test_truncates_a_long_list(tmp_path: Path) -> None:
+    source = write_image_folder(tmp_path, {"a": 1, "b": 1})
     for number in range(30):
-        write(tmp_path / f"a/bad{number:02}.png", b"")
+        write_file(tmp_path / f"a/bad{number:02}.png", b"")
     with pytest.raises(DataError) as caught:
         load(open_source(source).splits["train"])
     assert "bad19.png" in str(caught.value)
     assert "bad20.png" not in str(caught.value)
     assert "and 10 more" in str(caught.value)
-    assert len(scan(open_source(source))) == 30
+    assert len(find_unreadable_images(open_source(source))) == 30
 
 
-def test_quarantine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_quarantine_leaves_out_unreadable_images(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     split = open_source(damaged_folder(tmp_path)).splits["train"]
-    images, kept = load(split, unreadable="quarantine", workers=3)
-    assert kept.tolist() == [0, 1, 2, 4, 5, 6]
-    assert readable(split, unreadable="quarantine").tolist() == kept.tolist()
+    images, readable = load(split, unreadable="quarantine", num_workers=3)
+    assert readable.tolist() == [0, 1, 2, 4, 5, 6]
+    assert readable_indices(split, unreadable="quarantine").tolist() == readable.tolist()
     assert len(images) == 6
-    for image, index in zip(pixels(images), kept.tolist(), strict=True):
-        assert np.array_equal(image, split.read(index))
+    for image, index in zip(pixels(images), readable.tolist(), strict=True):
+        assert np.array_equal(image, split.decode(index))
     assert len(caplog.records) == 1
     assert "4 of 10 images cannot be read; they are left out" in caplog.messages[0]
     for number in range(3):
-        write(tmp_path / f"train/a/{number}.png", b"")
-    with pytest.raises(DataError, match="no readable image is left of 1 class "):
+        write_file(tmp_path / f"train/a/{number}.png", b"")
+    with pytest.raises(DataError, match="no readable image left in 1 class "):
         load(split, unreadable="quarantine")
 
 
-def test_loaded_images_are_those_of_read(tmp_path: Path, workers: int) -> None:
+def test_loaded_images_equal_decoded_images(tmp_path: Path, num_workers: int) -> None:
     generator = np.random.default_rng(0)
-    number = 300  # more than two tasks
-    same = [{"bytes": png(row), "path": None} for row in range(number)]
-    make_parquet(tmp_path / "a/a.parquet", [row % 2 for row in range(number)], images=same)
+    num_images = 300  # more than two tasks
+    images_of_one_size = [{"bytes": random_png(row), "path": None} for row in range(num_images)]
+    write_parquet(
+        tmp_path / "a/a.parquet", [row % 2 for row in range(num_images)], images=images_of_one_size
+    )
     split = open_source(f"parquet:{tmp_path}/a").splits["train"]
-    images, kept = load(split, workers=workers)
-    assert (len(images), images.size) == (number, (5, 4))
-    assert kept.tolist() == list(range(number))
-    assert all(np.array_equal(pixels(images)[row], split.read(row)) for row in range(number))
+    images, readable = load(split, num_workers=num_workers)
+    assert (len(images), images.common_size) == (num_images, (5, 4))
+    assert readable.tolist() == list(range(num_images))
+    assert all(np.array_equal(pixels(images)[row], split.decode(row)) for row in range(num_images))
 
-    sizes = [tuple(generator.integers(2, 90, 2).tolist()) for _ in range(number)]
-    odd = [{"bytes": png(row, sizes[row]), "path": None} for row in range(number)]
-    make_parquet(tmp_path / "b/b.parquet", [row % 2 for row in range(number)], images=odd)
+    sizes = [tuple(generator.integers(2, 90, 2).tolist()) for _ in range(num_images)]
+    images_of_any_size = [
+        {"bytes": random_png(row, sizes[row]), "path": None} for row in range(num_images)
+    ]
+    write_parquet(
+        tmp_path / "b/b.parquet", [row % 2 for row in range(num_images)], images=images_of_any_size
+    )
     split = open_source(f"parquet:{tmp_path}/b").splits["train"]
-    images, kept = load(split, workers=workers)
-    assert images.size is None
+    images, readable = load(split, num_workers=num_workers)
+    assert images.common_size is None
     assert [image.shape[:2] for image in pixels(images)] == sizes
-    assert all(np.array_equal(pixels(images)[row], split.read(row)) for row in range(number))
+    assert all(np.array_equal(pixels(images)[row], split.decode(row)) for row in range(num_images))
 
 
-def test_one_odd_size_that_the_sample_misses(tmp_path: Path) -> None:
-    number = 200
-    images = [{"bytes": png(row), "path": None} for row in range(number)]
-    images[7] = {"bytes": png(7, (9, 9)), "path": None}
-    make_parquet(tmp_path / "a.parquet", [row % 2 for row in range(number)], images=images)
+def test_one_differing_size_that_the_sample_misses(tmp_path: Path) -> None:
+    num_images = 200
+    images = [{"bytes": random_png(row), "path": None} for row in range(num_images)]
+    images[7] = {"bytes": random_png(7, (9, 9)), "path": None}
+    write_parquet(tmp_path / "a.parquet", [row % 2 for row in range(num_images)], images=images)
     split = open_source(f"parquet:{tmp_path}").splits["train"]
-    loaded, kept = load(split)
-    assert loaded.size is None
-    assert len(kept) == number
-    found = pixels(loaded)
-    assert [image.shape for image in found].count((5, 4, 3)) == number - 1
-    assert all(np.array_equal(found[row], split.read(row)) for row in range(number))
+    loaded, readable = load(split)
+    assert loaded.common_size is None
+    assert len(readable) == num_images
+    arrays = pixels(loaded)
+    assert [image.shape for image in arrays].count((5, 4, 3)) == num_images - 1
+    assert all(np.array_equal(arrays[row], split.decode(row)) for row in range(num_images))
 
 
-def test_images_that_do_not_fit_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(file: int, body: memoryview, offset: int) -> None:
+def test_fails_if_the_images_do_not_fit_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_out_of_memory(file: int, body: memoryview, offset: int) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr("finetune.data.pixel_file._write", full)
-    with refused("data.memory", "'train'", "data.keep: none"):
+    monkeypatch.setattr("finetune.data.pixel_file._write_all", raise_out_of_memory)
+    with refused("data.memory", "'train'", "data.keep=none"):
         load(open_source("embedded:digits").splits["train"])
 
 
-def test_what_the_disk_refuses_comes_back_from_the_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+def test_raises_disk_errors_of_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int
 ) -> None:
-    source = make_folder(tmp_path / "data", {"a": 150, "b": 150})
+    source = write_image_folder(tmp_path / "data", {"a": 150, "b": 150})
     split = open_source(source).splits["train"]
 
-    def full(index: int, image: np.ndarray) -> None:
+    def raise_disk_full(index: int, image: np.ndarray) -> None:
         if index > 200:
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(OSError, match="No space") as caught:
-        visit(split, full, workers=workers, progress=False)
+        decode_split(split, raise_disk_full, num_workers=num_workers, progress=False)
     assert caught.value.errno == errno.ENOSPC
     assert not multiprocessing.active_children()
 
 
-def test_a_notice_of_several_processes_is_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, workers: int
+def test_logs_a_warning_of_several_workers_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, num_workers: int
 ) -> None:
-    frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
+    frames = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
     for number in range(300):
         path = tmp_path / f"{'ab'[number % 2]}/{number:03}.gif"
         path.parent.mkdir(exist_ok=True)
-        moving = number in (7, 8, 150, 151)  # none of those that are looked at beforehand
-        frames[0].save(path, save_all=moving, append_images=frames[1:] if moving else ())
-    images, _ = load(open_source(f"folder:{tmp_path}").splits["train"], workers=workers)
+        is_animated = number in (7, 8, 150, 151)  # none is in the sample that is checked first
+        frames[0].save(path, save_all=is_animated, append_images=frames[1:] if is_animated else ())
+    images, _ = load(open_source(f"folder:{tmp_path}").splits["train"], num_workers=num_workers)
     assert len(images) == 300
     assert [text for text in caplog.messages if "first frame" in text] == caplog.messages
     assert len(caplog.messages) == 1
 
 
-def test_an_image_that_crashes_the_decoder_is_named(
+def test_names_an_image_that_crashes_the_decoder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scan_module, "SMALL_BYTES", 0)
-    split = open_source(make_folder(tmp_path, {"a": 20, "b": 20})).splits["train"]
-    read, parent = Split.read, os.getpid()
+    monkeypatch.setattr(decode_all_module, "SMALL_SPLIT_BYTES", 0)
+    split = open_source(write_image_folder(tmp_path, {"a": 20, "b": 20})).splits["train"]
+    decode, parent = Split.decode, os.getpid()
 
-    def crashes(self: Split, index: int) -> np.ndarray:
+    def crash_on_image_7(self: Split, index: int) -> np.ndarray:
         if index == 7 and os.getpid() != parent:
             os.kill(os.getpid(), signal.SIGSEGV)
-        return read(self, index)
+        return decode(self, index)
 
-    monkeypatch.setattr(Split, "read", crashes)
+    monkeypatch.setattr(Split, "decode", crash_on_image_7)
     with pytest.raises(DataError, match=rf"^{split.name_of(7)}: crashes the decoder"):
-        load(split, workers=2)
+        load(split, num_workers=2)
 
 
-def test_progress_goes_to_a_terminal_only(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shows_progress_only_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     load(open_source("embedded:digits").splits["test"], progress=True)
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err == ""
 
 
-def test_info(tmp_path: Path) -> None:
-    images = [{"bytes": png(row, (4 + row, 9 - row)), "path": None} for row in range(3)]
+def test_summarize_source(tmp_path: Path) -> None:
+    images = [{"bytes": random_png(row, (4 + row, 9 - row)), "path": None} for row in range(3)]
     images.append({"bytes": b"", "path": None})
-    make_parquet(tmp_path / "train.parquet", [0, 1, 1, 1], names=["a", "b"], images=images)
+    write_parquet(tmp_path / "train.parquet", [0, 1, 1, 1], names=["a", "b"], images=images)
     source = open_source(f"parquet:{tmp_path}")
-    found = info(source)
-    assert found["class_names"] == ["a", "b"]
-    assert found["splits"] == {
+    summary = summarize_source(source)
+    assert summary["class_names"] == ["a", "b"]
+    assert summary["splits"] == {
         "train": {
             "images": 4,
             "per_class": [1, 3],
@@ -251,6 +267,6 @@ def test_info(tmp_path: Path) -> None:
             "max_size": [6, 9],
         }
     }
-    assert json.loads(json.dumps(found)) == found
+    assert json.loads(json.dumps(summary)) == summary
     digits = open_source("embedded:digits").splits["train"]
-    assert decoded_bytes(digits) == 1442 * 8 * 8 * 3
+    assert estimate_decoded_bytes(digits) == 1442 * 8 * 8 * 3

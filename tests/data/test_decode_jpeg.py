@@ -1,4 +1,4 @@
-"""JPEGs decoded without PIL: the same pixels, and the same errors for damaged files."""
+"""JPEGs decoded without PIL have the same pixels, and the same errors if they are damaged."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import pytest
 import simplejpeg
 from PIL import Image
 
-from finetune.data import decode as decoding
-from finetune.data.decode import decode, read_jpeg
-from finetune.data.shared_memory import Slots
+from finetune.data import decode as decode_module
+from finetune.data.decode import decode_image, decode_jpeg
+from finetune.data.shared_memory import SharedBatchBuffers
 from finetune.errors import DataError
 
 PHOTO = np.random.default_rng(0).integers(0, 256, (9, 13, 3), dtype=np.uint8)
 
 
-def photo(width: int, height: int) -> Image.Image:
+def resized_photo(width: int, height: int) -> Image.Image:
     return Image.fromarray(PHOTO).resize((width, height), Image.Resampling.BICUBIC)
 
 
-def jpeg(width: int = 131, height: int = 100, mode: str = "RGB", **options: Any) -> bytes:
+def make_jpeg(width: int = 131, height: int = 100, mode: str = "RGB", **options: Any) -> bytes:
     stream = io.BytesIO()
-    photo(width, height).convert(mode).save(stream, "JPEG", **options)
+    resized_photo(width, height).convert(mode).save(stream, "JPEG", **options)
     return stream.getvalue()
 
 
-def by_pil(body: bytes, size: int | None = None) -> np.ndarray:
+def decode_with_pil(body: bytes, size: int | None = None) -> np.ndarray:
     with Image.open(io.BytesIO(body)) as image:
         if size is not None:
             image.draft(None, (size, size))
@@ -36,112 +36,120 @@ def by_pil(body: bytes, size: int | None = None) -> np.ndarray:
 
 
 @pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each JPEG was read here rather than by PIL."""
-    seen: list[bool] = []
+def skipped_pil(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each JPEG: was it decoded without PIL?"""
+    results: list[bool] = []
 
-    def noted(*args: Any) -> np.ndarray | None:
-        pixels = read_jpeg(*args)
-        seen.append(pixels is not None)
+    def recording_decode_jpeg(*args: Any) -> np.ndarray | None:
+        pixels = decode_jpeg(*args)
+        results.append(pixels is not None)
         return pixels
 
-    monkeypatch.setattr(decoding, "read_jpeg", noted)
-    return seen
+    monkeypatch.setattr(decode_module, "decode_jpeg", recording_decode_jpeg)
+    return results
 
 
 @pytest.mark.parametrize("width, height", [(5, 5), (9, 7), (65, 33), (131, 100), (1, 400)])
 @pytest.mark.parametrize("subsampling", ["444", "422", "420", "440", "411"])
-def test_the_pixels_are_those_of_pil(
-    subsampling: str, width: int, height: int, read: list[bool]
+def test_pixels_equal_those_of_pil(
+    subsampling: str, width: int, height: int, skipped_pil: list[bool]
 ) -> None:
-    pixels = np.asarray(photo(width, height))
+    pixels = np.asarray(resized_photo(width, height))
     for quality in (5, 90, 100):
         body = simplejpeg.encode_jpeg(pixels, quality=quality, colorsubsampling=subsampling)
-        np.testing.assert_array_equal(decode(body), by_pil(body))
+        np.testing.assert_array_equal(decode_image(body), decode_with_pil(body))
         for size in (1, 10, 25, 50):
-            np.testing.assert_array_equal(decode(body, size=size), by_pil(body, size))
-    assert read.count(True) >= 12  # all but what is as small as 3 by 3
+            np.testing.assert_array_equal(
+                decode_image(body, decode_size=size), decode_with_pil(body, size)
+            )
+    assert skipped_pil.count(True) >= 12  # all except images as small as 3 x 3
 
 
 @pytest.mark.parametrize(
     "options",
     [{"mode": "L"}, {"progressive": True}, {"keep_rgb": True}, {"restart_marker_rows": 1}],
 )
-def test_other_kinds_of_jpeg(options: dict[str, Any], read: list[bool]) -> None:
-    body = jpeg(**options)
-    np.testing.assert_array_equal(decode(body), by_pil(body))
-    assert read == [True]
+def test_other_jpeg_variants(options: dict[str, Any], skipped_pil: list[bool]) -> None:
+    body = make_jpeg(**options)
+    np.testing.assert_array_equal(decode_image(body), decode_with_pil(body))
+    assert skipped_pil == [True]
 
 
-def test_the_first_picture_of_several(read: list[bool]) -> None:
+def test_decodes_the_first_image_of_an_mpo_file(skipped_pil: list[bool]) -> None:
     stream = io.BytesIO()
-    photo(9, 7).save(stream, "MPO", save_all=True, append_images=[photo(131, 100)])
+    resized_photo(9, 7).save(stream, "MPO", save_all=True, append_images=[resized_photo(131, 100)])
     body = stream.getvalue()
     with Image.open(stream) as image:
         assert image.format == "MPO"
-    np.testing.assert_array_equal(decode(body), by_pil(body))
-    assert read == [True]
+    np.testing.assert_array_equal(decode_image(body), decode_with_pil(body))
+    assert skipped_pil == [True]
 
 
-@pytest.mark.parametrize("more", [-1, 0, 1, 1000])
-def test_it_is_decoded_where_there_is_room(more: int) -> None:
-    body, room = jpeg(), np.zeros(131 * 100 * 3 + more, dtype=np.uint8)
-    pixels = decode(body, room=room)
-    np.testing.assert_array_equal(pixels, by_pil(body))
+@pytest.mark.parametrize("extra_bytes", [-1, 0, 1, 1000])
+def test_decodes_into_a_buffer_that_is_large_enough(extra_bytes: int) -> None:
+    body, buffer = make_jpeg(), np.zeros(131 * 100 * 3 + extra_bytes, dtype=np.uint8)
+    pixels = decode_image(body, buffer=buffer)
+    np.testing.assert_array_equal(pixels, decode_with_pil(body))
     assert not pixels.flags.writeable
-    assert np.shares_memory(pixels, room) == (more >= 0)
-    if more >= 0:
-        np.testing.assert_array_equal(room[: pixels.size].reshape(pixels.shape), pixels)
-        assert not room[pixels.size :].any()
+    assert np.shares_memory(pixels, buffer) == (extra_bytes >= 0)
+    if extra_bytes >= 0:
+        np.testing.assert_array_equal(buffer[: pixels.size].reshape(pixels.shape), pixels)
+        assert not buffer[pixels.size :].any()
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_a_slot_holds_what_is_turned_or_damaged(orientation: int, read: list[bool]) -> None:
+def test_shared_buffers_take_rotated_and_damaged_images(
+    orientation: int, skipped_pil: list[bool]
+) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
-    whole = jpeg(exif=exif.tobytes(), restart_marker_rows=1)
-    damaged = whole.replace(b"\xff\xd1", b"\xff\xd5")
-    slots = Slots(1, 3 * 131 * 100 * 3)
-    bodies = [damaged, whole, damaged]
-    put = slots.put(0, [lambda room, body=body: decode(body, room=room) for body in bodies])
-    assert read == [False, True, False]
-    for found, body in zip(slots.take(0, put), bodies, strict=True):
-        np.testing.assert_array_equal(found.permute(1, 2, 0), decode(body))
+    intact = make_jpeg(exif=exif.tobytes(), restart_marker_rows=1)
+    damaged = intact.replace(b"\xff\xd1", b"\xff\xd5")
+    buffers = SharedBatchBuffers(1, 3 * 131 * 100 * 3)
+    bodies = [damaged, intact, damaged]
+    written = buffers.write(
+        0, [lambda buffer, body=body: decode_image(body, buffer=buffer) for body in bodies]
+    )
+    assert skipped_pil == [False, True, False]
+    for pixels, body in zip(buffers.read(0, written), bodies, strict=True):
+        np.testing.assert_array_equal(pixels.permute(1, 2, 0), decode_image(body))
 
 
-def test_what_pil_has_to_read(monkeypatch: pytest.MonkeyPatch, read: list[bool]) -> None:
-    inks = jpeg(mode="CMYK")
-    np.testing.assert_array_equal(decode(inks), by_pil(inks))
-    assert read == []
-    monkeypatch.setattr(decoding, "_MOST_BYTES", 1000)
-    np.testing.assert_array_equal(decode(jpeg(quality=100)), by_pil(jpeg(quality=100)))
-    assert read == []
-    assert read_jpeg(jpeg(), (66, 51), None) is None
-    assert read_jpeg(b"", (9, 7), None) is None
+def test_falls_back_to_pil(monkeypatch: pytest.MonkeyPatch, skipped_pil: list[bool]) -> None:
+    cmyk_jpeg = make_jpeg(mode="CMYK")
+    np.testing.assert_array_equal(decode_image(cmyk_jpeg), decode_with_pil(cmyk_jpeg))
+    assert skipped_pil == []
+    monkeypatch.setattr(decode_module, "_MAX_JPEG_BYTES", 1000)
+    np.testing.assert_array_equal(
+        decode_image(make_jpeg(quality=100)), decode_with_pil(make_jpeg(quality=100))
+    )
+    assert skipped_pil == []
+    assert decode_jpeg(make_jpeg(), (66, 51), None) is None
+    assert decode_jpeg(b"", (9, 7), None) is None
 
 
-def test_a_damaged_file_is_as_it_is_with_pil(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], read: list[bool]
+def test_damaged_files_give_the_same_result_as_pil(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], skipped_pil: list[bool]
 ) -> None:
-    random = np.random.default_rng(1)
-    whole = jpeg(33, 25, restart_marker_rows=1)
-    bodies = [whole[:end] for end in range(2, len(whole), 7)]
+    generator = np.random.default_rng(1)
+    intact = make_jpeg(33, 25, restart_marker_rows=1)
+    bodies = [intact[:end] for end in range(2, len(intact), 7)]
     for _ in range(60):
-        damaged = bytearray(whole)
-        damaged[int(random.integers(2, len(whole)))] = int(random.integers(256))
+        damaged = bytearray(intact)
+        damaged[int(generator.integers(2, len(intact)))] = int(generator.integers(256))
         bodies.append(bytes(damaged))
-    found = [_outcome(body) for body in bodies]
-    assert {True, False} == set(read)
-    monkeypatch.setattr(decoding, "read_jpeg", lambda *args: None)
-    expected = [_outcome(body) for body in bodies]
+    results = [_pixels_or_error(body) for body in bodies]
+    assert {True, False} == set(skipped_pil)
+    monkeypatch.setattr(decode_module, "decode_jpeg", lambda *args: None)
+    expected = [_pixels_or_error(body) for body in bodies]
     assert {type(outcome) for outcome in expected} == {str, np.ndarray}
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert capfd.readouterr().err == ""  # libjpeg's own words would name no file
+    for result, expected_result in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(result, expected_result)
+    assert capfd.readouterr().err == ""  # libjpeg's own messages name no file
 
 
-def _outcome(body: bytes) -> np.ndarray | str:
+def _pixels_or_error(body: bytes) -> np.ndarray | str:
     try:
-        return decode(body)
+        return decode_image(body)
     except DataError as error:
         return str(error).partition(" at 0x")[0]

@@ -1,4 +1,4 @@
-"""Batches come to the device in order, two ahead, each in one copy, with the pixels they had."""
+"""Batches reach the device in order, two ahead, each in one copy, with unchanged pixels."""
 
 from __future__ import annotations
 
@@ -10,77 +10,81 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from samples import make_parquet, png
+from small_datasets import random_png, write_parquet
 from torch import Tensor
 
-from finetune.data import device_copy, image_store, pixel_file
-from finetune.data.device_copy import Pixels, copy_ahead, of_one_size, pack
-from finetune.data.image_cache import How, decode_images
-from finetune.data.image_store import Store
-from finetune.data.source import open_source
-from finetune.transforms.ragged import Ragged
+from finetune.data import device_prefetch, pixel_file, pixel_store
+from finetune.data.device_prefetch import PixelBatch, as_dense, collate_ragged, prefetch_to_device
+from finetune.data.open_source import open_source
+from finetune.data.pixel_cache import DecodeOptions, decode_to_memory
+from finetune.data.pixel_store import PixelStore
+from finetune.transforms.ragged import RaggedBatch
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def images(number: int, *, alike: bool) -> list[np.ndarray]:
+def images(number: int, *, same_size: bool) -> list[np.ndarray]:
     generator = np.random.default_rng(number)
-    sizes = [(4, 3 if alike else 3 + image) for image in range(4)]
+    sizes = [(4, 3 if same_size else 3 + image) for image in range(4)]
     return [generator.integers(0, 256, (*size, 3), dtype=np.uint8) for size in sizes]
 
 
-@pytest.mark.parametrize("alike", [True, False])
-def test_batches_come_in_order_two_ahead(alike: bool) -> None:
-    asked: list[int] = []
+@pytest.mark.parametrize("same_size", [True, False])
+def test_prefetches_two_batches_in_order(same_size: bool) -> None:
+    requested: list[int] = []
 
-    def batches() -> Iterator[Pixels]:
+    def batches() -> Iterator[PixelBatch]:
         for number in range(5):
-            asked.append(number)
-            batch = pack(images(number, alike=alike), CPU)
-            yield of_one_size(batch, (4, 3) if alike else None)
-            batch.pixels.zero_()  # as a slot that is used again
+            requested.append(number)
+            batch = collate_ragged(images(number, same_size=same_size), CPU)
+            yield as_dense(batch, (4, 3) if same_size else None)
+            batch.pixels.zero_()  # as if its buffer were reused
 
-    for number, found in enumerate(copy_ahead(batches(), CPU, ahead=2)):
-        assert asked == list(range(min(number + 3, 5)))
-        assert isinstance(found, torch.Tensor) == alike
-        for mine, other in zip(found, images(number, alike=alike), strict=True):
-            np.testing.assert_array_equal(mine.permute(1, 2, 0).numpy(), other)
-    assert asked == list(range(5))
+    for number, batch_on_device in enumerate(prefetch_to_device(batches(), CPU, num_prefetch=2)):
+        assert requested == list(range(min(number + 3, 5)))
+        assert isinstance(batch_on_device, torch.Tensor) == same_size
+        for image, expected in zip(
+            batch_on_device, images(number, same_size=same_size), strict=True
+        ):
+            np.testing.assert_array_equal(image.permute(1, 2, 0).numpy(), expected)
+    assert requested == list(range(5))
 
 
-def test_on_a_cpu_nothing_is_read_before_it_is_needed() -> None:
-    asked: list[int] = []
+def test_reads_no_batch_ahead_on_a_cpu() -> None:
+    requested: list[int] = []
 
-    def batches() -> Iterator[Pixels]:
+    def batches() -> Iterator[PixelBatch]:
         for number in range(3):
-            asked.append(number)
-            yield pack(images(number, alike=False), CPU)
+            requested.append(number)
+            yield collate_ragged(images(number, same_size=False), CPU)
 
-    for number, _ in enumerate(copy_ahead(batches(), CPU)):
-        assert asked == list(range(number + 1))
-    assert asked == [0, 1, 2]
+    for number, _ in enumerate(prefetch_to_device(batches(), CPU)):
+        assert requested == list(range(number + 1))
+    assert requested == [0, 1, 2]
 
 
-def test_nothing_stays_nothing_and_an_error_comes_through() -> None:
-    assert list(copy_ahead([], CPU)) == []
+def test_handles_no_batches_and_propagates_errors() -> None:
+    assert list(prefetch_to_device([], CPU)) == []
 
-    def broken() -> Iterator[Pixels]:
-        yield pack(images(0, alike=False), CPU)
+    def broken() -> Iterator[PixelBatch]:
+        yield collate_ragged(images(0, same_size=False), CPU)
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
-        list(copy_ahead(broken(), CPU))
+        list(prefetch_to_device(broken(), CPU))
 
 
-def test_a_size_that_one_image_lost_is_not_taken_for_granted() -> None:
-    alike, differing = (pack(images(0, alike=each), CPU) for each in (True, False))
-    assert isinstance(of_one_size(alike, (4, 3)), torch.Tensor)
-    assert isinstance(of_one_size(alike, None), Ragged)
-    assert isinstance(of_one_size(differing, (4, 3)), Ragged)
+def test_as_dense_keeps_batches_of_differing_sizes_ragged() -> None:
+    uniform, differing = (
+        collate_ragged(images(0, same_size=same_size), CPU) for same_size in (True, False)
+    )
+    assert isinstance(as_dense(uniform, (4, 3)), torch.Tensor)
+    assert isinstance(as_dense(uniform, None), RaggedBatch)
+    assert isinstance(as_dense(differing, (4, 3)), RaggedBatch)
 
 
-class _Gpu:
-    """In the place of a GPU: notes what is copied to it, and what of that lies in pinned memory."""
+class _FakeGpu:
+    """Stands in for a GPU: records each copy to it, and whether it came from pinned memory."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.copied: list[bool] = []
@@ -95,8 +99,8 @@ class _Gpu:
 
         for name in ("Stream", "Event", "current_stream"):
             monkeypatch.setattr(torch.cuda, name, lambda *device: self)
-        for module in (device_copy, image_store, pixel_file):
-            monkeypatch.setattr(module, "host_memory", self.host_memory)
+        for module in (device_prefetch, pixel_store, pixel_file):
+            monkeypatch.setattr(module, "allocate_host_memory", self.host_memory)
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
         monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: self.is_pinned(tensor))
@@ -108,41 +112,43 @@ class _Gpu:
         return self._pinned[-1]
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        place = tensor.untyped_storage().data_ptr()
-        return place in {each.untyped_storage().data_ptr() for each in self._pinned}
+        address = tensor.untyped_storage().data_ptr()
+        return address in {pinned.untyped_storage().data_ptr() for pinned in self._pinned}
 
-    def record(self, stream: _Gpu) -> None: ...
+    def record(self, stream: _FakeGpu) -> None: ...
 
-    def wait_event(self, event: _Gpu) -> None: ...
+    def wait_event(self, event: _FakeGpu) -> None: ...
 
 
-def branch_of(branch: str, folder: Path, tmp_path: Path) -> Store:
-    """A store for a GPU whose pixels lie where the name says; two of them have one size."""
-    if branch == "streamed":
-        images = [{"bytes": png(number, (5, 4 + number)), "path": None} for number in range(9)]
-        make_parquet(tmp_path / "train-0.parquet", [0] * 5 + [1] * 4, images=images)
+def build_store(storage: str, folder: Path, tmp_path: Path) -> PixelStore:
+    """Return a store for a GPU that keeps its pixels in `storage`; two kinds have one size."""
+    if storage == "streamed":
+        images = [
+            {"bytes": random_png(number, (5, 4 + number)), "path": None} for number in range(9)
+        ]
+        write_parquet(tmp_path / "train-0.parquet", [0] * 5 + [1] * 4, images=images)
         split = open_source(f"parquet:{tmp_path}", streaming=True).splits["train"]
-        return Store(split, None, workers=1, device=GPU)
+        return PixelStore(split, None, num_workers=1, device=GPU)
     digits, photos = open_source("embedded:digits"), open_source(f"folder:{folder}")
-    split = (digits if branch in ("memory", "file") else photos).splits["test"]
-    if branch in ("workers", "none"):
-        return Store(split, None, workers=2 if branch == "workers" else 0, device=GPU)
-    how = How(0, "stop", progress=False, timeout_seconds=60.0)
-    images, _ = decode_images(split, how, num_bytes=10**6)
-    return Store(split, images.whole() if branch == "memory" else images, device=GPU)
+    split = (digits if storage in ("memory", "file") else photos).splits["test"]
+    if storage in ("workers", "none"):
+        return PixelStore(split, None, num_workers=2 if storage == "workers" else 0, device=GPU)
+    options = DecodeOptions(0, "stop", progress=False, timeout_seconds=60.0)
+    images, _ = decode_to_memory(split, options, num_bytes=10**6)
+    return PixelStore(split, images.as_tensor() if storage == "memory" else images, device=GPU)
 
 
-@pytest.mark.parametrize("branch", ["memory", "file", "ragged", "streamed", "workers", "none"])
-def test_pixels_come_from_pinned_memory_in_one_copy(
-    branch: str, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("storage", ["memory", "file", "ragged", "streamed", "workers", "none"])
+def test_copies_pixels_from_pinned_memory_in_one_copy(
+    storage: str, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = branch_of(branch, image_folder, tmp_path)
-    gpu = _Gpu(monkeypatch)
+    store = build_store(storage, image_folder, tmp_path)
+    gpu = _FakeGpu(monkeypatch)
     order = [np.arange(start, start + 5) for start in range(4)]
-    for number, pixels in enumerate(store.read_all(iter(order))):
+    for number, pixels in enumerate(store.read_batches(iter(order))):
         assert gpu.copied == [True] * min(number + 3, len(order))
-        assert isinstance(pixels, Ragged) == (branch not in ("memory", "file"))
+        assert isinstance(pixels, RaggedBatch) == (storage not in ("memory", "file"))
         for index, image in zip(order[number].tolist(), pixels, strict=True):
-            found = image.permute(1, 2, 0).numpy()
-            np.testing.assert_array_equal(found, store.split.read(index))
+            pixels_HWC = image.permute(1, 2, 0).numpy()
+            np.testing.assert_array_equal(pixels_HWC, store.split.decode(index))
     assert gpu.copied == [True] * 4

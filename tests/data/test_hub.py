@@ -1,4 +1,4 @@
-"""data/hub.py against the loopback hub: revisions, each fault on each call, the cache."""
+"""data/hub_dataset.py against a local hub: revisions, faults on every endpoint, the cache."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from pathlib import Path
 import huggingface_hub.constants
 import numpy as np
 import pytest
-from hub_server import HubServer, point_at
+from hub_server import HubServer, point_clients_at
 from refusals import refused
-from samples import make_parquet
+from small_datasets import write_parquet
 
-from finetune.data.source import Source, open_source
-from finetune.hub import client as hub_reads
+from finetune.data.open_source import open_source
+from finetune.data.source import Source
+from finetune.hub import client as hub_client
 
 NAME = "someone/things"
 ALICE = "hf_aliceAlice1234"
-CALLS = [
+ENDPOINTS = [
     r"GET /api/datasets/someone/things($|\?|/revision/)",
     r"HEAD .*/README\.md",
     r"GET .*/README\.md",
@@ -30,138 +31,143 @@ CALLS = [
 ]
 
 
-def files_of(folder: Path, labels: list[int]) -> dict[str, bytes]:
+def dataset_files(folder: Path, labels: list[int]) -> dict[str, bytes]:
     folder.mkdir(exist_ok=True)
     files = {}
-    for split, some in {"train": labels, "test": labels[:1]}.items():
-        path = make_parquet(folder / f"{split}.parquet", some, names=["ant", "bee"])
+    for split, split_labels in {"train": labels, "test": labels[:1]}.items():
+        path = write_parquet(folder / f"{split}.parquet", split_labels, names=["ant", "bee"])
         files[f"data/{split}-00000-of-00001.parquet"] = path.read_bytes()
     return files
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    monkeypatch.setattr(hub_reads, "FIRST_WAIT_SECONDS", 0.01)
-    monkeypatch.setattr(hub_reads, "_said", set())
+    monkeypatch.setattr(hub_client, "FIRST_WAIT_SECONDS", 0.01)
     with HubServer() as hub:
         card = {"README.md": b"---\nlicense: mit\n---\n"}
-        hub.add_repo(NAME, {**files_of(tmp_path / "one", [0, 1, 1]), **card}, kind="dataset")
+        hub.add_repo(NAME, {**dataset_files(tmp_path / "one", [0, 1, 1]), **card}, kind="dataset")
         hub.tag(NAME, "v1")
-        hub.commit(NAME, files_of(tmp_path / "two", [0, 1, 1, 0]))
+        hub.commit(NAME, dataset_files(tmp_path / "two", [0, 1, 1, 0]))
         hub.add_user("someone", token=ALICE)
-        point_at(hub, monkeypatch, tmp_path / "home")
+        point_clients_at(hub, monkeypatch, tmp_path / "home")
         yield hub
-        assert hub.mistakes == []
+        assert hub.server_errors == []
 
 
 def labels(source: Source) -> list[int]:
     return np.asarray(source.splits["train"].labels).tolist()
 
 
-def refuse(name: str, code: str, *named: str) -> None:
-    with refused(code, name, *named) as caught:
+def assert_refused(name: str, code: str, *expected_texts: str) -> None:
+    with refused(code, name, *expected_texts) as caught:
         open_source(name)
     assert "\n" not in str(caught.value)
     assert ALICE not in str(caught.value)
 
 
 class TestRevisions:
-    def test_each_is_its_own(self, hub: HubServer) -> None:
+    def test_each_revision_has_its_own_data(self, hub: HubServer) -> None:
         [new, old, _] = hub.commits(NAME)
-        asked = {
+        expected_by_name = {
             f"hub:{NAME}": ([0, 1, 1, 0], new),
             f"hub:{NAME}@v1": ([0, 1, 1], old),
             f"hub:{NAME}@main": ([0, 1, 1, 0], new),
             f"hub:{NAME}@{old}": ([0, 1, 1], old),
         }
-        for name, (expected, commit) in asked.items():
+        for name, (expected, commit) in expected_by_name.items():
             source = open_source(name)
             assert labels(source) == expected
             assert f"revision {commit}" in source.description
-            assert source.splits["train"].read(0).ndim == 3
+            assert source.splits["train"].decode(0).ndim == 3
 
-    def test_refusals(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-        refuse("hub:nobody/things", "data.not_found", "`hf auth login`")
-        refuse(f"hub:{NAME}@v9", "data.not_found", "'@v9'")
-        refuse(f"hub:{NAME}:large", "data.not_loadable", "BuilderConfig 'large'")
+    def test_rejects_unknown_revisions_and_wrong_tokens(
+        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert_refused("hub:nobody/things", "data.not_found", "`hf auth login`")
+        assert_refused(f"hub:{NAME}@v9", "data.not_found", "'@v9'")
+        assert_refused(f"hub:{NAME}:large", "data.not_loadable", "BuilderConfig 'large'")
         monkeypatch.setenv("HF_TOKEN", "hf_wrongWrong1234")
-        refuse(f"hub:{NAME}", "hub.forbidden", "HF_TOKEN (401)")
+        assert_refused(f"hub:{NAME}", "hub.forbidden", "HF_TOKEN (401)")
 
-    def test_private_and_gated(
+    def test_private_and_gated_datasets(
         self, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for key in ("private", "gated"):
-            files = files_of(tmp_path / key, [0, 1])
+            files = dataset_files(tmp_path / key, [0, 1])
             hub.add_repo(f"someone/{key}", files, kind="dataset", **{key: True})
-        refuse("hub:someone/private", "data.not_found")
-        refuse("hub:someone/gated", "hub.forbidden")
+        assert_refused("hub:someone/private", "data.not_found")
+        assert_refused("hub:someone/gated", "hub.forbidden")
         monkeypatch.setenv("HF_TOKEN", ALICE)
         assert labels(open_source("hub:someone/private")) == [0, 1]
         assert labels(open_source("hub:someone/gated")) == [0, 1]
 
 
 class TestFaults:
-    @pytest.mark.parametrize("call", CALLS)
+    @pytest.mark.parametrize("endpoint", ENDPOINTS)
     @pytest.mark.parametrize("kind", ["status", "reset"])
-    def test_one_on_any_call(
-        self, hub: HubServer, call: str, kind: str, capfd: pytest.CaptureFixture[str]
+    def test_retries_after_one_fault_on_any_request(
+        self, hub: HubServer, endpoint: str, kind: str, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        hub.fail(call, kind=kind)
+        hub.fail(endpoint, kind=kind)
         assert labels(open_source(f"hub:{NAME}@v1")) == [0, 1, 1]
-        assert hub.faults[0].times == 0  # it did happen
+        assert hub.faults[0].times == 0  # the fault did happen
         assert capfd.readouterr().err.count("trying again") == 1
 
-    @pytest.mark.parametrize("call", [CALLS[0], CALLS[-1]])
-    def test_for_ever(self, hub: HubServer, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("endpoint", [ENDPOINTS[0], ENDPOINTS[-1]])
+    def test_fails_if_the_fault_is_permanent(
+        self, hub: HubServer, endpoint: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("HF_TOKEN", ALICE)
-        hub.fail(call, times=None, echo=True)
-        refuse(f"hub:{NAME}", "hub.unreachable", "503")
+        hub.fail(endpoint, times=None, echo=True)
+        assert_refused(f"hub:{NAME}", "hub.unreachable", "503")
 
-    def test_nobody_there(self, hub: HubServer) -> None:
+    def test_fails_quickly_if_the_hub_is_down(self, hub: HubServer) -> None:
         hub.stop()
         started = time.monotonic()
-        refuse(f"hub:{NAME}", "hub.unreachable")
+        assert_refused(f"hub:{NAME}", "hub.unreachable")
         assert time.monotonic() - started < 5
 
-    @pytest.mark.parametrize("call", [r"GET .*/README\.md", r"GET /cdn/"])
-    def test_other_bytes_are_fetched_again(
-        self, hub: HubServer, call: str, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("endpoint", [r"GET .*/README\.md", r"GET /cdn/"])
+    def test_fetches_corrupt_bytes_again(
+        self, hub: HubServer, endpoint: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         now = time.time
-        monkeypatch.setattr(time, "time", lambda: now() + 60)  # the disk's clock goes behind ours
-        hub.fail(call, kind="corrupt")
+        monkeypatch.setattr(time, "time", lambda: now() + 60)  # the disk's clock is behind ours
+        hub.fail(endpoint, kind="corrupt")
         source = open_source(f"hub:{NAME}@v1")
         assert labels(source) == [0, 1, 1]
-        assert source.splits["train"].read(2).ndim == 3
+        assert source.splits["train"].decode(2).ndim == 3
         assert hub.faults[0].times == 0
-        assert hub.count(call) > (1 if "README" in call else 2)
+        assert hub.count(endpoint) > (1 if "README" in endpoint else 2)
 
-    def test_other_bytes_for_ever(self, hub: HubServer, tmp_path: Path) -> None:
+    def test_fails_if_bytes_stay_corrupt(self, hub: HubServer, tmp_path: Path) -> None:
         hub.fail(r"GET /cdn/", kind="corrupt", times=None)
-        refuse(f"hub:{NAME}", "hub.unreachable")
-        good = set(hub.files(NAME).values())
-        left = [p for p in (tmp_path / "home/hub").rglob("blobs/*") if p.is_file()]
-        assert all(path.read_bytes() in good for path in left)
+        assert_refused(f"hub:{NAME}", "hub.unreachable")
+        valid_contents = set(hub.files(NAME).values())
+        remaining_blobs = [p for p in (tmp_path / "home/hub").rglob("blobs/*") if p.is_file()]
+        assert all(path.read_bytes() in valid_contents for path in remaining_blobs)
 
-    @pytest.mark.parametrize("call", CALLS[3:5])
-    def test_a_fault_gives_no_other_revision(self, hub: HubServer, call: str) -> None:
-        # `datasets` would take the copy of v1 in its cache for the one that it cannot fetch
+    @pytest.mark.parametrize("endpoint", ENDPOINTS[3:5])
+    def test_a_fault_does_not_fall_back_to_another_revision(
+        self, hub: HubServer, endpoint: str
+    ) -> None:
+        # `datasets` alone would use its cached copy of v1 for the revision that it cannot fetch
         open_source(f"hub:{NAME}@v1")
-        hub.fail(call)
+        hub.fail(endpoint)
         assert labels(open_source(f"hub:{NAME}")) == [0, 1, 1, 0]
         assert hub.faults[0].times == 0
 
-    def test_nor_does_it_for_ever(self, hub: HubServer) -> None:
+    def test_a_permanent_fault_does_not_fall_back_to_another_revision(self, hub: HubServer) -> None:
         old = hub.commits(NAME)[1]
         open_source(f"hub:{NAME}@v1")
-        hub.fail(CALLS[4], times=None)
-        refuse(f"hub:{NAME}", "hub.unreachable", "503", old)
+        hub.fail(ENDPOINTS[4], times=None)
+        assert_refused(f"hub:{NAME}", "hub.unreachable", "503", old)
         hub.fail(".", times=None)
-        refuse(f"hub:{NAME}:large", "hub.unreachable")
+        assert_refused(f"hub:{NAME}:large", "hub.unreachable")
 
 
 class TestCache:
-    def test_nobody_there(
+    def test_uses_the_cache_if_the_hub_is_down(
         self, hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         [new, old, _] = hub.commits(NAME)
@@ -171,16 +177,20 @@ class TestCache:
         started = time.monotonic()
         assert labels(open_source(f"hub:{NAME}@v1")) == [0, 1, 1]
         assert labels(open_source(f"hub:{NAME}")) == [0, 1, 1, 0]
-        [other] = [copy for copy in (tmp_path / "home").glob("**/default/*/*") if copy.name == new]
-        os.utime(other, (time.time() + 9, time.time() + 9))  # the clock was set back since
+        [cached_copy] = [
+            copy for copy in (tmp_path / "home").glob("**/default/*/*") if copy.name == new
+        ]
+        os.utime(
+            cached_copy, (time.time() + 9, time.time() + 9)
+        )  # as if the clock had been set back
         assert labels(open_source(f"hub:{NAME}@{old}")) == [0, 1, 1]
         assert time.monotonic() - started < 5
-        told = capsys.readouterr().err
-        assert told.count(f"using revision {old} from the cache") == 2
-        assert told.count(f"using revision {new} from the cache") == 1
+        stderr = capsys.readouterr().err
+        assert stderr.count(f"using revision {old} from the cache") == 2
+        assert stderr.count(f"using revision {new} from the cache") == 1
         assert not huggingface_hub.constants.HF_HUB_OFFLINE
 
-    def test_offline(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_offline_uses_the_cache(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
         import datasets
 
         open_source(f"hub:{NAME}@v1")
@@ -189,6 +199,6 @@ class TestCache:
         hub.requests.clear()
         assert labels(open_source(f"hub:{NAME}@v1")) == [0, 1, 1]
         old = hub.commits(NAME)[1]
-        refuse(f"hub:{NAME}@v2", "data.not_cached", old)
-        refuse(f"hub:{NAME}@{'a' * 40}", "data.not_cached", old)
+        assert_refused(f"hub:{NAME}@v2", "data.not_cached", old)
+        assert_refused(f"hub:{NAME}@{'a' * 40}", "data.not_cached", old)
         assert hub.requests == []

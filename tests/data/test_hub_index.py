@@ -1,4 +1,4 @@
-"""hub_index.py against the loopback hub: which files, at which commit, through faults."""
+"""hub_index.py against a local hub: which files at which commit, also after faults."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
-from hub_server import HubServer, point_at
+from hub_server import HubServer, point_clients_at
 from refusals import refused
-from samples import make_parquet
+from small_datasets import write_parquet
 
-from finetune.data.source import open_source
-from finetune.data.streaming.hub_index import Shards, find_shards
-from finetune.data.streaming.remote_file import HubFile, LocalFile
-from finetune.hub import client as hub_reads
+from finetune.data.open_source import open_source
+from finetune.data.streaming.hub_files import DatasetFiles, list_parquet_files
+from finetune.data.streaming.remote_file import HubDatasetFile, LocalFile
+from finetune.hub import client as hub_client
 
 NAME = "someone/things"
 ALICE = "hf_aliceAlice1234"
@@ -30,7 +30,7 @@ configs:
   data_files: [{split: train, path: data/train-00000-*}]
 ---
 """
-CALLS = [
+ENDPOINTS = [
     r"GET /api/datasets/someone/things($|\?|/revision/)",
     r"(HEAD|GET) .*/README\.md",
     r"POST .*/paths-info/",
@@ -39,61 +39,60 @@ CALLS = [
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    monkeypatch.setattr(hub_reads, "FIRST_WAIT_SECONDS", 0.01)
-    monkeypatch.setattr(hub_reads, "_said", set())
-    content = make_parquet(tmp_path / "one.parquet", [0, 1, 1, 0], names=["ant", "bee"])
+    monkeypatch.setattr(hub_client, "FIRST_WAIT_SECONDS", 0.01)
+    content = write_parquet(tmp_path / "one.parquet", [0, 1, 1, 0], names=["ant", "bee"])
     files = dict.fromkeys([*SHARDS, "data/test-00000-of-00001.parquet"], content.read_bytes())
     with HubServer() as hub:
         hub.add_repo(NAME, {**files, "README.md": CARD.encode()}, kind="dataset")
         hub.tag(NAME, "v1")
         hub.commit(NAME, {SHARDS[1]: None})
         hub.add_user("someone", token=ALICE)
-        point_at(hub, monkeypatch, tmp_path / "home")
+        point_clients_at(hub, monkeypatch, tmp_path / "home")
         yield hub
-        assert hub.mistakes == []
+        assert hub.server_errors == []
 
 
-def find(revision: str | None = None, config: str | None = None, name: str = NAME) -> Shards:
-    return find_shards(f"hub:{name}", name, config, revision)
+def list_files(
+    revision: str | None = None, config: str | None = None, name: str = NAME
+) -> DatasetFiles:
+    return list_parquet_files(f"hub:{name}", name, config, revision)
 
 
-def refuse(code: str, *named: str, **options: str) -> None:
-    with refused(code, *named) as caught:
-        find(**options)
-    text = str(caught.value)
-    assert "\n" not in text
-    assert text.startswith("hub:")
-    assert ALICE not in text
-    assert "hf_wrong" not in text
+def assert_refused(code: str, *expected_texts: str, **options: str) -> None:
+    with refused(code, *expected_texts) as caught:
+        list_files(**options)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith("hub:")
+    assert ALICE not in message
+    assert "hf_wrong" not in message
 
 
 class TestFiles:
-    def test_each_revision_has_its_own(self, hub: HubServer) -> None:
+    def test_each_revision_has_its_own_files(self, hub: HubServer) -> None:
         [new, old, _] = hub.commits(NAME)
         for revision, commit, train in ((None, new, SHARDS[:1]), ("v1", old, SHARDS)):
-            found = find(revision)
+            found = list_files(revision)
             assert found.commit == commit
             assert {split: [f.path for f in group] for split, group in found.files.items()} == {
                 "train": train,
                 "test": ["data/test-00000-of-00001.parquet"],
             }
             for file in (file for group in found.files.values() for file in group):
-                assert isinstance(file, HubFile)
+                assert isinstance(file, HubDatasetFile)
                 assert file.commit == commit
                 content = hub.files(NAME, commit)[file.path]
                 assert file.size == len(content)
-                assert (
-                    file.content_name == hub.store.any_of(NAME).find(commit).files[file.path].etag
-                )
-        assert hub.count(r"/cdn/|\.parquet") == 0  # nothing of them was read
+                assert file.etag == hub.store.any_of(NAME).find(commit).files[file.path].etag
+        assert hub.count(r"/cdn/|\.parquet") == 0  # no file content was read
 
-    def test_a_configuration(self, hub: HubServer) -> None:
-        found = find("v1", "small")
+    def test_selects_a_configuration(self, hub: HubServer) -> None:
+        found = list_files("v1", "small")
         assert list(found.files) == ["train"]
         assert [file.path for file in found.files["train"]] == SHARDS[:1]
 
-    def test_what_the_card_declares_counts(self, hub: HubServer, tmp_path: Path) -> None:
-        plain = make_parquet(tmp_path / "plain.parquet", [0, 1, 1, 0])  # names no class
+    def test_takes_class_names_from_the_dataset_card(self, hub: HubServer, tmp_path: Path) -> None:
+        plain = write_parquet(tmp_path / "plain.parquet", [0, 1, 1, 0])  # declares no class names
         card = (
             "---\ndataset_info:\n  features:\n  - {name: img, dtype: image}\n  - name: label\n"
             "    dtype: {class_label: {names: {'0': cat, '1': dog}}}\n---\n"
@@ -108,53 +107,57 @@ class TestFiles:
 
 
 class TestRefusals:
-    def test_in_words(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_error_messages(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
         hub.add_repo(
             "someone/images", {"train/a/1.png": b"1", "train/b/2.png": b"2"}, kind="dataset"
         )
         hub.add_repo("someone/secret", {"data/train.parquet": b"1"}, kind="dataset", private=True)
-        refuse("data.not_found", "nobody/things", name="nobody/things")
-        refuse("data.not_found", "someone/secret", name="someone/secret")
-        refuse("data.not_found", "'@v9'", revision="v9")
-        refuse("data.not_loadable", "BuilderConfig 'large'", config="large")
-        refuse("data.not_parquet", "1.png", "@refs/convert/parquet", name="someone/images")
+        assert_refused("data.not_found", "nobody/things", name="nobody/things")
+        assert_refused("data.not_found", "someone/secret", name="someone/secret")
+        assert_refused("data.not_found", "'@v9'", revision="v9")
+        assert_refused("data.not_loadable", "BuilderConfig 'large'", config="large")
+        assert_refused("data.not_parquet", "1.png", "@refs/convert/parquet", name="someone/images")
         monkeypatch.setenv("HF_TOKEN", "hf_wrongWrong1234")
-        refuse("hub.forbidden", "HF_TOKEN (401)")
+        assert_refused("hub.forbidden", "HF_TOKEN (401)")
         monkeypatch.setenv("HF_TOKEN", ALICE)
-        assert find(name="someone/secret").files["train"][0].size == 1
+        assert list_files(name="someone/secret").files["train"][0].size == 1
 
 
 class TestFaults:
-    @pytest.mark.parametrize("call", CALLS)
+    @pytest.mark.parametrize("endpoint", ENDPOINTS)
     @pytest.mark.parametrize("kind", ["status", "reset"])
-    def test_one_on_any_call(
-        self, hub: HubServer, call: str, kind: str, capfd: pytest.CaptureFixture[str]
+    def test_retries_after_one_fault_on_any_request(
+        self, hub: HubServer, endpoint: str, kind: str, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        hub.fail(call, kind=kind)
-        assert [file.path for file in find("v1").files["train"]] == SHARDS
-        assert hub.faults[0].times == 0  # it did happen
+        hub.fail(endpoint, kind=kind)
+        assert [file.path for file in list_files("v1").files["train"]] == SHARDS
+        assert hub.faults[0].times == 0  # the fault did happen
         assert capfd.readouterr().err.count("trying again") <= 1
 
-    def test_for_ever(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_fails_if_the_fault_is_permanent(
+        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("HF_TOKEN", ALICE)
         hub.fail(".", times=None, echo=True)
-        refuse("hub.unreachable", "503")
+        assert_refused("hub.unreachable", "503")
 
 
 class TestCache:
-    def test_nobody_there(self, hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_uses_the_cache_if_the_hub_is_down(
+        self, hub: HubServer, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         old = hub.commits(NAME)[1]
         open_source(f"hub:{NAME}@v1")  # downloads
         hub.stop()
-        found = find("v1")
+        found = list_files("v1")
         assert found.commit == old
         assert f"using revision {old} from the cache" in capsys.readouterr().err
         files = found.files["train"]
         assert [file.path.name for file in files] == [Path(name).name for name in SHARDS]
         assert all(isinstance(file, LocalFile) for file in files)
-        assert open_source(f"hub:{NAME}@v1", streaming=True).splits["train"].read(7).ndim == 3
+        assert open_source(f"hub:{NAME}@v1", streaming=True).splits["train"].decode(7).ndim == 3
 
-    def test_set_offline(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_offline_uses_the_cache(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
         import datasets
 
         old = hub.commits(NAME)[1]
@@ -162,14 +165,16 @@ class TestCache:
         for owner in (huggingface_hub.constants, datasets.config):
             monkeypatch.setattr(owner, "HF_HUB_OFFLINE", True)
         hub.requests.clear()
-        assert len(find("v1").files["train"]) == 2
-        assert len(find(old, "small").files["train"]) == 1
-        refuse("hub.unreachable", "HF_HUB_OFFLINE")
+        assert len(list_files("v1").files["train"]) == 2
+        assert len(list_files(old, "small").files["train"]) == 1
+        assert_refused("hub.unreachable", "HF_HUB_OFFLINE")
         assert hub.requests == []
 
-    def test_a_copy_with_a_shard_missing_is_none(self, hub: HubServer, tmp_path: Path) -> None:
+    def test_ignores_a_cached_copy_with_a_missing_shard(
+        self, hub: HubServer, tmp_path: Path
+    ) -> None:
         open_source(f"hub:{NAME}@v1")
         hub.stop()
         [file] = (tmp_path / "home/hub").rglob(Path(SHARDS[1]).name)
         file.unlink()
-        refuse("hub.unreachable", revision="v1")
+        assert_refused("hub.unreachable", revision="v1")

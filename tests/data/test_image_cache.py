@@ -1,4 +1,4 @@
-"""Decoded images on disk: decoded once for all processes, whole or absent, and never wrong."""
+"""Decoded images on disk: decoded once for all processes, complete or absent, never wrong."""
 
 from __future__ import annotations
 
@@ -17,356 +17,373 @@ from typing import Any
 
 import numpy as np
 import pytest
+from logs import forget_warnings, logged
 from PIL import Image
-from samples import make_parquet, png, store_of
+from small_datasets import make_pixel_store, random_png, write_parquet
 
-from finetune import files as files_module
-from finetune.data import decode_all as scan_module
-from finetune.data import image_cache as pixels_module
-from finetune.data import image_store as store_module
-from finetune.data import notices as notices_module
-from finetune.data import pixel_file as file_module
-from finetune.data.image_cache import Decoded, How, cached_images
-from finetune.data.items import RowItems
-from finetune.data.pixel_file import Place
-from finetune.data.source import Split, open_source
+from finetune import cache as cache_folder_module
+from finetune.cache import CacheFolder
+from finetune.data import decode_split as decode_module
+from finetune.data import pixel_cache as cache_module
+from finetune.data import pixel_file as pixel_file_module
+from finetune.data import pixel_store as store_module
+from finetune.data.encoded_images import TableImages
+from finetune.data.open_source import open_source
+from finetune.data.pixel_cache import DecodedSplit, DecodeOptions, decode_with_cache
+from finetune.data.pixel_file import Storage
+from finetune.data.source import Split
 from finetune.errors import DataError
-from finetune.files import CacheFolder
 
-NUMBER = 150
+NUM_IMAGES = 150
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of its own, that also takes the few images of a test."""
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A separate cache that also takes few images."""
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
-    for module in (scan_module, store_module):
-        monkeypatch.setattr(module, "SMALL_BYTES", 0)
-    monkeypatch.setattr(notices_module, "_logged", set())
-    for module in (pixels_module, files_module):
+    for module in (decode_module, store_module):
+        monkeypatch.setattr(module, "SMALL_SPLIT_BYTES", 0)
+    for module in (cache_module, cache_folder_module):
         monkeypatch.setattr(module, "_POLL_SECONDS", 0.05)
     return tmp_path / "cache" / "pixels"
 
 
-def split_of(root: Path, *, ragged: bool = False, bad: tuple[int, ...] = ()) -> Split:
-    sizes = [(5 + row % 7, 4) if ragged else (5, 4) for row in range(NUMBER)]
+def make_split(root: Path, *, ragged: bool = False, unreadable_rows: tuple[int, ...] = ()) -> Split:
+    sizes = [(5 + row % 7, 4) if ragged else (5, 4) for row in range(NUM_IMAGES)]
     images = [
-        {"bytes": b"" if row in bad else png(row, sizes[row]), "path": None}
-        for row in range(NUMBER)
+        {"bytes": b"" if row in unreadable_rows else random_png(row, sizes[row]), "path": None}
+        for row in range(NUM_IMAGES)
     ]
-    make_parquet(root / "a.parquet", [row % 2 for row in range(NUMBER)], images=images)
+    write_parquet(root / "a.parquet", [row % 2 for row in range(NUM_IMAGES)], images=images)
     return open_source(f"parquet:{root}/a.parquet").splits["train"]
 
 
-def taken(split: Split, notices: list[str] | None = None, **changes: Any) -> Decoded:
-    how: dict[str, Any] = {"workers": 2, "unreadable": "stop", "progress": False}
-    how |= {"timeout_seconds": 60.0, **changes}
-    tell = pytest.fail if notices is None else notices.append
-    found = cached_images(split, How(**how), num_bytes=NUMBER * 60, tell=tell)
-    assert isinstance(found, Decoded), found
-    return found
+def decode_cached(split: Split, messages: list[str] | None = None, **changes: Any) -> DecodedSplit:
+    options: dict[str, Any] = {"num_workers": 2, "unreadable": "stop", "progress": False}
+    options |= {"timeout_seconds": 60.0, **changes}
+    with logged(messages) as logged_messages:
+        result = decode_with_cache(split, DecodeOptions(**options), num_bytes=NUM_IMAGES * 60)
+    assert isinstance(result, DecodedSplit), result
+    if messages is None:  # only messages about unreadable images and stopped runs are expected
+        expected = ("they are left out", "a run that was stopped")
+        assert all(any(text in message for text in expected) for message in logged_messages)
+    return result
 
 
-def file_of(cache: Path) -> Path:
-    """The file that was made last."""
-    return max(cache.glob("*.pixels"), key=lambda path: path.stat().st_mtime_ns)
+def newest_file(cache_folder: Path) -> Path:
+    """Return the newest cache file."""
+    return max(cache_folder.glob("*.pixels"), key=lambda path: path.stat().st_mtime_ns)
 
 
-def check(found: Decoded, split: Split) -> None:
-    assert len(found.images) == len(found.indices) > 0
-    for image, index in zip(found.images, found.indices.tolist(), strict=True):
-        np.testing.assert_array_equal(image.permute(1, 2, 0), split.read(index))
+def assert_equals_decoded(decoded: DecodedSplit, split: Split) -> None:
+    assert len(decoded.images) == len(decoded.indices) > 0
+    for image, index in zip(decoded.images, decoded.indices.tolist(), strict=True):
+        np.testing.assert_array_equal(image.permute(1, 2, 0), split.decode(index))
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize("bad", [(), (0, 3, 140)])
-def test_what_was_decoded_is_mapped_again_without_decoding(
+@pytest.mark.parametrize("unreadable_rows", [(), (0, 3, 140)])
+def test_maps_the_cache_file_without_decoding_again(
     tmp_path: Path,
     ragged: bool,
-    bad: tuple[int, ...],
-    cache: Path,
+    unreadable_rows: tuple[int, ...],
+    cache_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    split = split_of(tmp_path, ragged=ragged, bad=bad)
-    first = taken(split, unreadable="quarantine")
-    assert len(list(cache.iterdir())) == 1
-    said = caplog.messages
-    assert len(said) == bool(bad)
-    monkeypatch.setattr(notices_module, "_logged", set())  # another process
-    monkeypatch.setattr(pixels_module, "visit", pytest.fail)
-    again = taken(split, unreadable="quarantine")
-    for kept in (first, again):
-        check(kept, split)
-        assert kept.indices.tolist() == [row for row in range(NUMBER) if row not in bad]
-        assert kept.images.size == (None if ragged else (5, 4))
-    assert caplog.messages == 2 * said  # the same message anew
+    split = make_split(tmp_path, ragged=ragged, unreadable_rows=unreadable_rows)
+    first = decode_cached(split, unreadable="quarantine")
+    assert len(list(cache_folder.iterdir())) == 1
+    warnings = caplog.messages
+    assert len(warnings) == bool(unreadable_rows)
+    forget_warnings()  # as in a new process
+    monkeypatch.setattr(cache_module, "decode_split", pytest.fail)
+    again = decode_cached(split, unreadable="quarantine")
+    for result in (first, again):
+        assert_equals_decoded(result, split)
+        assert result.indices.tolist() == [
+            row for row in range(NUM_IMAGES) if row not in unreadable_rows
+        ]
+        assert result.images.common_size == (None if ragged else (5, 4))
+    assert caplog.messages == 2 * warnings  # the same message again
     monkeypatch.undo()
 
 
-def test_images_decoded_to_another_size_are_another_file(tmp_path: Path, cache: Path) -> None:
+def test_decode_size_is_part_of_the_cache_key(tmp_path: Path, cache_folder: Path) -> None:
     photo = io.BytesIO()
     Image.fromarray(np.full((64, 48, 3), 99, dtype=np.uint8)).save(photo, "JPEG")
     images = [{"bytes": photo.getvalue(), "path": None}] * 6
-    make_parquet(tmp_path / "a.parquet", [0, 1] * 3, images=images)
+    write_parquet(tmp_path / "a.parquet", [0, 1] * 3, images=images)
     sizes, paths = [], []
     for size in (None, 24, 6):
         split = open_source(f"parquet:{tmp_path}/a.parquet", decode_size=size).splits["train"]
-        kept = taken(split)
-        check(kept, split)
-        sizes.append(kept.images.size)
-        paths.append(file_of(cache))
+        result = decode_cached(split)
+        assert_equals_decoded(result, split)
+        sizes.append(result.images.common_size)
+        paths.append(newest_file(cache_folder))
     assert sizes == [(64, 48), (32, 24), (8, 6)]
     assert len(set(paths)) == 3
 
 
-def test_images_that_stop_a_run_leave_no_file(tmp_path: Path, cache: Path) -> None:
-    split = split_of(tmp_path, bad=(3,))
-    taken(split, unreadable="quarantine")  # is another file
-    before = sorted(cache.iterdir())
+def test_unreadable_images_that_stop_a_run_leave_no_file(
+    tmp_path: Path, cache_folder: Path
+) -> None:
+    split = make_split(tmp_path, unreadable_rows=(3,))
+    decode_cached(split, unreadable="quarantine")  # a file with a different key
+    before = sorted(cache_folder.iterdir())
     with pytest.raises(DataError, match="1 of 150 images cannot be read"):
-        taken(split)
-    assert sorted(cache.iterdir()) == before
+        decode_cached(split)
+    assert sorted(cache_folder.iterdir()) == before
 
 
-def test_a_disk_that_fails_for_a_moment_costs_no_image(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+def test_retries_an_image_after_a_transient_disk_error(
+    tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is left out stays so in the file, and so in every later run."""
-    split, read, here = split_of(tmp_path, bad=(3,)), RowItems.read, os.getpid()
+    """Images left out of the file would be missing in every later run too."""
+    split, decode, parent = (
+        make_split(tmp_path, unreadable_rows=(3,)),
+        TableImages.decode,
+        os.getpid(),
+    )
 
-    def flaky(self: RowItems, row: int, *arguments: Any) -> np.ndarray:
-        if row == 7 and os.getpid() != here:
+    def fail_in_worker(self: TableImages, row: int, *arguments: Any) -> np.ndarray:
+        if row == 7 and os.getpid() != parent:
             raise DataError("7: cannot be opened (Input/output error)", code="data.unreadable")
-        return read(self, row, *arguments)
+        return decode(self, row, *arguments)
 
-    monkeypatch.setattr(RowItems, "read", flaky)
-    first = taken(split, unreadable="quarantine")
-    assert first.indices.tolist() == [row for row in range(NUMBER) if row != 3]
-    check(first, split)
-    check(taken(split, unreadable="quarantine"), split)
+    monkeypatch.setattr(TableImages, "decode", fail_in_worker)
+    first = decode_cached(split, unreadable="quarantine")
+    assert first.indices.tolist() == [row for row in range(NUM_IMAGES) if row != 3]
+    assert_equals_decoded(first, split)
+    assert_equals_decoded(decode_cached(split, unreadable="quarantine"), split)
 
 
-def test_other_images_labels_or_decoders_are_other_files(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+def test_images_and_decoder_limits_are_part_of_the_cache_key(
+    tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    split = split_of(tmp_path)
+    split = make_split(tmp_path)
     part = split.subset(np.arange(100))
-    for each in (split, part, part):
-        check(taken(each), each)
-    monkeypatch.setattr(pixels_module, "LIMIT_PIXELS", 1000)
-    taken(split)
-    assert len(list(cache.iterdir())) == 3
+    for some_split in (split, part, part):
+        assert_equals_decoded(decode_cached(some_split), some_split)
+    monkeypatch.setattr(cache_module, "MAX_PIXELS", 1000)
+    decode_cached(split)
+    assert len(list(cache_folder.iterdir())) == 3
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_costs_only_the_cache(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, number: int
+@pytest.mark.parametrize("error_number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_disables_only_the_cache(
+    tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch, error_number: int
 ) -> None:
-    write = file_module._write
+    write = pixel_file_module._write_all
 
-    def full(place: Place, *rest: Any) -> None:
-        if isinstance(place, int):
-            raise OSError(number, os.strerror(number))
-        write(place, *rest)
+    def raise_disk_full(storage: Storage, *rest: Any) -> None:
+        if isinstance(storage, int):
+            raise OSError(error_number, os.strerror(error_number))
+        write(storage, *rest)
 
-    monkeypatch.setattr(file_module, "_write", full)
-    notices: list[str] = []
-    split = split_of(tmp_path)
-    store = store_of(split, notice=notices.append)
-    assert len(notices) == 1
-    assert os.strerror(number) in notices[0]
-    assert "FINETUNE_CACHE" in notices[0]
-    assert not list(cache.iterdir())
-    (images,) = store.read_all([np.arange(NUMBER)])
-    for index in range(NUMBER):
-        np.testing.assert_array_equal(images[index].permute(1, 2, 0), split.read(index))
+    monkeypatch.setattr(pixel_file_module, "_write_all", raise_disk_full)
+    messages: list[str] = []
+    split = make_split(tmp_path)
+    store = make_pixel_store(split, messages=messages)
+    assert len(messages) == 1
+    assert os.strerror(error_number) in messages[0]
+    assert "FINETUNE_CACHE" in messages[0]
+    assert not list(cache_folder.iterdir())
+    (images,) = store.read_batches([np.arange(NUM_IMAGES)])
+    for index in range(NUM_IMAGES):
+        np.testing.assert_array_equal(images[index].permute(1, 2, 0), split.decode(index))
 
 
-def test_a_folder_that_cannot_be_made_and_a_disk_without_room_are_said(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+def test_warns_if_the_cache_folder_cannot_be_created_or_the_disk_is_full(
+    tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    split, notices = split_of(tmp_path), list[str]()
-    cache.parent.write_text("a file")
-    assert store_of(split, "memory", notice=notices.append).images is not None
-    cache.parent.unlink()
-    monkeypatch.setattr(CacheFolder, "has_room", lambda *_, **__: False)
-    assert store_of(split, "memory", notice=notices.append).images is not None
-    assert len(notices) == 2
-    assert "File exists" in notices[0]
-    assert "too little room" in notices[1]
+    split, messages = make_split(tmp_path), list[str]()
+    cache_folder.parent.write_text("a file")
+    assert make_pixel_store(split, "memory", messages=messages).images is not None
+    cache_folder.parent.unlink()
+    monkeypatch.setattr(CacheFolder, "fits_on_disk", lambda *_, **__: False)
+    assert make_pixel_store(split, "memory", messages=messages).images is not None
+    assert len(messages) == 2
+    assert "File exists" in messages[0]
+    assert "too little space" in messages[1]
 
 
-def decode_there(split: Split, seconds: float, counter: Path) -> None:
-    """What each of several processes does; decoding takes a while and leaves a mark."""
-    visit = scan_module.visit
+def decode_slowly(split: Split, seconds: float, marker_folder: Path) -> None:
+    """Decode in one of several processes: slowly, leaving a marker file per process."""
+    decode_split = decode_module.decode_split
 
-    def slowly(*args: Any, **kwargs: Any) -> Any:
-        (counter / str(os.getpid())).touch()
+    def slow_decode_split(*args: Any, **kwargs: Any) -> Any:
+        (marker_folder / str(os.getpid())).touch()
         time.sleep(seconds)
-        return visit(*args, **kwargs)
+        return decode_split(*args, **kwargs)
 
-    pixels_module.visit = slowly  # type: ignore[attr-defined]
-    check(taken(split, []), split)
+    cache_module.decode_split = slow_decode_split  # type: ignore[attr-defined]
+    assert_equals_decoded(decode_cached(split, []), split)
 
 
-def started(count: int, *arguments: Any) -> list[Any]:
+def start_processes(count: int, *arguments: Any) -> list[Any]:
     fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=decode_there, args=arguments) for _ in range(count)]
+    processes = [fork.Process(target=decode_slowly, args=arguments) for _ in range(count)]
     for process in processes:
         process.start()
     return processes
 
 
-def until(holds: Callable[[], Any]) -> None:
-    limit = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < limit
+def wait_until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def test_one_process_decodes_and_the_others_wait(tmp_path: Path, cache: Path) -> None:
-    split, marks = split_of(tmp_path), tmp_path / "marks"
-    marks.mkdir()
-    processes = started(3, split, 0.5, marks)
+def test_one_process_decodes_and_the_others_wait_for_it(tmp_path: Path, cache_folder: Path) -> None:
+    split, marker_folder = make_split(tmp_path), tmp_path / "marks"
+    marker_folder.mkdir()
+    processes = start_processes(3, split, 0.5, marker_folder)
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [0, 0, 0]
-    assert len(list(marks.iterdir())) == 1
-    assert len(list(cache.iterdir())) == 1
+    assert len(list(marker_folder.iterdir())) == 1
+    assert len(list(cache_folder.iterdir())) == 1
 
 
-def test_the_next_takes_over_from_one_that_was_killed(tmp_path: Path, cache: Path) -> None:
-    split, marks = split_of(tmp_path), tmp_path / "marks"
-    marks.mkdir()
-    (first,) = started(1, split, 600.0, marks)
-    until(lambda: list(marks.iterdir()))
-    (second,) = started(1, split, 0.0, marks)
+def test_a_waiting_process_takes_over_from_a_killed_one(tmp_path: Path, cache_folder: Path) -> None:
+    split, marker_folder = make_split(tmp_path), tmp_path / "marks"
+    marker_folder.mkdir()
+    (first,) = start_processes(1, split, 600.0, marker_folder)
+    wait_until(lambda: list(marker_folder.iterdir()))
+    (second,) = start_processes(1, split, 0.0, marker_folder)
     time.sleep(0.3)
-    assert second.is_alive()  # it waits
+    assert second.is_alive()  # it is waiting
     first.kill()
     second.join(60)
     assert second.exitcode == 0
-    names = [path.name for path in cache.iterdir()]
-    assert len(names) == 1, names  # what the first had begun
+    names = [path.name for path in cache_folder.iterdir()]
+    assert len(names) == 1, names  # the file that the first process began
 
 
-def test_one_that_hangs_is_given_up_on(tmp_path: Path, cache: Path) -> None:
-    split, marks, notices = split_of(tmp_path), tmp_path / "marks", list[str]()
-    marks.mkdir()
-    (holder,) = started(1, split, 600.0, marks)
-    until(lambda: list(marks.iterdir()))
-    how = How(workers=0, unreadable="stop", progress=False, timeout_seconds=0.3)
-    found = cached_images(split, how, num_bytes=NUMBER * 60, tell=notices.append)
+def test_stops_waiting_for_a_process_that_hangs(tmp_path: Path, cache_folder: Path) -> None:
+    split, marker_folder, messages = make_split(tmp_path), tmp_path / "marks", list[str]()
+    marker_folder.mkdir()
+    (holder,) = start_processes(1, split, 600.0, marker_folder)
+    wait_until(lambda: list(marker_folder.iterdir()))
+    options = DecodeOptions(num_workers=0, unreadable="stop", progress=False, timeout_seconds=0.3)
+    with logged(messages):
+        error_message = decode_with_cache(split, options, num_bytes=NUM_IMAGES * 60)
     holder.kill()
     holder.join()
-    assert isinstance(found, str)
-    assert "has come to a halt" in found
-    assert ["waiting for it" in text for text in notices] == [True]
+    assert isinstance(error_message, str)
+    assert "has stalled" in error_message
+    assert ["waiting for it" in text for text in messages] == [True]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_what_is_done_and_no_process(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_keeps_partial_results_and_leaves_no_process(
+    tmp_path: Path,
+    cache_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    signal_number: signal.Signals,
 ) -> None:
-    split, marks = split_of(tmp_path), tmp_path / "marks"
-    marks.mkdir()
-    read, parent = Split.read, os.getpid()
+    split, marker_folder = make_split(tmp_path), tmp_path / "marks"
+    marker_folder.mkdir()
+    decode, parent = Split.decode, os.getpid()
 
-    def hangs(self: Split, index: int) -> np.ndarray:
+    def hang_in_worker(self: Split, index: int) -> np.ndarray:
         if os.getpid() != parent:
-            (marks / str(os.getpid())).touch()
+            (marker_folder / str(os.getpid())).touch()
             if index >= 128:
-                with contextlib.suppress(FileExistsError):  # one signal: a second ends all at once
+                with contextlib.suppress(
+                    FileExistsError
+                ):  # one signal only: a second one ends the run immediately
                     (tmp_path / "sent").touch(exist_ok=False)
-                    os.kill(parent, number)
+                    os.kill(parent, signal_number)
                 time.sleep(600)
-        return read(self, index)
+        return decode(self, index)
 
-    def stop(number: int, frame: Any) -> None:
+    def interrupt(signal_number: int, frame: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Split, "read", hangs)
-    before = signal.signal(number, stop)
+    monkeypatch.setattr(Split, "decode", hang_in_worker)
+    old_handler = signal.signal(signal_number, interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
-            taken(split)
+            decode_cached(split)
     finally:
-        signal.signal(number, before)
-    (left,) = cache.iterdir()
-    assert left.name.endswith(".tmp")
-    processes = [int(path.name) for path in marks.iterdir()]
+        signal.signal(signal_number, old_handler)
+    (partial_file,) = cache_folder.iterdir()
+    assert partial_file.name.endswith(".tmp")
+    processes = [int(path.name) for path in marker_folder.iterdir()]
     assert processes
-    # a signal between the workers' starts leaves an iterator that only the collector finds
-    until(lambda: gc.collect() < 0 or not multiprocessing.active_children())
+    # a signal while workers start leaves an iterator that only the garbage collector finds
+    wait_until(lambda: gc.collect() < 0 or not multiprocessing.active_children())
 
 
-def stopped(split: Split, number: int) -> None:
-    """Decode in another process that is killed when it has kept some images."""
+def decode_until_killed(split: Split, num_images: int) -> None:
+    """Decode in another process that is killed after it has written some images."""
 
-    def work() -> None:
-        keep, kept = file_module.Canvas.keep, list[int]()
+    def decode() -> None:
+        write, written = pixel_file_module.PixelFileWriter.write, list[int]()
 
-        def killed(self: Any, index: int, image: Any) -> None:
-            keep(self, index, image)
-            kept.append(index)
-            if len(kept) == number:
+        def write_then_die(self: Any, index: int, image: Any) -> None:
+            write(self, index, image)
+            written.append(index)
+            if len(written) == num_images:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        file_module.Canvas.keep = killed  # type: ignore[method-assign]
-        taken(split, workers=0, unreadable="quarantine")
+        pixel_file_module.PixelFileWriter.write = write_then_die  # type: ignore[method-assign]
+        decode_cached(split, num_workers=0, unreadable="quarantine")
 
-    process = multiprocessing.get_context("fork").Process(target=work)
+    process = multiprocessing.get_context("fork").Process(target=decode)
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
 
 
 @pytest.fixture
-def visited(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many images each visit decodes."""
-    numbers: list[int] = []
-    visit = scan_module.visit
+def num_decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Number of images that each call of decode_split decodes."""
+    counts: list[int] = []
+    decode_split = decode_module.decode_split
 
-    def noted(split: Split, *args: Any, **kwargs: Any) -> Any:
-        numbers.append(len(split))
-        return visit(split, *args, **kwargs)
+    def recording_decode_split(split: Split, *args: Any, **kwargs: Any) -> Any:
+        counts.append(len(split))
+        return decode_split(split, *args, **kwargs)
 
-    monkeypatch.setattr(pixels_module, "visit", noted)
-    return numbers
+    monkeypatch.setattr(cache_module, "decode_split", recording_decode_split)
+    return counts
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-def test_a_killed_run_is_gone_on_with(
+def test_continues_the_partial_file_of_a_killed_run(
     tmp_path: Path,
     ragged: bool,
-    cache: Path,
-    visited: list[int],
+    cache_folder: Path,
+    num_decoded: list[int],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    split = split_of(tmp_path, ragged=ragged, bad=(3, 140))
-    for number in (60, 40):
-        stopped(split, number)
-        assert len(list(cache.glob(".*.tmp"))) == 1
-    found = taken(split, unreadable="quarantine", workers=2)
-    check(found, split)
-    assert len(found.indices) == NUMBER - 2
-    assert visited == [NUMBER - 100]  # the unreadable ones among them
-    assert "were decoded by a run that was stopped" in caplog.text
-    assert [path.suffix for path in cache.iterdir()] == [".pixels"]
+    split = make_split(tmp_path, ragged=ragged, unreadable_rows=(3, 140))
+    for num_images in (60, 40):
+        decode_until_killed(split, num_images)
+        assert len(list(cache_folder.glob(".*.tmp"))) == 1
+    result = decode_cached(split, unreadable="quarantine", num_workers=2)
+    assert_equals_decoded(result, split)
+    assert len(result.indices) == NUM_IMAGES - 2
+    assert num_decoded == [NUM_IMAGES - 100]  # including the unreadable ones
+    assert "a run that was stopped decoded" in caplog.text
+    assert [path.suffix for path in cache_folder.iterdir()] == [".pixels"]
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-def test_what_a_killed_run_left_is_proved(
-    tmp_path: Path, ragged: bool, cache: Path, visited: list[int]
+def test_verifies_the_partial_file_of_a_killed_run(
+    tmp_path: Path, ragged: bool, cache_folder: Path, num_decoded: list[int]
 ) -> None:
-    split = split_of(tmp_path, ragged=ragged)
+    split = make_split(tmp_path, ragged=ragged)
     for damage in ("pixels", "rows", "cut"):
-        stopped(split, 60)
-        (left,) = cache.glob(".*.tmp")
-        body = left.read_bytes()
+        decode_until_killed(split, 60)
+        (partial_file,) = cache_folder.glob(".*.tmp")
+        body = partial_file.read_bytes()
         if damage == "pixels":
-            start = 0 if not ragged else NUMBER * file_module.ROW.itemsize
+            start = 0 if not ragged else NUM_IMAGES * pixel_file_module.ROW_DTYPE.itemsize
             body = (
                 body[:start]
                 + bytes(byte ^ 1 for byte in body[start : start + 999])
@@ -374,40 +391,50 @@ def test_what_a_killed_run_left_is_proved(
             )
         else:
             body = b"\xff" * len(body) if damage == "rows" else body[:50]
-        left.write_bytes(body)
-        check(taken(split, [], unreadable="quarantine"), split)
-        trusted = {"pixels": 60, "rows": 0, "cut": 2 * ragged}[damage]  # until they are read
-        assert visited.pop() == NUMBER - trusted
-        for path in cache.iterdir():
+        partial_file.write_bytes(body)
+        assert_equals_decoded(decode_cached(split, [], unreadable="quarantine"), split)
+        num_trusted = {"pixels": 60, "rows": 0, "cut": 2 * ragged}[
+            damage
+        ]  # they are verified when read
+        assert num_decoded.pop() == NUM_IMAGES - num_trusted
+        for path in cache_folder.iterdir():
             path.unlink()
 
 
-def test_room_is_made_for_new_images(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+def test_evicts_old_files_for_new_images(
+    tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    split = split_of(tmp_path)
-    monkeypatch.setattr(pixels_module, "MAX_BYTES", 1)
-    old = taken(split)
-    new = taken(split.subset(np.arange(100)))
-    assert len(list(cache.iterdir())) == 1
-    check(old, split)  # what is open stays
-    shutil.rmtree(cache)
-    check(new, split)
+    split = make_split(tmp_path)
+    monkeypatch.setattr(cache_module, "MAX_CACHE_BYTES", 1)
+    old = decode_cached(split)
+    new = decode_cached(split.subset(np.arange(100)))
+    assert len(list(cache_folder.iterdir())) == 1
+    assert_equals_decoded(old, split)  # open files stay valid
+    shutil.rmtree(cache_folder)
+    assert_equals_decoded(new, split)
 
 
-def test_a_store_is_alike_from_disk_memory_and_workers(tmp_path: Path) -> None:
-    split = split_of(tmp_path, ragged=True, bad=(7,))
-    how: dict[str, Any] = {"unreadable": "quarantine", "workers": 2}
-    disk = store_of(split, "memory", **how)
-    again = store_of(split, "auto", **how)
-    none = store_of(split, "none", **how)
+def test_disk_memory_and_workers_give_the_same_pixels(tmp_path: Path) -> None:
+    split = make_split(tmp_path, ragged=True, unreadable_rows=(7,))
+    messages: list[str] = []
+    options: dict[str, Any] = {
+        "unreadable": "quarantine",
+        "num_workers": 2,
+        "messages": messages,
+    }
+    from_disk = make_pixel_store(split, "memory", **options)
+    from_disk_again = make_pixel_store(split, "auto", **options)
+    from_workers = make_pixel_store(split, "none", **options)
     order = [np.array([3, 140, 9]), np.array([0])]
-    read = [store.read_all(order) for store in (disk, again, none)]
-    for mine, *others in zip(*read, strict=True):
-        for other in others:
-            for image, twin in zip(mine, other, strict=True):
-                np.testing.assert_array_equal(image.numpy(), twin.numpy())
-    assert disk.images is not None
-    part = disk.images[:5]
+    batches_by_store = [
+        store.read_batches(order) for store in (from_disk, from_disk_again, from_workers)
+    ]
+    for batch, *other_batches in zip(*batches_by_store, strict=True):
+        for other_batch in other_batches:
+            for image, other_image in zip(batch, other_batch, strict=True):
+                np.testing.assert_array_equal(image.numpy(), other_image.numpy())
+    assert all("they are left out" in message for message in messages)
+    assert from_disk.images is not None
+    part = from_disk.images[:5]
     assert len(part) == 5
-    np.testing.assert_array_equal(part[4].permute(1, 2, 0).numpy(), disk.split.read(4))
+    np.testing.assert_array_equal(part[4].permute(1, 2, 0).numpy(), from_disk.split.decode(4))

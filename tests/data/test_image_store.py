@@ -1,4 +1,4 @@
-"""Pixels are kept where there is room, and what cannot be read is named."""
+"""Decoded images are kept where they fit; unreadable ones are reported."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from samples import store_of
+from small_datasets import make_pixel_store
 
-from finetune.data import image_store as store_module
-from finetune.data.device_copy import of_one_size, pack
-from finetune.data.image_store import Store, num_workers
-from finetune.data.source import open_source
+from finetune.data import pixel_store as store_module
+from finetune.data.device_prefetch import as_dense, collate_ragged
+from finetune.data.open_source import open_source
+from finetune.data.pixel_store import PixelStore, resolve_num_workers
 from finetune.errors import DataError
 from finetune.transforms.pipeline import Pipeline, sample_keys
 
@@ -23,105 +23,111 @@ def digits():
     return open_source("embedded:digits").splits["test"]
 
 
-def test_an_image_that_vanishes_while_training_is_a_data_error(image_folder) -> None:
+def test_an_image_deleted_during_training_is_a_data_error(image_folder) -> None:
     split = open_source(f"folder:{image_folder}").splits["train"]
-    store = store_of(split, "none", workers=2)
+    store = make_pixel_store(split, "none", num_workers=2)
     next(image_folder.rglob("*.png"))
     for path in (image_folder / "train").rglob("*.png"):
         path.unlink()
     with pytest.raises(DataError, match=r"\.png"):
-        list(store.read_all([np.arange(4)]))
+        list(store.read_batches([np.arange(4)]))
 
 
-def test_what_does_not_fit_in_memory_is_said(digits, monkeypatch) -> None:
-    notices: list[str] = []
-    monkeypatch.setattr("finetune.data.image_store.decoded_bytes", lambda split: 2**60)
-    store = store_of(digits, notice=notices.append)
+def test_warns_if_the_images_do_not_fit_in_memory(digits, monkeypatch) -> None:
+    messages: list[str] = []
+    monkeypatch.setattr("finetune.data.pixel_store.estimate_decoded_bytes", lambda split: 2**60)
+    store = make_pixel_store(digits, messages=messages)
     assert store.images is None
-    assert len(notices) == 1
-    assert "are not kept on disk" in notices[0]
-    assert "too little room" in notices[0]
-    assert "do not fit in memory; 1 workers decode it in every epoch" in notices[0]
+    assert len(messages) == 1
+    assert "cannot be cached on disk" in messages[0]
+    assert "too little space" in messages[0]
+    assert "do not fit in memory; 1 workers decode them in every epoch" in messages[0]
 
 
-def test_unreadable_images_are_left_out_of_a_store_that_keeps_nothing(image_folder) -> None:
+def test_quarantine_without_cached_images(image_folder) -> None:
     (image_folder / "train" / "red" / "red-0.png").write_bytes(b"no image")
     split = open_source(f"folder:{image_folder}").splits["train"]
-    with pytest.raises(DataError, match="red-0"):  # it is found when it is needed
-        list(store_of(split, "none").read_all([np.arange(len(split))]))
-    store = store_of(split, "none", unreadable="quarantine")
+    with pytest.raises(DataError, match="red-0"):  # found only when it is read
+        list(make_pixel_store(split, "none").read_batches([np.arange(len(split))]))
+    messages: list[str] = []
+    store = make_pixel_store(split, "none", unreadable="quarantine", messages=messages)
+    assert ["they are left out" in message for message in messages] == [True]
     assert len(store.split) == len(split) - 1
-    (images,) = store.read_all([np.arange(len(store.split))])
+    (images,) = store.read_batches([np.arange(len(store.split))])
     assert len(images) == len(split) - 1
 
 
-def test_a_store_that_keeps_nothing_decodes_nothing_before_it_is_needed(
-    image_folder, monkeypatch
-) -> None:
+def test_keep_none_decodes_only_a_sample_in_advance(image_folder, monkeypatch) -> None:
     split = open_source(f"folder:{image_folder}").splits["train"]
     many = split.subset(np.tile(np.arange(len(split)), 50))
     decoded: list[int] = []
-    read = type(many).read
+    decode = type(many).decode
     monkeypatch.setattr(
-        type(many), "read", lambda self, index, *room: decoded.append(index) or read(self, index)
+        type(many),
+        "decode",
+        lambda self, index, *buffer: decoded.append(index) or decode(self, index),
     )
-    store_of(many, "none")
-    assert 0 < len(decoded) <= 40, "samples, for what the images take and their size"
+    make_pixel_store(many, "none")
+    assert 0 < len(decoded) <= 40, "only a sample, to estimate memory and image size"
 
 
-def test_one_image_of_another_size_does_not_change_those_beside_it(digits) -> None:
-    arrays = [np.array(digits.read(index)) for index in range(4)]
-    odd = np.tile(arrays[0], (2, 3, 1))
+def test_an_image_of_another_size_does_not_change_the_rest_of_the_batch(digits) -> None:
+    arrays = [np.array(digits.decode(index)) for index in range(4)]
+    other_image = np.tile(arrays[0], (2, 3, 1))
     half = (0.5, 0.5, 0.5)
     pipeline = Pipeline(
         "resize | random_crop(padding=2) | flip", image_size=(13, 11), mean=half, std=half
     )
     keys = sample_keys(0, 0, np.arange(5))
     cpu = torch.device("cpu")
-    mixed = of_one_size(pack([*arrays[:2], odd, *arrays[2:]], cpu), (8, 8))
-    alone = pipeline(
-        of_one_size(pack(arrays, cpu), (8, 8)).permute(0, 3, 1, 2), keys=keys[[0, 1, 3, 4]]
+    batch = as_dense(collate_ragged([*arrays[:2], other_image, *arrays[2:]], cpu), (8, 8))
+    output = pipeline(
+        as_dense(collate_ragged(arrays, cpu), (8, 8)).permute(0, 3, 1, 2), keys=keys[[0, 1, 3, 4]]
     )
-    both = pipeline(mixed, keys=keys)
-    assert torch.equal(both[[0, 1, 3, 4]], alone)
-    assert torch.equal(both[2:3], pipeline(pack([odd], cpu), keys=keys[2:3]))
+    mixed_output = pipeline(batch, keys=keys)
+    assert torch.equal(mixed_output[[0, 1, 3, 4]], output)
+    assert torch.equal(
+        mixed_output[2:3], pipeline(collate_ragged([other_image], cpu), keys=keys[2:3])
+    )
 
 
 @pytest.mark.parametrize("image_bytes", [1, 2**20])
-def test_workers_hand_over_many_batches_in_the_same_memory(image_folder, image_bytes: int) -> None:
+def test_workers_reuse_shared_memory_for_many_batches(image_folder, image_bytes: int) -> None:
     split = open_source(f"folder:{image_folder}").splits["train"]
-    store = Store(split, None, workers=2, image_bytes=image_bytes)  # 1: most do not fit
+    store = PixelStore(
+        split, None, num_workers=2, bytes_per_image=image_bytes
+    )  # 1: most images do not fit
     batches = [np.random.default_rng(n).integers(0, len(split), 1 + n % 3) for n in range(40)]
-    read = store.read_all(iter(batches))
-    for indices, images in zip(batches, read, strict=True):
-        time.sleep(0.005)  # the workers are ahead
+    image_batches = store.read_batches(iter(batches))
+    for indices, images in zip(batches, image_batches, strict=True):
+        time.sleep(0.005)  # lets the workers run ahead
         for index, image in zip(indices.tolist(), images, strict=True):
-            np.testing.assert_array_equal(image.permute(1, 2, 0).numpy(), split.read(index))
+            np.testing.assert_array_equal(image.permute(1, 2, 0).numpy(), split.decode(index))
 
 
-def test_workers_follow_the_cores_and_the_processes_that_share_them(monkeypatch) -> None:
+def test_num_workers_follows_cores_and_local_processes(monkeypatch) -> None:
     monkeypatch.setattr(store_module, "num_cores", lambda: 24)
-    found = [num_workers("auto", processes) for processes in (1, 4, 5, 48)]
-    assert found == [24, 6, 4, 1]
-    assert num_workers(3, 8) == 3
+    num_workers = [resolve_num_workers("auto", processes) for processes in (1, 4, 5, 48)]
+    assert num_workers == [24, 6, 4, 1]
+    assert resolve_num_workers(3, 8) == 3
     monkeypatch.setattr(store_module, "num_cores", lambda: 192)
-    assert num_workers("auto", 1) == 32
+    assert resolve_num_workers("auto", 1) == 32
 
 
-def test_a_mapped_file_is_said_where_memory_is_too_small(
+def test_warns_if_images_are_mapped_from_disk_for_lack_of_memory(
     image_folder, tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(store_module, "SMALL_BYTES", 0)
-    monkeypatch.setattr(store_module, "total_bytes", lambda: 1000)
+    monkeypatch.setattr(store_module, "SMALL_SPLIT_BYTES", 0)
+    monkeypatch.setattr(store_module, "total_memory_bytes", lambda: 1000)
     split = open_source(f"folder:{image_folder}").splits["train"]
-    notices: list[str] = []
-    store = store_of(split, notice=notices.append)
+    messages: list[str] = []
+    store = make_pixel_store(split, messages=messages)
     assert store.images is not None
-    assert len(notices) == 1
-    assert "do not fit in memory; they are read from" in notices[0]
-    monkeypatch.setattr(store_module, "cached_images", lambda *_, **__: "no disk")
-    with pytest.raises(DataError, match=r"do not fit in memory; set data.keep: none"):
-        store_of(split, "memory", notice=notices.append)
-    assert store_of(split, "auto", notice=notices.append).images is None
-    assert "not kept on disk (no disk) and do not fit in memory" in notices[-1]
+    assert len(messages) == 1
+    assert "do not fit in memory; they are read from" in messages[0]
+    monkeypatch.setattr(store_module, "decode_with_cache", lambda *_, **__: "no disk")
+    with pytest.raises(DataError, match=r"do not fit in memory; set data.keep=none"):
+        make_pixel_store(split, "memory", messages=messages)
+    assert make_pixel_store(split, "auto", messages=messages).images is None
+    assert "cannot be cached on disk (no disk) and do not fit in memory" in messages[-1]

@@ -1,4 +1,4 @@
-"""parquet_shards.py: ends, label columns and row groups of parquet files, and nothing more."""
+"""parquet_shards.py reads only the footers, label columns and row groups of parquet files."""
 
 from __future__ import annotations
 
@@ -10,130 +10,144 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from refusals import refused
-from samples import make_parquet
-from streamed import CLASSES, GROUP, shard
+from small_datasets import write_parquet
+from streaming_dataset import CLASSES, ROW_GROUP_SIZE, shard_bytes
 
-from finetune.data.columns import declared_names
-from finetune.data.streaming import parquet_shards as shards
-from finetune.data.streaming import remote_file as ranges
-from finetune.data.streaming.parquet_shards import Shard, label_column, open_shards
+from finetune.data.columns import declared_class_names
+from finetune.data.streaming import parquet_shards as shards_module
+from finetune.data.streaming import remote_file as remote_file_module
+from finetune.data.streaming.parquet_shards import ParquetShard, open_shards, read_label_column
 from finetune.data.streaming.remote_file import LocalFile
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def parquet_path(tmp_path: Path) -> Path:
     path = tmp_path / "train.parquet"
-    path.write_bytes(shard(0, 40))
+    path.write_bytes(shard_bytes(0, 40))
     return path
 
 
 @pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The parts that are read from now on."""
-    found: list[tuple[int, int]] = []
-    whole = ranges.LocalFile.read
+def reads_made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(offset, length) of every read from now on."""
+    reads: list[tuple[int, int]] = []
+    read = remote_file_module.LocalFile.read
 
-    def noted(self: LocalFile, first: int, length: int) -> bytes:
-        found.append((first, length))
-        return whole(self, first, length)
+    def recording_read(self: LocalFile, first: int, length: int) -> bytes:
+        reads.append((first, length))
+        return read(self, first, length)
 
-    monkeypatch.setattr(ranges.LocalFile, "read", noted)
-    return found
+    monkeypatch.setattr(remote_file_module.LocalFile, "read", recording_read)
+    return reads
 
 
-def opened(*files: Path) -> list[Shard]:
-    return open_shards([LocalFile.at(file) for file in files])
+def open_files(*files: Path) -> list[ParquetShard]:
+    return open_shards([LocalFile.from_path(path) for path in files])
 
 
 class TestOpening:
-    def test_the_end_says_it_all(self, file: Path, read: list[tuple[int, int]]) -> None:
-        [one] = opened(file)
-        assert one.lengths() == [GROUP] * 6 + [4]
-        assert one.schema.equals(pq.read_schema(file), check_metadata=True)
-        assert declared_names(one.schema, "label") == CLASSES
-        assert len(read) == 1
-        again = pickle.loads(pickle.dumps(one))
-        assert again.metadata.num_rows == 40
-
-    def test_a_long_end_takes_a_second_look(
-        self, file: Path, read: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    def test_one_read_of_the_footer_suffices(
+        self, parquet_path: Path, reads_made: list[tuple[int, int]]
     ) -> None:
-        monkeypatch.setattr(shards, "_TAIL_BYTES", 100)
-        assert opened(file)[0].metadata.num_rows == 40
-        assert [length for _, length in read] == [100, len(opened(file)[0].footer)]
+        [parquet_shard] = open_files(parquet_path)
+        assert parquet_shard.group_lengths() == [ROW_GROUP_SIZE] * 6 + [4]
+        assert parquet_shard.schema.equals(pq.read_schema(parquet_path), check_metadata=True)
+        assert declared_class_names(parquet_shard.schema, "label") == CLASSES
+        assert len(reads_made) == 1
+        unpickled = pickle.loads(pickle.dumps(parquet_shard))
+        assert unpickled.metadata.num_rows == 40
+
+    def test_a_long_footer_takes_a_second_read(
+        self, parquet_path: Path, reads_made: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(shards_module, "_TAIL_BYTES", 100)
+        assert open_files(parquet_path)[0].metadata.num_rows == 40
+        assert [length for _, length in reads_made] == [
+            100,
+            len(open_files(parquet_path)[0].footer),
+        ]
 
     @pytest.mark.parametrize("content", [b"", b"PAR1", b"x" * 500, b"\xff" * 60 + b"\x7fPAR1"])
-    def test_what_is_none(self, tmp_path: Path, content: bytes) -> None:
+    def test_rejects_files_that_are_not_parquet(self, tmp_path: Path, content: bytes) -> None:
         path = tmp_path / "page.parquet"
         path.write_bytes(content)
         with refused("data.damaged", "page.parquet"):
-            opened(path)
+            open_files(path)
 
-    def test_a_damaged_end(self, file: Path) -> None:
-        content = bytearray(file.read_bytes())
+    def test_rejects_a_damaged_footer(self, parquet_path: Path) -> None:
+        content = bytearray(parquet_path.read_bytes())
         content[-300:-20] = bytes(280)
-        file.write_bytes(content)
+        parquet_path.write_bytes(content)
         with refused("data.damaged", "train.parquet"):
-            opened(file)
+            open_files(parquet_path)
 
 
-class TestReading:
-    def test_labels_alone(self, file: Path, tmp_path: Path, read: list[tuple[int, int]]) -> None:
-        other = tmp_path / "other.parquet"
-        other.write_bytes(shard(40, 15))
-        both = opened(file, other)
-        read.clear()
-        found = label_column(both, "label", "image")
-        assert found.to_pylist() == [row * 7 % 3 for row in range(55)]
-        assert len(read) == 7 + 3  # row groups
-        assert sum(length for _, length in read) < 0.1 * (
-            file.stat().st_size + other.stat().st_size
+class TestReadingColumns:
+    def test_reads_only_the_label_column(
+        self, parquet_path: Path, tmp_path: Path, reads_made: list[tuple[int, int]]
+    ) -> None:
+        other_path = tmp_path / "other.parquet"
+        other_path.write_bytes(shard_bytes(40, 15))
+        both_shards = open_files(parquet_path, other_path)
+        reads_made.clear()
+        labels = read_label_column(both_shards, "label", "image")
+        assert labels.to_pylist() == [row * 7 % 3 for row in range(55)]
+        assert len(reads_made) == 7 + 3  # row groups
+        assert sum(length for _, length in reads_made) < 0.1 * (
+            parquet_path.stat().st_size + other_path.stat().st_size
         )
 
-    def test_a_row_group_is_one_read(self, file: Path, read: list[tuple[int, int]]) -> None:
-        [one] = opened(file)
-        read.clear()
-        whole = pq.read_table(file).column("image").to_pylist()
-        for group in (0, 3, 6):
-            assert one.read(group, "image").to_pylist() == whole[GROUP * group :][:GROUP]
-        assert len(read) == 3
-        assert one.num_bytes(3, "image") == pytest.approx(read[1][1], rel=0.1)
-
-    def test_damage_is_noticed_by_the_pages_checksum(self, file: Path) -> None:
-        [one] = opened(file)
-        chunk = one.metadata.row_group(2).column(0)
-        content = bytearray(file.read_bytes())
-        content[chunk.dictionary_page_offset + chunk.total_compressed_size // 2] ^= 1
-        file.write_bytes(content)
-        os.utime(file, ns=(0, one.file.modified_ns))  # a disk's fault changes no time
-        with refused("data.damaged", "train.parquet", "row group 2", "CRC"):
-            one.read(2, "image")
-        assert one.read(3, "image").num_chunks
-
-    def test_damage_on_the_way_is_read_again(
-        self, file: Path, monkeypatch: pytest.MonkeyPatch
+    def test_a_row_group_takes_one_read(
+        self, parquet_path: Path, reads_made: list[tuple[int, int]]
     ) -> None:
-        [one] = opened(file)
-        whole, damaged = LocalFile.read, []
+        [parquet_shard] = open_files(parquet_path)
+        reads_made.clear()
+        images = pq.read_table(parquet_path).column("image").to_pylist()
+        for group in (0, 3, 6):
+            assert (
+                parquet_shard.read_group(group, "image").to_pylist()
+                == images[ROW_GROUP_SIZE * group :][:ROW_GROUP_SIZE]
+            )
+        assert len(reads_made) == 3
+        assert parquet_shard.group_num_bytes(3, "image") == pytest.approx(reads_made[1][1], rel=0.1)
 
-        def once(self: LocalFile, first: int, length: int) -> bytes:
-            found = bytearray(whole(self, first, length))
-            if not damaged:
-                damaged.append(found[length // 2])
-                found[length // 2] ^= 1
-            return bytes(found)
+    def test_page_checksums_detect_damage(self, parquet_path: Path) -> None:
+        [parquet_shard] = open_files(parquet_path)
+        chunk = parquet_shard.metadata.row_group(2).column(0)
+        content = bytearray(parquet_path.read_bytes())
+        content[chunk.dictionary_page_offset + chunk.total_compressed_size // 2] ^= 1
+        parquet_path.write_bytes(content)
+        os.utime(
+            parquet_path, ns=(0, parquet_shard.file.modified_ns)
+        )  # disk damage does not change the mtime
+        with refused("data.damaged", "train.parquet", "row group 2", "CRC"):
+            parquet_shard.read_group(2, "image")
+        assert parquet_shard.read_group(3, "image").num_chunks
 
-        monkeypatch.setattr(ranges.LocalFile, "read", once)
-        assert len(one.read(2, "image")) == GROUP
-        assert damaged
+    def test_reads_again_after_damage_in_transit(
+        self, parquet_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        [parquet_shard] = open_files(parquet_path)
+        read, damaged_bytes = LocalFile.read, []
 
-    def test_columns_that_do_not_fit(self, file: Path, tmp_path: Path) -> None:
-        odd = make_parquet(tmp_path / "odd.parquet", [0, 1], image="picture")
+        def damage_first_read(self: LocalFile, first: int, length: int) -> bytes:
+            content = bytearray(read(self, first, length))
+            if not damaged_bytes:
+                damaged_bytes.append(content[length // 2])
+                content[length // 2] ^= 1
+            return bytes(content)
+
+        monkeypatch.setattr(remote_file_module.LocalFile, "read", damage_first_read)
+        assert len(parquet_shard.read_group(2, "image")) == ROW_GROUP_SIZE
+        assert damaged_bytes
+
+    def test_rejects_columns_that_do_not_match(self, parquet_path: Path, tmp_path: Path) -> None:
+        other_columns = write_parquet(tmp_path / "odd.parquet", [0, 1], image="picture")
         with refused("data.no_column", "odd.parquet", "'image'"):
-            label_column(opened(file, odd), "label", "image")
+            read_label_column(open_files(parquet_path, other_columns), "label", "image")
         pq.write_table(pa.table({"image": ["a.png"], "label": [0]}), tmp_path / "text.parquet")
         with refused("data.wrong_format", "text.parquet"):
-            label_column(opened(tmp_path / "text.parquet"), "label", "image")
-        words = make_parquet(tmp_path / "words.parquet", ["a", "b"], image="image")
+            read_label_column(open_files(tmp_path / "text.parquet"), "label", "image")
+        text_labels = write_parquet(tmp_path / "words.parquet", ["a", "b"], image="image")
         with refused("data.damaged"):
-            label_column(opened(file, words), "label", "image")
+            read_label_column(open_files(parquet_path, text_labels), "label", "image")

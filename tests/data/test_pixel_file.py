@@ -1,4 +1,4 @@
-"""The file of images: each where its row says, proved when it is read, whatever lies there."""
+"""The pixel file: each image at the offset in its table row, with its checksum verified on read."""
 
 from __future__ import annotations
 
@@ -12,90 +12,99 @@ import numpy as np
 import pytest
 import torch
 
-from finetune.data import pixel_file as module
-from finetune.data.pixel_file import Canvas, Images, Place, Table, read_table, write_table
-from finetune.data.shared_memory import shared_memory
+from finetune.data import pixel_file as pixel_file_module
+from finetune.data.pixel_file import (
+    DecodedImages,
+    PixelFileWriter,
+    PixelTable,
+    Storage,
+    read_pixel_table,
+    write_pixel_table,
+)
+from finetune.data.shared_memory import allocate_shared_memory
 
 KEY = "a" * 64
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Iterator[int]:
-    number = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-    yield number
-    os.close(number)
+def file_descriptor(tmp_path: Path) -> Iterator[int]:
+    file_descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    yield file_descriptor
+    os.close(file_descriptor)
 
 
 @pytest.fixture(params=["memory", "file"])
-def place(request: pytest.FixtureRequest, file: int) -> Place:
-    return file if request.param == "file" else shared_memory(100_000)
+def storage(request: pytest.FixtureRequest, file_descriptor: int) -> Storage:
+    return file_descriptor if request.param == "file" else allocate_shared_memory(100_000)
 
 
-def again(place: int) -> np.ndarray:
-    pytest.fail(f"{place} is damaged")
+def fail_if_damaged(index: int) -> np.ndarray:
+    pytest.fail(f"image {index} is damaged")
 
 
-def image(number: int, size: tuple[int, int] = (3, 4)) -> np.ndarray:
+def random_image(number: int, size: tuple[int, int] = (3, 4)) -> np.ndarray:
     return np.random.default_rng(number).integers(0, 256, (*size, 3), dtype=np.uint8)
 
 
-def test_images_of_one_size_close_up(place: Place) -> None:
-    canvas = Canvas(place, 10, size=(3, 4), num_bytes=0)
-    kept = np.array([0, 1, 3, 4, 5, 8, 9])
-    for index in reversed(kept.tolist()):
-        canvas.keep(index, image(index))
-    rows = canvas.close_up(kept)
-    images = Images(place, rows, again)
-    assert (len(images), images.size, images.num_bytes) == (7, (3, 4), 7 * 36)
-    batch = images.batch(np.arange(7))
+def test_compact_closes_gaps_between_images_of_one_size(storage: Storage) -> None:
+    writer = PixelFileWriter(storage, 10, expected_size=(3, 4), num_bytes=0)
+    indices = np.array([0, 1, 3, 4, 5, 8, 9])
+    for index in reversed(indices.tolist()):
+        writer.write(index, random_image(index))
+    rows = writer.compact(indices)
+    images = DecodedImages(storage, rows, fail_if_damaged)
+    assert (len(images), images.common_size, images.pixel_bytes) == (7, (3, 4), 7 * 36)
+    batch = images.read_batch(np.arange(7))
     assert isinstance(batch, torch.Tensor)
-    for mine, other, index, row in zip(batch, images, kept, rows, strict=True):
-        np.testing.assert_array_equal(mine, image(index))
-        np.testing.assert_array_equal(other.permute(1, 2, 0), image(index))
-        assert row["crc"] == zlib.crc32(image(index).tobytes())
+    for from_batch, from_iteration, index, row in zip(batch, images, indices, rows, strict=True):
+        np.testing.assert_array_equal(from_batch, random_image(index))
+        np.testing.assert_array_equal(from_iteration.permute(1, 2, 0), random_image(index))
+        assert row["crc"] == zlib.crc32(random_image(index).tobytes())
     assert torch.equal(images.to(torch.device("cpu")), batch)
-    if isinstance(place, int):
-        assert os.fstat(place).st_size == 7 * 36
+    if isinstance(storage, int):
+        assert os.fstat(storage).st_size == 7 * 36
     else:
-        assert torch.equal(images.whole(), batch)
+        assert torch.equal(images.as_tensor(), batch)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_large_batches_are_read_in_threads(
-    place: Place, monkeypatch: pytest.MonkeyPatch, threads: int
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_reads_large_batches_in_threads(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch, num_threads: int
 ) -> None:
-    monkeypatch.setattr(module, "_THREADS_BYTES", 0)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    canvas = Canvas(place, 9, size=(3, 4), num_bytes=0)
+    monkeypatch.setattr(pixel_file_module, "_MIN_THREADED_BYTES", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    writer = PixelFileWriter(storage, 9, expected_size=(3, 4), num_bytes=0)
     for index in range(9):
-        canvas.keep(index, image(index))
+        writer.write(index, random_image(index))
     order = np.array([8, 3, 3, 0])
-    images = Images(place, canvas.close_up(np.arange(9)), again)
-    for mine, index in zip(images.batch(order), order, strict=True):
-        np.testing.assert_array_equal(mine, image(index))
+    images = DecodedImages(storage, writer.compact(np.arange(9)), fail_if_damaged)
+    for pixels, index in zip(images.read_batch(order), order, strict=True):
+        np.testing.assert_array_equal(pixels, random_image(index))
 
 
 @pytest.mark.parametrize("size", [None, (3, 4)])
-def test_other_sizes_stand_behind_one_another(place: Place, size: tuple[int, int] | None) -> None:
-    canvas = Canvas(place, 4, size=size, num_bytes=10)
+def test_stores_images_of_mixed_sizes(storage: Storage, size: tuple[int, int] | None) -> None:
+    writer = PixelFileWriter(storage, 4, expected_size=size, num_bytes=10)
     sizes = [(3, 4), (5, 5), (3, 4), (2, 9)]
     for index in (2, 0, 3, 1):
-        canvas.keep(index, image(index, sizes[index])[:, ::-1])  # not contiguous
-    images = Images(place, canvas.close_up(np.array([0, 1, 3])), again)
-    assert (len(images), images.size) == (3, None)
-    batch = images.batch(np.array([0, 1, 2]))
-    for mine, other, index in zip(images, batch, (0, 1, 3), strict=True):
-        np.testing.assert_array_equal(mine.permute(1, 2, 0), image(index, sizes[index])[:, ::-1])
-        assert torch.equal(mine, other)
+        writer.write(index, random_image(index, sizes[index])[:, ::-1])  # not contiguous
+    images = DecodedImages(storage, writer.compact(np.array([0, 1, 3])), fail_if_damaged)
+    assert (len(images), images.common_size) == (3, None)
+    batch = images.read_batch(np.array([0, 1, 2]))
+    for from_iteration, from_batch, index in zip(images, batch, (0, 1, 3), strict=True):
+        np.testing.assert_array_equal(
+            from_iteration.permute(1, 2, 0), random_image(index, sizes[index])[:, ::-1]
+        )
+        assert torch.equal(from_iteration, from_batch)
     assert torch.equal(images[1:][1], images[2])
 
 
-def test_several_processes_write_at_once(place: Place) -> None:
-    canvas = Canvas(place, 90, size=None, num_bytes=0)
+def test_several_processes_write_concurrently(storage: Storage) -> None:
+    writer = PixelFileWriter(storage, 90, expected_size=None, num_bytes=0)
 
     def write(first: int) -> None:
         for index in range(first, 90, 3):
-            canvas.keep(index, image(index, (1 + index % 5, 2)))
+            writer.write(index, random_image(index, (1 + index % 5, 2)))
 
     fork = multiprocessing.get_context("fork")
     processes = [fork.Process(target=write, args=(first,)) for first in range(3)]
@@ -103,104 +112,116 @@ def test_several_processes_write_at_once(place: Place) -> None:
         process.start()
     for process in processes:
         process.join(60)
-    images = Images(place, canvas.close_up(np.arange(90)), again)
+    images = DecodedImages(storage, writer.compact(np.arange(90)), fail_if_damaged)
     for index in range(90):
-        expected = image(index, (1 + index % 5, 2))
+        expected = random_image(index, (1 + index % 5, 2))
         np.testing.assert_array_equal(images[index].permute(1, 2, 0), expected)
 
 
-def test_nothing_is_nothing(place: Place) -> None:
-    canvas = Canvas(place, 0, size=None, num_bytes=0)
-    assert len(Images(place, canvas.close_up(np.zeros(0, dtype=np.int64)), again)) == 0
+def test_no_images(storage: Storage) -> None:
+    writer = PixelFileWriter(storage, 0, expected_size=None, num_bytes=0)
+    assert (
+        len(DecodedImages(storage, writer.compact(np.zeros(0, dtype=np.int64)), fail_if_damaged))
+        == 0
+    )
 
 
-def test_memory_that_is_used_up_is_an_error() -> None:
-    canvas = Canvas(shared_memory(40), 2, size=(3, 4), num_bytes=0)
-    canvas.keep(0, image(0))
+def test_fails_if_the_memory_is_full() -> None:
+    writer = PixelFileWriter(allocate_shared_memory(40), 2, expected_size=(3, 4), num_bytes=0)
+    writer.write(0, random_image(0))
     with pytest.raises(OSError, match="memory"):
-        canvas.keep(1, image(1))
+        writer.write(1, random_image(1))
 
 
-def filled(file: int) -> Table:
-    """Nine of ten images with their table."""
-    canvas, kept = Canvas(file, 10, size=(3, 4), num_bytes=0), np.delete(np.arange(10), 6)
-    for index in kept.tolist():
-        canvas.keep(index, image(index))
-    table = Table(canvas.close_up(kept), kept, [(6, "is not an image")])
-    write_table(file, table, KEY)
+def write_nine_images(file_descriptor: int) -> PixelTable:
+    """Write nine of ten images and their table."""
+    writer, indices = (
+        PixelFileWriter(file_descriptor, 10, expected_size=(3, 4), num_bytes=0),
+        np.delete(np.arange(10), 6),
+    )
+    for index in indices.tolist():
+        writer.write(index, random_image(index))
+    table = PixelTable(writer.compact(indices), indices, [(6, "is not an image")])
+    write_pixel_table(file_descriptor, table, KEY)
     return table
 
 
-def test_the_table_comes_back(file: int) -> None:
-    table, read = filled(file), None
-    read = read_table(file, KEY, 10)
-    np.testing.assert_array_equal(read.rows, table.rows)
-    np.testing.assert_array_equal(read.indices, table.indices)
-    assert read.failed == table.failed
+def test_reads_back_the_table(file_descriptor: int) -> None:
+    table, loaded = write_nine_images(file_descriptor), None
+    loaded = read_pixel_table(file_descriptor, KEY, 10)
+    np.testing.assert_array_equal(loaded.rows, table.rows)
+    np.testing.assert_array_equal(loaded.indices, table.indices)
+    assert loaded.failed == table.failed
     with pytest.raises(ValueError, match="other images"):
-        read_table(file, "b" * 64, 10)
-    for number in (8, 9, 11):
+        read_pixel_table(file_descriptor, "b" * 64, 10)
+    for num_images in (8, 9, 11):
         with pytest.raises(ValueError, match=r"images|numbers"):
-            read_table(file, KEY, number)
+            read_pixel_table(file_descriptor, KEY, num_images)
 
 
-@pytest.mark.parametrize("place", [0, 3, 8])
-def test_a_damaged_image_is_decoded_again(file: int, place: int) -> None:
-    rows, places = filled(file).rows, list[int]()
+@pytest.mark.parametrize("damaged_index", [0, 3, 8])
+def test_decodes_a_damaged_image_again(file_descriptor: int, damaged_index: int) -> None:
+    rows, decoded_indices = write_nine_images(file_descriptor).rows, list[int]()
 
-    def decoded(index: int) -> np.ndarray:
-        places.append(index)
-        return image(50 + index)
+    def decode_again(index: int) -> np.ndarray:
+        decoded_indices.append(index)
+        return random_image(50 + index)
 
-    images = Images(file, rows, decoded)
-    (byte,) = os.pread(file, 1, int(rows["offset"][place]) + 35)
-    os.pwrite(file, bytes([byte ^ 4]), int(rows["offset"][place]) + 35)
-    np.testing.assert_array_equal(images.batch(np.array([place]))[0], image(50 + place))
-    np.testing.assert_array_equal(images[place:][0].permute(1, 2, 0), image(50 + place))
-    assert places == [place, place]
-    images.batch(np.delete(np.arange(9), place))
-    assert len(places) == 2
-    os.ftruncate(file, 40)  # also of one that was proved before
-    places.clear()
-    images.batch(np.arange(1, 9))
-    assert places == list(range(1, 9))
+    images = DecodedImages(file_descriptor, rows, decode_again)
+    (byte,) = os.pread(file_descriptor, 1, int(rows["offset"][damaged_index]) + 35)
+    os.pwrite(file_descriptor, bytes([byte ^ 4]), int(rows["offset"][damaged_index]) + 35)
+    np.testing.assert_array_equal(
+        images.read_batch(np.array([damaged_index]))[0], random_image(50 + damaged_index)
+    )
+    np.testing.assert_array_equal(
+        images[damaged_index:][0].permute(1, 2, 0), random_image(50 + damaged_index)
+    )
+    assert decoded_indices == [damaged_index, damaged_index]
+    images.read_batch(np.delete(np.arange(9), damaged_index))
+    assert len(decoded_indices) == 2
+    os.ftruncate(file_descriptor, 40)  # also damages images that were verified before
+    decoded_indices.clear()
+    images.read_batch(np.arange(1, 9))
+    assert decoded_indices == list(range(1, 9))
 
 
-def forged(file: int, table: Table) -> None:
-    os.ftruncate(file, 9 * 36)
-    write_table(file, table, KEY)
+def rewrite_table(file_descriptor: int, table: PixelTable) -> None:
+    os.ftruncate(file_descriptor, 9 * 36)
+    write_pixel_table(file_descriptor, table, KEY)
 
 
-@pytest.mark.parametrize("rows", ["offset", "height", "width"])
+@pytest.mark.parametrize("field", ["offset", "height", "width"])
 @pytest.mark.parametrize("value", [-1, 0, 2**31 - 1])
-def test_impossible_rows_are_refused_also_under_their_sha256(
-    file: int, rows: str, value: int
+def test_rejects_invalid_rows_with_a_valid_checksum(
+    file_descriptor: int, field: str, value: int
 ) -> None:
-    table = filled(file)
-    forged(file, table)
-    read_table(file, KEY, 10)
-    table.rows[rows][4] = value
-    forged(file, table)
-    if (rows, value) == ("offset", 0):
-        read_table(file, KEY, 10)  # another image's: its checksum is for that
+    table = write_nine_images(file_descriptor)
+    rewrite_table(file_descriptor, table)
+    read_pixel_table(file_descriptor, KEY, 10)
+    table.rows[field][4] = value
+    rewrite_table(file_descriptor, table)
+    if (field, value) == ("offset", 0):
+        read_pixel_table(
+            file_descriptor, KEY, 10
+        )  # the row of another image; the image checksum detects that
         return
     with pytest.raises(ValueError, match=r"impossible sizes|beyond the end"):
-        read_table(file, KEY, 10)
+        read_pixel_table(file_descriptor, KEY, 10)
 
 
 @pytest.mark.parametrize(
-    "texts",
+    "json_text",
     [
         *("7", "[" * 1000, "[" * 90, "null", '{"0": 1}', "[7]", "[[6]]", '[[6, ""], [6, ""]]'),
         *('[["6", ""]]', "[[6, 7]]", '[[6.0, ""]]', '[[true, ""]]', '[[-1, ""]]', '[[1e999, ""]]'),
     ],
 )
-def test_impossible_causes_are_refused_also_under_their_sha256(
-    file: int, texts: str, monkeypatch: pytest.MonkeyPatch
+def test_rejects_invalid_error_texts_with_a_valid_checksum(
+    file_descriptor: int, json_text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = filled(file)
+    table = write_nine_images(file_descriptor)
     with monkeypatch.context() as patch:
-        patch.setattr(module.json, "dumps", lambda _: texts)
-        forged(file, table)
-    with pytest.raises(ValueError, match=r"cause|images|index|Expecting|nested"):
-        read_table(file, KEY, 10)
+        patch.setattr(pixel_file_module.json, "dumps", lambda _: json_text)
+        rewrite_table(file_descriptor, table)
+    with pytest.raises(ValueError, match=r"unreadable image|images|index|Expecting|nested"):
+        read_pixel_table(file_descriptor, KEY, 10)

@@ -1,4 +1,4 @@
-"""prefetch.py: the images of each batch, row groups read once, within a limit of memory."""
+"""prefetch.py: the right images, each row group read once, within a memory limit."""
 
 from __future__ import annotations
 
@@ -13,216 +13,259 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from logs import logging_nothing
 from refusals import refused
-from streamed import GROUP, split_of
+from streaming_dataset import ROW_GROUP_SIZE, make_streamed_split
 
-from finetune.data import worker_pool
-from finetune.data.image_store import Store, open_store
-from finetune.data.loader import Sampler
+from finetune.data import thread_pool
+from finetune.data.pixel_store import PixelStore, build_pixel_store
+from finetune.data.sampler import DistributedBatchSampler
 from finetune.data.source import Split
 from finetune.data.streaming import prefetch
-from finetune.data.streaming.prefetch import Prefetch, prefetch_of
-from finetune.data.streaming.row_groups import Group, ShardItems
-from finetune.data.streaming.shuffle import lanes_of
+from finetune.data.streaming.prefetch import Prefetcher, build_prefetcher
+from finetune.data.streaming.shuffle import build_shuffle_streams
+from finetune.data.streaming.streamed_images import RowGroup, StreamedImages
 from finetune.errors import DataError
 
 
 @pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    """How often each row group was read."""
+def load_counts(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """How often each row group is loaded."""
     counts: Counter[int] = Counter()
-    load = ShardItems.load
+    load_group = StreamedImages.load_group
 
-    def noted(self: ShardItems, group: int, rows: Any = None) -> Group:
+    def counting_load_group(self: StreamedImages, group: int, rows: Any = None) -> RowGroup:
         counts[group] += 1
-        return load(self, group, rows)
+        return load_group(self, group, rows)
 
-    monkeypatch.setattr(ShardItems, "load", noted)
+    monkeypatch.setattr(StreamedImages, "load_group", counting_load_group)
     return counts
 
 
-def reader(split: Split, workers: int = 2, timeout_seconds: float = 60.0) -> Prefetch:
-    made = prefetch_of(split, workers=workers, timeout_seconds=timeout_seconds)
-    assert made is not None
-    return made
+def open_prefetcher(
+    split: Split, num_workers: int = 2, timeout_seconds: float = 60.0
+) -> Prefetcher:
+    prefetcher = build_prefetcher(split, num_workers=num_workers, timeout_seconds=timeout_seconds)
+    assert prefetcher is not None
+    return prefetcher
 
 
-def batches(length: int, size: int) -> list[np.ndarray]:
+def sequential_batches(length: int, size: int) -> list[np.ndarray]:
     return [np.arange(first, min(first + size, length)) for first in range(0, length, size)]
 
 
-def check(split: Split, made: Prefetch, wanted: Iterable[np.ndarray]) -> int:
-    """Compare each image of each batch with the split's own. Returns: how many batches."""
-    wanted = list(wanted)
-    found = list(made.read_all(wanted))
-    assert [len(images) for images in found] == [len(indices) for indices in wanted]
-    for indices, images in zip(wanted, found, strict=True):
+def assert_batches_match(
+    split: Split, prefetcher: Prefetcher, batches: Iterable[np.ndarray]
+) -> int:
+    """Compare every image with the split. Returns: the number of batches."""
+    batches = list(batches)
+    images_by_batch = list(prefetcher.read_batches(batches))
+    assert [len(images) for images in images_by_batch] == [len(indices) for indices in batches]
+    for indices, images in zip(batches, images_by_batch, strict=True):
         for index, image in zip(indices.tolist(), images, strict=True):
             assert image.dtype == torch.uint8
-            assert (image.permute(1, 2, 0).numpy() == split.read(index)).all()
-    return len(found)
+            assert (image.permute(1, 2, 0).numpy() == split.decode(index)).all()
+    return len(images_by_batch)
 
 
-def no_threads_are_left() -> None:
-    end = time.monotonic() + 20
-    while any(t.name.startswith(("fetch", "decode")) for t in threading.enumerate()):
-        assert time.monotonic() < end
+def assert_no_threads_are_left() -> None:
+    deadline = time.monotonic() + 20
+    while any(thread.name.startswith(("fetch", "decode")) for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
-class TestImages:
-    @pytest.mark.parametrize("workers", [0, 1, 3])
-    def test_in_any_order(self, tmp_path: Path, workers: int) -> None:
-        split = split_of(tmp_path, chosen=np.random.default_rng(0).permutation(60)[:45])
+class TestImagesOfBatches:
+    @pytest.mark.parametrize("num_workers", [0, 1, 3])
+    def test_reads_images_in_any_order(self, tmp_path: Path, num_workers: int) -> None:
+        split = make_streamed_split(tmp_path, indices=np.random.default_rng(0).permutation(60)[:45])
         order = np.random.default_rng(1).permutation(45)
-        wanted = [order[batch] for batch in batches(45, 7)]
-        assert check(split, reader(split, workers), wanted) == 7
-        assert list(reader(split, workers).read_all([])) == []
-        no_threads_are_left()
+        batches = [order[positions] for positions in sequential_batches(45, 7)]
+        assert assert_batches_match(split, open_prefetcher(split, num_workers), batches) == 7
+        assert list(open_prefetcher(split, num_workers).read_batches([])) == []
+        assert_no_threads_are_left()
 
     def test_an_image_twice_in_a_batch(self, tmp_path: Path) -> None:
-        split = split_of(tmp_path)
-        assert check(split, reader(split), [np.array([3, 3, 59, 3]), np.array([3])]) == 2
+        split = make_streamed_split(tmp_path)
+        assert (
+            assert_batches_match(
+                split, open_prefetcher(split), [np.array([3, 3, 59, 3]), np.array([3])]
+            )
+            == 2
+        )
 
 
-class TestReading:
-    def test_in_file_order_each_row_group_once(self, tmp_path: Path, loaded: Counter[int]) -> None:
-        split = split_of(tmp_path)
-        assert len(list(reader(split).read_all(batches(60, 8)))) == 8
-        assert loaded == dict.fromkeys(range(10), 1)
-
-    def test_an_epoch_in_lanes_within_the_limit(
-        self, tmp_path: Path, loaded: Counter[int], monkeypatch: pytest.MonkeyPatch
+class TestLoadingRowGroups:
+    def test_reads_each_row_group_once_in_file_order(
+        self, tmp_path: Path, load_counts: Counter[int]
     ) -> None:
-        split = split_of(tmp_path, rows=60 * GROUP)
-        size = int(split.items.num_bytes().mean())  # type: ignore[attr-defined]
-        monkeypatch.setattr("finetune.data.streaming.shuffle.OPEN_BYTES", 8 * size)
-        monkeypatch.setattr(prefetch, "LIMIT_BYTES", 24 * size)
-        mixed = lanes_of(split)
-        assert mixed is not None
-        assert mixed.lanes == 8
-        stream = Sampler(len(split), batch_size=24, seed=0, lanes=mixed)
-        for world in (1, 2):
-            loaded.clear()
-            for rank in range(world):
-                made = reader(split, 0)
-                parts = [stream.micro_batches(s, rank=rank, world=world) for s in range(15)]
-                most = 0
-                for _ in made.read_all(indices for part in parts for _, indices in part):
-                    most = max(most, sum(int(made._num_bytes[group]) for group in made._held))
-                assert 0 < most <= 24 * size
-            assert set(loaded) == set(range(60))
-            assert loaded.total() <= 60 + 2 * (world - 1)
+        split = make_streamed_split(tmp_path)
+        assert len(list(open_prefetcher(split).read_batches(sequential_batches(60, 8)))) == 8
+        assert load_counts == dict.fromkeys(range(10), 1)
 
-    def test_a_step_in_the_middle_reads_what_follows(
-        self, tmp_path: Path, loaded: Counter[int]
+    def test_a_shuffled_epoch_stays_within_the_memory_limit(
+        self, tmp_path: Path, load_counts: Counter[int], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        split = split_of(tmp_path, rows=60 * GROUP)
-        groups = split.items.group_of(np.arange(len(split)))  # type: ignore[attr-defined]
-        stream = Sampler(len(split), batch_size=24, seed=0, lanes=lanes_of(split))
-        wanted = [stream.micro_batches(step)[0][1] for step in (13, 14)]
-        assert check(split, reader(split), wanted) == 2
-        needed = set(groups[np.concatenate(wanted)].tolist())
-        assert set(loaded) >= needed
-        loaded.clear()
-        list(reader(split).read_all(wanted))
-        assert loaded == dict.fromkeys(needed, 1)
-        assert len(needed) < 60
+        split = make_streamed_split(tmp_path, rows=60 * ROW_GROUP_SIZE)
+        group_bytes = int(split.images.group_num_bytes().mean())  # type: ignore[attr-defined]
+        monkeypatch.setattr("finetune.data.streaming.shuffle.MAX_OPEN_BYTES", 8 * group_bytes)
+        monkeypatch.setattr(prefetch, "MAX_CACHED_BYTES", 24 * group_bytes)
+        shuffle_streams = build_shuffle_streams(split)
+        assert shuffle_streams is not None
+        assert shuffle_streams.num_streams == 8
+        sampler = DistributedBatchSampler(
+            len(split), batch_size=24, seed=0, shuffle_streams=shuffle_streams
+        )
+        for world_size in (1, 2):
+            load_counts.clear()
+            for rank in range(world_size):
+                prefetcher = open_prefetcher(split, 0)
+                micro_batches = [
+                    sampler.micro_batches(step, rank=rank, world_size=world_size)
+                    for step in range(15)
+                ]
+                peak_bytes = 0
+                for _ in prefetcher.read_batches(
+                    indices for step_batches in micro_batches for _, indices in step_batches
+                ):
+                    peak_bytes = max(
+                        peak_bytes,
+                        sum(
+                            int(prefetcher._group_num_bytes[group])
+                            for group in prefetcher._cached_groups
+                        ),
+                    )
+                assert 0 < peak_bytes <= 24 * group_bytes
+            assert set(load_counts) == set(range(60))
+            assert load_counts.total() <= 60 + 2 * (world_size - 1)
+
+    def test_starting_in_mid_epoch_reads_only_the_needed_groups(
+        self, tmp_path: Path, load_counts: Counter[int]
+    ) -> None:
+        split = make_streamed_split(tmp_path, rows=60 * ROW_GROUP_SIZE)
+        groups = split.images.group_indices(np.arange(len(split)))  # type: ignore[attr-defined]
+        sampler = DistributedBatchSampler(
+            len(split), batch_size=24, seed=0, shuffle_streams=build_shuffle_streams(split)
+        )
+        batches = [sampler.micro_batches(step)[0][1] for step in (13, 14)]
+        assert assert_batches_match(split, open_prefetcher(split), batches) == 2
+        needed_groups = set(groups[np.concatenate(batches)].tolist())
+        assert set(load_counts) >= needed_groups
+        load_counts.clear()
+        list(open_prefetcher(split).read_batches(batches))
+        assert load_counts == dict.fromkeys(needed_groups, 1)
+        assert len(needed_groups) < 60
 
     def test_a_small_split_is_read_once_for_all_evaluations(
-        self, tmp_path: Path, loaded: Counter[int], monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, load_counts: Counter[int], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        whole = split_of(tmp_path)
-        size = int(whole.items.num_bytes().sum())  # type: ignore[attr-defined]
-        monkeypatch.setattr(prefetch, "LIMIT_BYTES", size // 4)
-        split = whole.subset(np.arange(0, 60, 6))  # of each row group one image
-        made = reader(split)
+        full_split = make_streamed_split(tmp_path)
+        num_bytes = int(full_split.images.group_num_bytes().sum())  # type: ignore[attr-defined]
+        monkeypatch.setattr(prefetch, "MAX_CACHED_BYTES", num_bytes // 4)
+        split = full_split.subset(np.arange(0, 60, 6))  # one image of each row group
+        prefetcher = open_prefetcher(split)
         for _ in range(3):
-            assert len(list(made.read_all(batches(10, 4)))) == 3
-        assert [len(one.result()) for one in made._held.values()] == [1] * 10
-        assert loaded == dict.fromkeys(range(10), 1)
+            assert len(list(prefetcher.read_batches(sequential_batches(10, 4)))) == 3
+        assert [
+            len(cached_group.result()) for cached_group in prefetcher._cached_groups.values()
+        ] == [1] * 10
+        assert load_counts == dict.fromkeys(range(10), 1)
 
-    def test_more_than_fits_is_read_all_the_same(
+    def test_reads_more_than_the_memory_limit(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(prefetch, "LIMIT_BYTES", 1)
-        split = split_of(tmp_path)
-        assert check(split, reader(split), [np.arange(60), np.arange(60)]) == 2
+        monkeypatch.setattr(prefetch, "MAX_CACHED_BYTES", 1)
+        split = make_streamed_split(tmp_path)
+        assert (
+            assert_batches_match(split, open_prefetcher(split), [np.arange(60), np.arange(60)]) == 2
+        )
 
-    def test_it_reads_ahead(self, tmp_path: Path, loaded: Counter[int]) -> None:
-        read = reader(split_of(tmp_path)).read_all(batches(60, 3))
-        next(read)
-        end = time.monotonic() + 20
-        while len(loaded) < 10:  # though nothing more was asked for
-            assert time.monotonic() < end
+    def test_reads_ahead(self, tmp_path: Path, load_counts: Counter[int]) -> None:
+        image_batches = open_prefetcher(make_streamed_split(tmp_path)).read_batches(
+            sequential_batches(60, 3)
+        )
+        next(image_batches)
+        deadline = time.monotonic() + 20
+        while len(load_counts) < 10:  # although no further batch was requested
+            assert time.monotonic() < deadline
             time.sleep(0.02)
-        read.close()
-        no_threads_are_left()
+        image_batches.close()
+        assert_no_threads_are_left()
 
 
-class TestEnds:
-    def test_an_error_comes_with_its_batch_and_ends_the_threads(
+class TestClosing:
+    def test_raises_an_error_with_its_batch_and_ends_the_threads(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        load = ShardItems.load
+        load_group = StreamedImages.load_group
 
-        def broken(self: ShardItems, group: int, rows: Any = None) -> Group:
+        def fail_for_group_5(self: StreamedImages, group: int, rows: Any = None) -> RowGroup:
             if group == 5:
                 raise DataError("row group 5 is damaged")
-            return load(self, group, rows)
+            return load_group(self, group, rows)
 
-        split = split_of(tmp_path)
-        for workers in (0, 2):
-            made = reader(split, workers)
-            monkeypatch.setattr(ShardItems, "load", broken)
-            read = made.read_all(batches(60, GROUP))
-            assert len(list(itertools.islice(read, 5))) == 5
+        split = make_streamed_split(tmp_path)
+        for num_workers in (0, 2):
+            prefetcher = open_prefetcher(split, num_workers)
+            monkeypatch.setattr(StreamedImages, "load_group", fail_for_group_5)
+            image_batches = prefetcher.read_batches(sequential_batches(60, ROW_GROUP_SIZE))
+            assert len(list(itertools.islice(image_batches, 5))) == 5
             with pytest.raises(DataError, match="row group 5 is damaged"):
-                next(read)
-            no_threads_are_left()
-            monkeypatch.setattr(ShardItems, "load", load)
-            assert len(list(made.read_all(batches(60, GROUP)))) == 10  # it is not remembered
+                next(image_batches)
+            assert_no_threads_are_left()
+            monkeypatch.setattr(StreamedImages, "load_group", load_group)
+            assert (
+                len(list(prefetcher.read_batches(sequential_batches(60, ROW_GROUP_SIZE)))) == 10
+            )  # the error is not cached
 
-    def test_closing_does_not_wait_for_what_hangs(
+    def test_closing_does_not_wait_for_a_hanging_read(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(worker_pool, "_JOIN_SECONDS", 0.1)
-        monkeypatch.setattr(prefetch, "_FETCHERS", 1)
-        freed = threading.Event()
-        load = ShardItems.load
+        monkeypatch.setattr(thread_pool, "_JOIN_SECONDS", 0.1)
+        monkeypatch.setattr(prefetch, "_NUM_FETCH_THREADS", 1)
+        release = threading.Event()
+        load_group = StreamedImages.load_group
 
-        def slow(self: ShardItems, group: int, rows: Any = None) -> Group:
+        def hanging_load_group(self: StreamedImages, group: int, rows: Any = None) -> RowGroup:
             if group:
-                freed.wait(60)
-            return load(self, group, rows)
+                release.wait(60)
+            return load_group(self, group, rows)
 
-        monkeypatch.setattr(ShardItems, "load", slow)
-        read = reader(split_of(tmp_path)).read_all(batches(60, GROUP))
-        next(read)
+        monkeypatch.setattr(StreamedImages, "load_group", hanging_load_group)
+        image_batches = open_prefetcher(make_streamed_split(tmp_path)).read_batches(
+            sequential_batches(60, ROW_GROUP_SIZE)
+        )
+        next(image_batches)
         started = time.monotonic()
-        read.close()
+        image_batches.close()
         assert time.monotonic() - started < 20
         with refused("setup.timeout", "0.1", "--resume"):
-            list(reader(split_of(tmp_path), timeout_seconds=0.1).read_all(batches(60, GROUP)))
-        freed.set()
-        no_threads_are_left()
+            list(
+                open_prefetcher(make_streamed_split(tmp_path), timeout_seconds=0.1).read_batches(
+                    sequential_batches(60, ROW_GROUP_SIZE)
+                )
+            )
+        release.set()
+        assert_no_threads_are_left()
 
 
-def test_a_store_of_a_streamed_split_reads_ahead(tmp_path: Path, loaded: Counter[int]) -> None:
-    split = split_of(tmp_path)
-    store = open_store(
-        split,
-        keep="auto",
-        device=torch.device("cpu"),
-        workers=2,
-        unreadable="stop",
-        local_processes=1,
-        progress=False,
-        notice=pytest.fail,
-    )
-    assert loaded == {}  # nothing is decoded before it is needed
-    assert isinstance(store, Store)
+def test_the_store_of_a_streamed_split_prefetches(
+    tmp_path: Path, load_counts: Counter[int]
+) -> None:
+    split = make_streamed_split(tmp_path)
+    with logging_nothing():
+        store = build_pixel_store(
+            split,
+            keep="auto",
+            device=torch.device("cpu"),
+            num_workers=2,
+            unreadable="stop",
+            local_world_size=1,
+            progress=False,
+        )
+    assert load_counts == {}  # no image is decoded before it is needed
+    assert isinstance(store, PixelStore)
     assert store.images is None
-    [images] = store.read_all([np.array([7, 50])])
-    assert (images[1].permute(1, 2, 0).numpy() == split.read(50)).all()
-    assert set(loaded) == {1, 8}
+    [images] = store.read_batches([np.array([7, 50])])
+    assert (images[1].permute(1, 2, 0).numpy() == split.decode(50)).all()
+    assert set(load_counts) == {1, 8}

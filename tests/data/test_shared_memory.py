@@ -1,4 +1,4 @@
-"""What workers hand over: the same pixels, in a slot or beside it, and no new memory each time."""
+"""Workers return the same pixels, in a shared buffer or pickled, without new memory each time."""
 
 from __future__ import annotations
 
@@ -9,57 +9,61 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from finetune.data.shared_memory import Slots, shared_memory
+from finetune.data.shared_memory import SharedBatchBuffers, allocate_shared_memory
 
 
-def image(number: int, size: tuple[int, int] = (3, 4)) -> np.ndarray:
+def random_image(number: int, size: tuple[int, int] = (3, 4)) -> np.ndarray:
     return np.random.default_rng(number).integers(0, 256, (*size, 3), dtype=np.uint8)
 
 
-def reads(images: list[np.ndarray]) -> Iterator[Callable[[np.ndarray], np.ndarray]]:
-    return (lambda room, image=image: image for image in images)  # type: ignore[misc]
+def decoders(images: list[np.ndarray]) -> Iterator[Callable[[np.ndarray], np.ndarray]]:
+    return (lambda buffer, image=image: image for image in images)  # type: ignore[misc]
 
 
-def test_images_come_over_from_another_process() -> None:
-    slots = Slots(2, 1000)
-    images = [image(0), image(1, (5, 2))[:, ::-1], image(2)]
+def test_images_arrive_from_another_process() -> None:
+    buffers = SharedBatchBuffers(2, 1000)
+    images = [random_image(0), random_image(1, (5, 2))[:, ::-1], random_image(2)]
     fork = multiprocessing.get_context("fork")
     queue = fork.SimpleQueue()
-    process = fork.Process(target=lambda: queue.put(slots.put(1, reads(images))))
+    process = fork.Process(target=lambda: queue.put(buffers.write(1, decoders(images))))
     process.start()
-    put = queue.get()
+    written = queue.get()
     process.join(30)
-    assert put == [(3, 4, 3), (5, 2, 3), (3, 4, 3)]  # no pixels in the queue
-    for mine, other in zip(slots.take(1, put), images, strict=True):
-        np.testing.assert_array_equal(mine.permute(1, 2, 0), other)
+    assert written == [(3, 4, 3), (5, 2, 3), (3, 4, 3)]  # no pixels in the queue
+    for received, expected in zip(buffers.read(1, written), images, strict=True):
+        np.testing.assert_array_equal(received.permute(1, 2, 0), expected)
 
 
-@pytest.mark.parametrize("room", [0, 35, 36, 71, 72, 200])
-def test_images_without_room_come_beside_the_slot(room: int) -> None:
-    slots = Slots(1, room)
-    images = [image(0), image(1, (9, 9)), image(2)]
-    put = slots.put(0, reads(images))
-    assert sum(isinstance(one, tuple) for one in put) == min(room // 36, 2)
-    for mine, other in zip(slots.take(0, put), images, strict=True):
-        np.testing.assert_array_equal(mine.permute(1, 2, 0), other)
+@pytest.mark.parametrize("buffer_bytes", [0, 35, 36, 71, 72, 200])
+def test_images_that_do_not_fit_are_pickled(buffer_bytes: int) -> None:
+    buffers = SharedBatchBuffers(1, buffer_bytes)
+    images = [random_image(0), random_image(1, (9, 9)), random_image(2)]
+    written = buffers.write(0, decoders(images))
+    assert sum(isinstance(item, tuple) for item in written) == min(buffer_bytes // 36, 2)
+    for received, expected in zip(buffers.read(0, written), images, strict=True):
+        np.testing.assert_array_equal(received.permute(1, 2, 0), expected)
 
 
-def test_an_image_may_be_decoded_into_its_place() -> None:
-    slots, rooms = Slots(1, 120), []
+def test_images_may_be_decoded_into_the_buffer() -> None:
+    buffers, buffer_sizes = SharedBatchBuffers(1, 120), []
 
-    def read(room: np.ndarray) -> np.ndarray:
-        rooms.append(room.size)
-        room[:36] = image(0).reshape(-1)
-        return room[:36].reshape(3, 4, 3)
+    def decode_into_buffer(buffer: np.ndarray) -> np.ndarray:
+        buffer_sizes.append(buffer.size)
+        buffer[:36] = random_image(0).reshape(-1)
+        return buffer[:36].reshape(3, 4, 3)
 
-    put = slots.put(0, [read, lambda room: image(1), read])
-    assert rooms == [120, 48]
-    for mine, other in zip(slots.take(0, put), [image(0), image(1), image(0)], strict=True):
-        np.testing.assert_array_equal(mine.permute(1, 2, 0), other)
+    written = buffers.write(
+        0, [decode_into_buffer, lambda buffer: random_image(1), decode_into_buffer]
+    )
+    assert buffer_sizes == [120, 48]
+    for received, expected in zip(
+        buffers.read(0, written), [random_image(0), random_image(1), random_image(0)], strict=True
+    ):
+        np.testing.assert_array_equal(received.permute(1, 2, 0), expected)
 
 
-def test_memory_is_only_promised() -> None:
+def test_memory_is_reserved_but_not_committed() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    memory = shared_memory(2**36)
+    memory = allocate_shared_memory(2**36)
     memory[[0, -1]] = 1
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**16  # KiB

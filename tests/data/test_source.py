@@ -1,4 +1,4 @@
-"""Sources: the right images with the right labels, or an error that says what is wrong."""
+"""Sources return the right images with the right labels, or an error that names the cause."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 from refusals import refused
-from samples import counts, make_folder, make_parquet, png, write
+from small_datasets import class_counts, random_png, write_file, write_image_folder, write_parquet
 
-from finetune.data.decode import decode
-from finetune.data.source import Split, open_source
+from finetune.data.decode import decode_image
+from finetune.data.open_source import open_source
+from finetune.data.source import Split
 
 
-def test_columns_are_for_tables_only() -> None:
+def test_rejects_columns_for_sources_without_tables() -> None:
     with refused("data.no_column", "data.image_column", "embedded:"):
         open_source("embedded:digits", image_column="img")
 
 
-def test_digits() -> None:
+def test_digits_equal_those_of_scikit_learn() -> None:
     from sklearn.datasets import load_digits
 
     source = open_source("embedded:digits")
@@ -28,63 +29,65 @@ def test_digits() -> None:
         "train": 1442,
         "test": 355,
     }
-    grey, labels = load_digits(return_X_y=True)
-    places = [source.splits["test"].name_of(i) for i in range(355)]
-    rows = [int(place.removeprefix("digits row ")) for place in places]
+    pixels, labels = load_digits(return_X_y=True)
+    test_names = [source.splits["test"].name_of(index) for index in range(355)]
+    rows = [int(name.removeprefix("digits row ")) for name in test_names]
     for index in (0, 100, 354):
-        image = source.splits["test"].read(index)
-        assert np.array_equal(image[..., 0], np.rint(grey[rows[index]].reshape(8, 8) * 255 / 16))
+        image = source.splits["test"].decode(index)
+        assert np.array_equal(image[..., 0], np.rint(pixels[rows[index]].reshape(8, 8) * 255 / 16))
         assert np.array_equal(image[..., 0], image[..., 2])
         assert source.splits["test"].labels[index] == labels[rows[index]]
     zeros = np.flatnonzero(labels == 0)
     assert [row for row in rows if labels[row] == 0] == zeros[4::5].tolist()
-    train_rows = [source.splits["train"].name_of(i) for i in range(1442)]
-    assert not set(train_rows) & set(places)
+    train_names = [source.splits["train"].name_of(index) for index in range(1442)]
+    assert not set(train_names) & set(test_names)
 
 
 @pytest.mark.parametrize("val", ["val", "valid", "validation", "Valid"])
-def test_folder_of_splits(tmp_path: Path, val: str) -> None:
+def test_folder_with_splits(tmp_path: Path, val: str) -> None:
     folders = {"train/dog": 3, "train/cat": 2, f"{val}/cat": 1, "test/dog": 2, "test/cat": 1}
-    source = open_source(make_folder(tmp_path, folders))
+    source = open_source(write_image_folder(tmp_path, folders))
     assert source.class_names == ["cat", "dog"]
-    assert counts(source) == {"train": [2, 3], "val": [1, 0], "test": [1, 2]}
+    assert class_counts(source) == {"train": [2, 3], "val": [1, 0], "test": [1, 2]}
     assert list(source.splits) == ["train", "val", "test"]
     train = source.splits["train"]
     assert [train.name_of(index) for index in range(5)] == [
         *("train/cat/0.png", "train/cat/1.png"),
         *("train/dog/0.png", "train/dog/1.png", "train/dog/2.png"),
     ]
-    assert np.array_equal(train.read(2), decode(tmp_path / "train/dog/0.png"))
+    assert np.array_equal(train.decode(2), decode_image(tmp_path / "train/dog/0.png"))
 
 
 @pytest.mark.parametrize("train, test", [("Training", "Testing"), ("seg_train", "seg_test")])
-def test_folders_of_other_names_for_splits(tmp_path: Path, train: str, test: str) -> None:
+def test_folder_with_other_split_names(tmp_path: Path, train: str, test: str) -> None:
     folders = {f"{train}/a": 2, f"{train}/b": 1, f"{test}/a": 1, f"{test}/b": 3}
-    source = open_source(make_folder(tmp_path, folders))
-    assert counts(source) == {"train": [2, 1], "test": [1, 3]}
+    source = open_source(write_image_folder(tmp_path, folders))
+    assert class_counts(source) == {"train": [2, 1], "test": [1, 3]}
 
 
-def test_classes_may_have_a_splits_name_in_theirs(tmp_path: Path) -> None:
-    source = open_source(make_folder(tmp_path, {"steam train": 2, "test tube": 1, "tram": 1}))
+def test_class_names_may_contain_split_names(tmp_path: Path) -> None:
+    source = open_source(
+        write_image_folder(tmp_path, {"steam train": 2, "test tube": 1, "tram": 1})
+    )
     assert source.class_names == ["steam train", "test tube", "tram"]
-    for other in ("goods train", "test tube"):
-        more = open_source(make_folder(tmp_path / other, {"steam train": 2, other: 1}))
-        assert more.class_names == sorted([other, "steam train"])
+    for name in ("goods train", "test tube"):
+        other_source = open_source(write_image_folder(tmp_path / name, {"steam train": 2, name: 1}))
+        assert other_source.class_names == sorted([name, "steam train"])
 
 
-def test_a_class_of_other_files_names_them(
+def test_names_the_files_of_a_class_without_images(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = make_folder(tmp_path, {"cat": 2, "dog": 0})
+    source = write_image_folder(tmp_path, {"cat": 2, "dog": 0})
     (tmp_path / "dog" / "IMG_1.HEIC").touch()
     with refused("data.empty", "dog"):
         open_source(source)
     assert "IMG_1.HEIC" in caplog.text
 
 
-def test_folder_of_classes_is_all_train(tmp_path: Path) -> None:
-    source = open_source(make_folder(tmp_path, {"b": 2, "a": 3, "c/deep/er": 1}))
-    assert counts(source) == {"train": [3, 2, 1]}
+def test_class_folders_without_splits_are_train(tmp_path: Path) -> None:
+    source = open_source(write_image_folder(tmp_path, {"b": 2, "a": 3, "c/deep/er": 1}))
+    assert class_counts(source) == {"train": [3, 2, 1]}
     assert source.splits["train"].name_of(5) == "c/deep/er/0.png"
     assert source.description == "image files in 1 split"
 
@@ -92,45 +95,47 @@ def test_folder_of_classes_is_all_train(tmp_path: Path) -> None:
 def test_relative_folder_survives_a_change_of_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_folder(tmp_path / "data", {"a": 1, "b": 1})
+    write_image_folder(tmp_path / "data", {"a": 1, "b": 1})
     monkeypatch.chdir(tmp_path)
     source = open_source("folder:data")
     monkeypatch.chdir("/")
-    assert source.splits["train"].read(1).shape == (5, 4, 3)
+    assert source.splits["train"].decode(1).shape == (5, 4, 3)
     assert source.splits["train"].name_of(1) == "b/0.png"
 
 
-def test_only_a_test_split_opens(tmp_path: Path) -> None:
-    source = open_source(make_folder(tmp_path, {"test/a": 1, "test/b": 2}))
-    assert counts(source) == {"test": [1, 2]}
+def test_opens_a_test_split_alone(tmp_path: Path) -> None:
+    source = open_source(write_image_folder(tmp_path, {"test/a": 1, "test/b": 2}))
+    assert class_counts(source) == {"test": [1, 2]}
 
 
-def test_clutter_is_ignored_with_one_notice(
+def test_ignores_other_files_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = make_folder(tmp_path, {"train/a": 1, "train/b": 1, "__MACOSX/a": 1, ".cache/a": 1})
+    source = write_image_folder(
+        tmp_path, {"train/a": 1, "train/b": 1, "__MACOSX/a": 1, ".cache/a": 1}
+    )
     for name in ("train/a/Thumbs.db", "train/a/.DS_Store", "train/b/._0.png", "train/notes.txt"):
-        write(tmp_path / name, b"x")
-    write(tmp_path / "train/a/.ipynb_checkpoints/0.png", png(9))
+        write_file(tmp_path / name, b"x")
+    write_file(tmp_path / "train/a/.ipynb_checkpoints/0.png", random_png(9))
     opened = open_source(source)
     open_source(source)
-    assert counts(opened) == {"train": [1, 1]}
+    assert class_counts(opened) == {"train": [1, 1]}
     assert len(caplog.records) == 1
     assert "ignored 4 files of other kinds: .DS_Store, ._0.png" in caplog.messages[0]
 
 
 def test_subset_and_names(tmp_path: Path) -> None:
-    make_parquet(tmp_path / "a.parquet", [0, 1, 0, 1, 0])
+    write_parquet(tmp_path / "a.parquet", [0, 1, 0, 1, 0])
     train = open_source(f"parquet:{tmp_path}").splits["train"]
-    part = train.subset(np.array([4, 1, 0])).subset(np.array([2, 0]))
-    assert len(part) == 2
-    assert part.labels.tolist() == [0, 0]
-    assert [part.name_of(index) for index in range(2)] == ["a.parquet row 0", "a.parquet row 4"]
-    assert np.array_equal(part.read(1), decode(png(4)))
+    subset = train.subset(np.array([4, 1, 0])).subset(np.array([2, 0]))
+    assert len(subset) == 2
+    assert subset.labels.tolist() == [0, 0]
+    assert [subset.name_of(index) for index in range(2)] == ["a.parquet row 0", "a.parquet row 4"]
+    assert np.array_equal(subset.decode(1), decode_image(random_png(4)))
 
 
-def test_fingerprint_knows_every_image_label_and_order(tmp_path: Path) -> None:
-    source = make_folder(tmp_path, {"a": 3, "b": 3})
+def test_fingerprint_depends_on_every_image_label_and_order(tmp_path: Path) -> None:
+    source = write_image_folder(tmp_path, {"a": 3, "b": 3})
 
     def fingerprint() -> str:
         return open_source(source).splits["train"].fingerprint
@@ -140,23 +145,23 @@ def test_fingerprint_knows_every_image_label_and_order(tmp_path: Path) -> None:
     assert fingerprint() == first
     os.utime(tmp_path / "a/0.png", (0, 0))
     assert fingerprint() == first  # content, not dates
-    write(tmp_path / "a/3.png", png(50))
+    write_file(tmp_path / "a/3.png", random_png(50))
     seen.add(fingerprint())
     (tmp_path / "a/3.png").unlink()
     assert fingerprint() == first
     (tmp_path / "b/0.png").unlink()
     seen.add(fingerprint())
-    write(tmp_path / "b/0.png", png(51))
+    write_file(tmp_path / "b/0.png", random_png(51))
     seen.add(fingerprint())
     split = open_source(source).splits["train"]
     seen.add(split.subset(np.arange(6)[::-1]).fingerprint)
-    swapped = Split("train", split.labels[::-1].copy(), split.items)
+    swapped = Split("train", split.labels[::-1].copy(), split.images)
     seen.add(swapped.fingerprint)
     assert len(seen) == 6
 
 
 def test_fingerprint_with_unreadable_files_does_not_hang(tmp_path: Path) -> None:
-    source = make_folder(tmp_path, {"a": 1, "b": 1})
+    source = write_image_folder(tmp_path, {"a": 1, "b": 1})
     os.mkfifo(tmp_path / "a/pipe.png")
     (tmp_path / "a/link.png").symlink_to("nowhere")
     assert len(open_source(source).splits["train"].fingerprint) == 64

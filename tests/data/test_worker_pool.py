@@ -1,4 +1,4 @@
-"""A worker that crashes or hangs is found, with the image that it decoded; threads that wait."""
+"""A worker that crashes or hangs is detected, with the image it was decoding; daemon threads."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from refusals import refused
 from torch.utils.data import DataLoader, Dataset
 
 from finetune.data import worker_pool
-from finetune.data.worker_pool import WorkerStatus, in_threads
+from finetune.data.thread_pool import thread_map
+from finetune.data.worker_pool import WorkerStatus
 
 POLL_SECONDS = 0.25
 
 
 @pytest.fixture(autouse=True)
-def no_worker_survives(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def kill_remaining_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(worker_pool, "POLL_SECONDS", POLL_SECONDS)
     yield
     for child in multiprocessing.active_children():
         child.kill()
 
 
-class Items(Dataset[int]):
-    """Numbers; one of them does something else before it comes."""
+class NumbersDataset(Dataset[int]):
+    """A dataset of numbers; one of them runs an action first."""
 
     def __init__(self, status: WorkerStatus, special: int, action: Callable[[], object]) -> None:
         self.status, self.special, self.action = status, special, action
@@ -41,30 +42,30 @@ class Items(Dataset[int]):
             return index
 
 
-def read(
-    action: Callable[[], object], *, workers: int = 2, special: int = 5
+def load_numbers(
+    action: Callable[[], object], *, num_workers: int = 2, special: int = 5
 ) -> Generator[int, None, None]:
-    status = WorkerStatus(workers)
+    status = WorkerStatus(num_workers)
     loader = DataLoader(
-        Items(status, special, action),
-        batch_sampler=iter([[n] for n in range(8)]),
-        num_workers=workers,
+        NumbersDataset(status, special, action),
+        batch_sampler=iter([[number] for number in range(8)]),
+        num_workers=num_workers,
         collate_fn=lambda items: items[0],
-        worker_init_fn=status.start_worker,
-        timeout=POLL_SECONDS if workers else 0,
+        worker_init_fn=status.init_worker,
+        timeout=POLL_SECONDS if num_workers else 0,
         generator=torch.Generator(),
     )
-    return status.watched(loader, name_of=lambda index: f"image-{index}", timeout_seconds=1.5)
+    return status.watch(loader, name_of=lambda index: f"image-{index}", timeout_seconds=1.5)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_everything_comes_in_order_and_no_worker_survives(workers: int) -> None:
-    assert list(read(lambda: None, workers=workers)) == list(range(8))
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_loads_in_order_and_leaves_no_worker(num_workers: int) -> None:
+    assert list(load_numbers(lambda: None, num_workers=num_workers)) == list(range(8))
     assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize(
-    "action, code, named",
+    "action, code, expected_texts",
     [
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "setup.worker_ended", ("SIGKILL",)),
         (lambda: os.kill(os.getpid(), signal.SIGSEGV), "data.crashes_decoder", ("SIGSEGV",)),
@@ -73,19 +74,19 @@ def test_everything_comes_in_order_and_no_worker_survives(workers: int) -> None:
     ],
     ids=["killed", "crash", "exit", "hang"],
 )
-def test_the_worker_and_its_image_are_named(
-    action: Callable[[], object], code: str, named: tuple[str, ...]
+def test_names_the_worker_and_its_image(
+    action: Callable[[], object], code: str, expected_texts: tuple[str, ...]
 ) -> None:
-    with refused(code, "image-5", *named):
-        list(read(action))
+    with refused(code, "image-5", *expected_texts):
+        list(load_numbers(action))
     deadline = time.monotonic() + 30
     while multiprocessing.active_children() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not multiprocessing.active_children()
 
 
-class CutOff:
-    """A loader whose worker is killed while a tensor of its comes over."""
+class LoaderWithKilledWorker:
+    """A loader whose worker is killed while it sends a tensor."""
 
     def __iter__(self) -> Iterator[int]:
         worker = multiprocessing.Process(target=time.sleep, args=(60,))
@@ -99,47 +100,47 @@ class CutOff:
         return items()
 
 
-def test_a_worker_that_is_cut_off_in_the_middle_of_a_tensor_is_named() -> None:
-    reading = WorkerStatus(1).watched(CutOff(), name_of=str, timeout_seconds=1.5)
+def test_names_a_worker_killed_while_sending_a_tensor() -> None:
+    numbers = WorkerStatus(1).watch(LoaderWithKilledWorker(), name_of=str, timeout_seconds=1.5)
     with refused("setup.worker_ended", "SIGKILL"):
-        list(reading)
+        list(numbers)
 
 
-class Stuck:
-    """A loader whose reader waits in a system call for a worker that will never answer."""
+class LoaderWithHangingPipe:
+    """A loader that waits in a system call for a worker that never answers."""
 
     def __iter__(self) -> Iterator[int]:
-        mine, other = multiprocessing.Pipe()
+        receiver, sender = multiprocessing.Pipe()
         worker = multiprocessing.Process(target=time.sleep, args=(60,))
-        worker.start()  # it has the other end, too
-        other.close()
+        worker.start()  # the worker has the sending end, too
+        sender.close()
 
         def items() -> Iterator[int]:
-            yield mine.recv()
+            yield receiver.recv()
 
         return items()
 
 
-def test_a_worker_that_stops_in_the_middle_of_a_tensor_is_ended() -> None:
-    reading = WorkerStatus(1).watched(Stuck(), name_of=str, timeout_seconds=0.5)
+def test_times_out_if_a_worker_hangs_while_sending_a_tensor() -> None:
+    numbers = WorkerStatus(1).watch(LoaderWithHangingPipe(), name_of=str, timeout_seconds=0.5)
     with refused("setup.timeout", "0.5"):
-        next(reading)
+        next(numbers)
 
 
-def test_a_slow_image_is_waited_for() -> None:
-    assert list(read(lambda: time.sleep(1.2 * POLL_SECONDS))) == list(range(8))
+def test_waits_for_a_slow_image() -> None:
+    assert list(load_numbers(lambda: time.sleep(1.2 * POLL_SECONDS))) == list(range(8))
 
 
-def test_no_handler_of_torch_stays_behind() -> None:
+def test_restores_the_sigchld_handler() -> None:
     before = signal.getsignal(signal.SIGCHLD)
-    items = read(lambda: None)
+    items = load_numbers(lambda: None)
     next(items)
     assert signal.getsignal(signal.SIGCHLD) == before
     items.close()
 
 
 def test_closing_ends_the_workers_even_if_one_hangs() -> None:
-    items = read(lambda: time.sleep(600), special=1)
+    items = load_numbers(lambda: time.sleep(600), special=1)
     assert next(items) == 0
     items.close()
     deadline = time.monotonic() + 30
@@ -148,16 +149,16 @@ def test_closing_ends_the_workers_even_if_one_hangs() -> None:
     assert not multiprocessing.active_children()
 
 
-def test_threads_results_are_not_kept_once_they_were_taken() -> None:
-    made: list[weakref.ref[torch.Tensor]] = []
+def test_thread_map_releases_consumed_results() -> None:
+    references: list[weakref.ref[torch.Tensor]] = []
 
-    def work(number: int) -> torch.Tensor:
-        made.append(weakref.ref(result := torch.tensor(number)))
+    def make_tensor(number: int) -> torch.Tensor:
+        references.append(weakref.ref(result := torch.tensor(number)))
         return result
 
-    assert [int(result) for result in in_threads(work, range(100), 2)] == list(range(100))
-    results = in_threads(work, range(100), 2)
+    assert [int(result) for result in thread_map(make_tensor, range(100), 2)] == list(range(100))
+    results = thread_map(make_tensor, range(100), 2)
     for _ in range(99):
         next(results)
-    assert sum(each() is not None for each in made) < 10
+    assert sum(reference() is not None for reference in references) < 10
     assert [int(result) for result in results] == [99]

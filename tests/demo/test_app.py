@@ -11,15 +11,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from demo_server import ODD_NAMES, Running, browser, demo, small_model
+from demo_server import ODD_NAMES, DemoServer, browser, run_demo, save_small_model
 from PIL import Image
 from refusals import refused
 
-from finetune.commands.predict import Classifier
-from finetune.demo import html as page
-from finetune.demo.app import About, _Answers, build_app, gradio, look
-from finetune.demo.inference import Reader
-from finetune.text import confidence
+from finetune.demo import markup as page
+from finetune.demo.app import (
+    PageContent,
+    _EventHandlers,
+    build_app,
+    import_gradio,
+    theme_options,
+)
+from finetune.demo.predictor import DemoPredictor
+from finetune.formatting import format_probability
+from finetune.inference import Classifier
 
 SLOW = pytest.mark.slow
 
@@ -28,7 +34,7 @@ SLOW = pytest.mark.slow
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model with examples beside it."""
     folder = tmp_path_factory.mktemp("models") / "odd-names"
-    name = small_model(folder)
+    name = save_small_model(folder)
     (folder / "examples").mkdir()
     for number in range(3):
         paint(folder / "examples" / f"{number}.png", number)
@@ -57,65 +63,69 @@ def turned(file: Path) -> Path:
 
 class TestAnswers:
     @pytest.fixture
-    def answers(self, classifier: Classifier, model: str) -> _Answers:
+    def answers(self, classifier: Classifier, model: str) -> _EventHandlers:
         pytest.importorskip("gradio")
         examples = sorted(Path(model).glob("examples/*.png"))
-        return _Answers(gradio(), Reader(classifier), examples)
+        return _EventHandlers(import_gradio(), DemoPredictor(classifier), examples)
 
-    def test_a_picture_that_a_browser_shows_stays(self, answers: _Answers, tmp_path: Path) -> None:
+    def test_a_picture_that_a_browser_shows_stays(
+        self, answers: _EventHandlers, tmp_path: Path
+    ) -> None:
         for name in ("a.png", "a.jpg", "a.webp", "a.gif", "a.bmp"):
-            kept, shown = answers.to_upload({"path": str(paint(tmp_path / name))})
-            assert kept == gradio().update()
+            kept, shown = answers.on_upload({"path": str(paint(tmp_path / name))})
+            assert kept == import_gradio().update()
             assert "ft-result" in shown
 
-    def test_another_is_shown_as_it_was_decoded(self, answers: _Answers, tmp_path: Path) -> None:
+    def test_another_is_shown_as_it_was_decoded(
+        self, answers: _EventHandlers, tmp_path: Path
+    ) -> None:
         file = paint(tmp_path / "a.tiff")
-        kept, shown = answers.to_upload({"path": str(file)})
+        kept, shown = answers.on_upload({"path": str(file)})
         assert np.array_equal(kept, np.asarray(Image.open(file)))
         assert "ft-result" in shown
         Image.new("RGB", (3000, 20)).save(tmp_path / "b.tiff")
-        assert answers.to_upload({"path": str(tmp_path / "b.tiff")})[0].shape == (7, 1000, 3)
+        assert answers.on_upload({"path": str(tmp_path / "b.tiff")})[0].shape == (7, 1000, 3)
 
     def test_what_is_no_picture_is_refused_in_words(
-        self, answers: _Answers, tmp_path: Path
+        self, answers: _EventHandlers, tmp_path: Path
     ) -> None:
         file = tmp_path / "a.png"
         file.write_bytes(b"<script>alert(1)</script>")
-        kept, shown = answers.to_upload({"path": str(file)})
+        kept, shown = answers.on_upload({"path": str(file)})
         assert kept is None
         assert "not an image" in shown
         assert "<script>" not in shown
-        with pytest.raises(gradio().Error, match="not an image") as caught:
-            answers.to_program({"path": str(file)})
+        with pytest.raises(import_gradio().Error, match="not an image") as caught:
+            answers.on_api_call({"path": str(file)})
         assert "<script>" not in str(caught.value)
 
-    def test_without_a_picture(self, answers: _Answers) -> None:
-        assert answers.to_upload(None)[1] == page.EMPTY
-        with pytest.raises(gradio().Error, match="no picture"):
-            answers.to_program(None)
+    def test_without_a_picture(self, answers: _EventHandlers) -> None:
+        assert answers.on_upload(None)[1] == page.EMPTY_RESULT
+        with pytest.raises(import_gradio().Error, match="no picture"):
+            answers.on_api_call(None)
 
     def test_a_program_gets_figures(
-        self, answers: _Answers, classifier: Classifier, tmp_path: Path
+        self, answers: _EventHandlers, classifier: Classifier, tmp_path: Path
     ) -> None:
         file = turned(tmp_path / "turned.jpg")
         (row,) = classifier.predict(file, top_k=5)
-        assert answers.to_program({"path": str(file)}) == [
+        assert answers.on_api_call({"path": str(file)}) == [
             {"label": one["label"], "confidence": one["confidence"]} for one in row["predictions"]
         ]
 
-    def test_an_example_is_answered(self, answers: _Answers, model: str) -> None:
-        path, shown = answers.to_example(1)
+    def test_an_example_is_answered(self, answers: _EventHandlers, model: str) -> None:
+        path, shown = answers.on_example_click(1)
         assert path == str(Path(model) / "examples" / "1.png")
         assert "ft-result" in shown
         for number in (-1, 3):
-            path, shown = answers.to_example(number)
+            path, shown = answers.on_example_click(number)
             assert path is None
             assert "ft-refusal" in shown
 
 
 def test_one_function_is_open_to_programs(classifier: Classifier) -> None:
     pytest.importorskip("gradio")
-    app = build_app(classifier, About(title="a", examples=[]))
+    app = build_app(classifier, PageContent(title="a", examples=[]))
     named = app.get_api_info()["named_endpoints"]
     assert list(named) == ["/predict"]
     assert not app.analytics_enabled
@@ -123,20 +133,20 @@ def test_one_function_is_open_to_programs(classifier: Classifier) -> None:
 
 def test_the_theme_has_fonts_of_the_system_only() -> None:
     gr = pytest.importorskip("gradio")
-    theme = look(gr)["theme"]
+    theme = theme_options(gr)["theme"]
     assert not theme._stylesheets
     assert "http" not in theme._get_theme_css().replace("http://www.w3.org/2000/svg", "")
 
 
 def test_without_gradio_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gradio", None)
-    with refused("setup.missing_package", "pip install 'finetune[demo]'"):
-        gradio()
+    with refused("setup.missing_package", "finetune-vision[demo]"):
+        import_gradio()
 
 
 @pytest.fixture(scope="module")
-def server(model: str) -> Iterator[Running]:
-    with demo(model) as server:
+def server(model: str) -> Iterator[DemoServer]:
+    with run_demo(model) as server:
         yield server
     assert not [line for line in server.lines if "OUTSIDE" in line or "Traceback" in line]
 
@@ -150,7 +160,7 @@ def chromium() -> Iterator[Any]:
 @SLOW
 class TestBrowser:
     @pytest.fixture
-    def tab(self, chromium: Any, server: Running) -> Iterator[Any]:
+    def tab(self, chromium: Any, server: DemoServer) -> Iterator[Any]:
         """A page with the demo, and what it asked for."""
         tab = chromium.new_page(viewport={"width": 1280, "height": 900})
         asked: list[str] = []
@@ -181,7 +191,7 @@ class TestBrowser:
         names = [item.inner_text() for item in tab.page.query_selector_all(".ft-name")]
         shares = [item.inner_text() for item in tab.page.query_selector_all(".ft-share")]
         assert names == [one["label"] for one in row["predictions"]]
-        assert shares == [confidence(one["confidence"]) for one in row["predictions"]]
+        assert shares == [format_probability(one["confidence"]) for one in row["predictions"]]
         assert sorted(names) == sorted(ODD_NAMES)  # as text: none of them became markup
         assert tab.page.title() != "broken"
         assert tab.page.query_selector("#ft-answer img[src=x]") is None
@@ -249,7 +259,7 @@ class TestBrowser:
         ],
     )
     def test_it_fits_the_screen_and_can_be_read(
-        self, chromium: Any, server: Running, tmp_path: Path, width: int, scheme: str
+        self, chromium: Any, server: DemoServer, tmp_path: Path, width: int, scheme: str
     ) -> None:
         tab = chromium.new_page(viewport={"width": width, "height": 844}, color_scheme=scheme)
         tab.goto(server.url)

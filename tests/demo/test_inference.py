@@ -8,20 +8,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from demo_server import ODD_NAMES, small_model
+from demo_server import ODD_NAMES, save_small_model
 from PIL import Image
 from refusals import refused
 
-from finetune.commands.predict import Classifier
-from finetune.data.decode import decode
-from finetune.demo.inference import TOP, Reader
+from finetune.data.decode import decode_image
+from finetune.demo.predictor import TOP_K, DemoPredictor
 from finetune.errors import DataError
-from finetune.models.attention import attention_rollout
+from finetune.inference import Classifier
+from finetune.models.interpretability import attention_rollout
 
 
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> Classifier:
-    return Classifier.load(small_model(tmp_path_factory.mktemp("models") / "vit"), device="cpu")
+    return Classifier.load(
+        save_small_model(tmp_path_factory.mktemp("models") / "vit"), device="cpu"
+    )
 
 
 @pytest.fixture
@@ -38,40 +40,40 @@ def turned(tmp_path: Path) -> Path:
 
 
 def test_it_answers_as_predict_does(classifier: Classifier, turned: Path) -> None:
-    reading = Reader(classifier).read(turned)
-    (row,) = classifier.predict(turned, top_k=TOP)
+    reading = DemoPredictor(classifier).predict(turned)
+    (row,) = classifier.predict(turned, top_k=TOP_K)
     assert [name for name, _ in reading.top] == [one["label"] for one in row["predictions"]]
     assert [share for _, share in reading.top] == [one["confidence"] for one in row["predictions"]]
     assert sorted(name for name, _ in reading.top) == sorted(ODD_NAMES)
 
 
 def test_it_sees_the_upright_pixels_of_the_pipeline(classifier: Classifier, turned: Path) -> None:
-    reading = Reader(classifier).read(turned)
+    reading = DemoPredictor(classifier).predict(turned)
     height, width = classifier.pipeline.image_size
-    assert reading.seen_HWC.shape == (height, width, 3)
-    top, bottom = reading.seen_HWC[: height // 4], reading.seen_HWC[-height // 4 :]
+    assert reading.input_HWC.shape == (height, width, 3)
+    top, bottom = reading.input_HWC[: height // 4], reading.input_HWC[-height // 4 :]
     assert top[..., 0].mean() > 200 > 50 > top[..., 2].mean()
     assert bottom[..., 2].mean() > 200 > 50 > bottom[..., 0].mean()
-    pixels = torch.from_numpy(decode(turned)).permute(2, 0, 1)[None]
+    pixels = torch.from_numpy(decode_image(turned)).permute(2, 0, 1)[None]
     normalised = classifier.pipeline(pixels)[0]
     back = normalised * 0.5 + 0.5  # the network's mean and std
-    seen = torch.from_numpy(reading.seen_HWC).permute(2, 0, 1) / 255
+    seen = torch.from_numpy(reading.input_HWC).permute(2, 0, 1) / 255
     # rounded to whole levels, and clipped where the resampling overshoots
     assert float((back.clamp(0, 1) - seen).abs().max()) <= 0.51 / 255
 
 
 def test_it_looked_where_the_rollout_says(classifier: Classifier, turned: Path) -> None:
-    reading = Reader(classifier).read(turned)
-    pixels = torch.from_numpy(decode(turned)).permute(2, 0, 1)[None]
+    reading = DemoPredictor(classifier).predict(turned)
+    pixels = torch.from_numpy(decode_image(turned)).permute(2, 0, 1)[None]
     expected = attention_rollout(classifier.network, classifier.pipeline(pixels))
     assert expected is not None
-    assert reading.looked_HW is not None
-    assert np.array_equal(reading.looked_HW, expected[0].numpy())
+    assert reading.attention_HW is not None
+    assert np.array_equal(reading.attention_HW, expected[0].numpy())
 
 
 def test_a_network_without_attention_has_no_map(tmp_path: Path, turned: Path) -> None:
-    model = small_model(tmp_path / "resnet", "resnet")
-    assert Reader(Classifier.load(model, device="cpu")).read(turned).looked_HW is None
+    model = save_small_model(tmp_path / "resnet", "resnet")
+    assert DemoPredictor(Classifier.load(model, device="cpu")).predict(turned).attention_HW is None
 
 
 def test_a_temperature_softens(classifier: Classifier, turned: Path) -> None:
@@ -82,7 +84,10 @@ def test_a_temperature_softens(classifier: Classifier, turned: Path) -> None:
         device="cpu",
         temperature=4.0,
     )
-    sharp, softer = Reader(classifier).read(turned).top, Reader(soft).read(turned).top
+    sharp, softer = (
+        DemoPredictor(classifier).predict(turned).top,
+        DemoPredictor(soft).predict(turned).top,
+    )
     assert [name for name, _ in softer] == [name for name, _ in sharp]
     assert softer[0][1] < sharp[0][1]
     assert softer[0][1] == soft.predict(turned, top_k=1)[0]["predictions"][0]["confidence"]
@@ -91,7 +96,7 @@ def test_a_temperature_softens(classifier: Classifier, turned: Path) -> None:
 def test_what_is_no_picture_is_refused_without_its_name(
     classifier: Classifier, tmp_path: Path
 ) -> None:
-    reader = Reader(classifier)
+    reader = DemoPredictor(classifier)
     page, many, cut = tmp_path / "page.png", tmp_path / "many.png", tmp_path / "cut.jpg"
     page.write_text("<html>moved</html>")
     Image.new("1", (9000, 9000)).save(many)
@@ -99,33 +104,33 @@ def test_what_is_no_picture_is_refused_without_its_name(
     cut.write_bytes(cut.read_bytes()[:900])
     for file, named in ((page, "HTML page"), (many, "9000 x 9000 pixels"), (cut, "truncated")):
         with pytest.raises(DataError, match=named) as caught:
-            reader.read(file)
+            reader.predict(file)
         assert caught.value.code.startswith("data.")
         assert str(tmp_path) not in str(caught.value)
         assert not str(caught.value).startswith("file")
 
 
 def test_damaged_weights_are_named(tmp_path: Path, turned: Path) -> None:
-    classifier = Classifier.load(small_model(tmp_path / "vit"), device="cpu")
+    classifier = Classifier.load(save_small_model(tmp_path / "vit"), device="cpu")
     with torch.no_grad():
         next(classifier.network.parameters()).fill_(float("nan"))
     with refused("weights.not_finite"):
-        Reader(classifier).read(turned)
+        DemoPredictor(classifier).predict(turned)
 
 
 def test_threads_get_their_own_answers(classifier: Classifier, tmp_path: Path) -> None:
-    reader, files = Reader(classifier), []
+    reader, files = DemoPredictor(classifier), []
     for number in range(12):
         pixels = np.random.default_rng(number).integers(0, 256, (30 + number, 40, 3), np.uint8)
         Image.fromarray(pixels).save(tmp_path / f"{number}.png")
         files.append(tmp_path / f"{number}.png")
-    alone = [reader.read(file) for file in files]
+    alone = [reader.predict(file) for file in files]
     with ThreadPoolExecutor(6) as pool:
-        together = list(pool.map(reader.read, files))
+        together = list(pool.map(reader.predict, files))
     assert len({reading.top[0][1] for reading in alone}) == 12
     for one, other in zip(alone, together, strict=True):
         assert one.top == other.top
-        assert np.array_equal(one.seen_HWC, other.seen_HWC)
-        assert one.looked_HW is not None
-        assert other.looked_HW is not None
-        assert np.array_equal(one.looked_HW, other.looked_HW)
+        assert np.array_equal(one.input_HWC, other.input_HWC)
+        assert one.attention_HW is not None
+        assert other.attention_HW is not None
+        assert np.array_equal(one.attention_HW, other.attention_HW)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from finetune.demo import middleware
-from finetune.demo.middleware import Gate, is_cross_origin
-from finetune.demo.uploads import Uploads
+from finetune.demo.middleware import AllowlistMiddleware, is_cross_origin
+from finetune.demo.uploads import UploadFolder
 
 INPUTS = {0: ["image"], 1: [], 2: ["dataset"]}
 
@@ -49,7 +49,7 @@ def uploads(tmp_path: Path) -> Path:
 def drive(
     app: Any,
     receive: Any,
-    uploads: Uploads,
+    uploads: UploadFolder,
     path: str = "/gradio_api/upload",
     method: str = "POST",
     *,
@@ -57,8 +57,8 @@ def drive(
     **options: Any,
 ) -> list[Any]:
     """One request at the gate before an app. Returns: what is sent."""
-    settings = {"limit_bytes": 1000, "loopback": True, "policy": True, **options}
-    gate = Gate(app, uploads=uploads, inputs=INPUTS, **settings)
+    settings = {"max_upload_bytes": 1000, "loopback_only": True, "send_csp": True, **options}
+    gate = AllowlistMiddleware(app, uploads=uploads, input_types=INPUTS, **settings)
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -70,7 +70,7 @@ def drive(
 
 
 def ask(
-    uploads: Path | Uploads,
+    uploads: Path | UploadFolder,
     path: str,
     method: str = "GET",
     body: bytes = b"",
@@ -82,8 +82,8 @@ def ask(
 ) -> tuple[int, str, dict[str, str], list[tuple[str, str, bytes]]]:
     """One request. Returns: status, text, headers, what came through."""
     behind = Behind()
-    if not isinstance(uploads, Uploads):
-        uploads = Uploads(uploads, total_bytes=2**30, per_minute=99)
+    if not isinstance(uploads, UploadFolder):
+        uploads = UploadFolder(uploads, max_total_bytes=2**30, max_per_minute=99)
     headers = [(b"host", host.encode())]
     headers += [(name.encode(), value.encode()) for name, value in more.items()]
     if method == "POST" and length is not None:
@@ -250,18 +250,18 @@ def test_an_upload_has_a_limit(uploads: Path) -> None:
     assert small[0] == 200
     assert small[3][0][2] == b"x" * 900
     status, text, _, seen = ask(
-        uploads, "/gradio_api/upload", "POST", length=11 * 2**20, limit_bytes=10 * 2**20
+        uploads, "/gradio_api/upload", "POST", length=11 * 2**20, max_upload_bytes=10 * 2**20
     )
     assert (status, seen) == (413, [])
     assert text == "more than 10 MB; send a smaller picture\n"
 
 
 def test_uploads_have_a_limit_together_and_in_a_minute(uploads: Path) -> None:
-    few = Uploads(uploads, total_bytes=2**20, per_minute=2)
+    few = UploadFolder(uploads, max_total_bytes=2**20, max_per_minute=2)
     results = [ask(few, "/gradio_api/upload", "POST", b"x" * 900) for _ in range(3)]
     assert [status for status, *_ in results] == [200, 200, 429]
     assert 59 <= int(results[2][2]["retry-after"]) <= 60
-    small = Uploads(uploads, total_bytes=899, per_minute=9)
+    small = UploadFolder(uploads, max_total_bytes=899, max_per_minute=9)
     status, _, headers, seen = ask(small, "/gradio_api/upload", "POST", b"x" * 900)
     assert (status, seen) == (429, [])
     assert headers["retry-after"] == "5"
@@ -270,14 +270,14 @@ def test_uploads_have_a_limit_together_and_in_a_minute(uploads: Path) -> None:
 def test_an_upload_that_stalls_gives_its_room_back(
     uploads: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(middleware, "_UPLOAD_SECONDS", 0.05)
-    limits = Uploads(uploads, total_bytes=1000, per_minute=9)
+    monkeypatch.setattr(middleware, "_UPLOAD_TIMEOUT_SECONDS", 0.05)
+    limits = UploadFolder(uploads, max_total_bytes=1000, max_per_minute=9)
 
     async def receive() -> Any:
         await asyncio.sleep(30)
 
     headers = [(b"content-length", b"900")]
-    sent = drive(Behind(), receive, limits, loopback=False, headers=headers)
+    sent = drive(Behind(), receive, limits, loopback_only=False, headers=headers)
     assert sent[0]["status"] == 408
     assert ask(limits, "/gradio_api/upload", "POST", b"x" * 900)[0] == 200
 
@@ -292,9 +292,9 @@ def test_a_client_that_has_gone_leaves_no_line(
     async def receive() -> Any:
         return {"type": "http.disconnect"}
 
-    limits = Uploads(uploads, total_bytes=1000, per_minute=9)
+    limits = UploadFolder(uploads, max_total_bytes=1000, max_per_minute=9)
     headers = [(b"content-length", b"900")]
-    assert drive(reads, receive, limits, loopback=False, headers=headers) == []
+    assert drive(reads, receive, limits, loopback_only=False, headers=headers) == []
     assert capsys.readouterr().err == ""
 
 
@@ -322,9 +322,9 @@ def test_a_refusal_is_read_by_a_client_that_is_still_sending(
         received.append(len(received))
         return {"type": "http.request", "body": b"x" * 2**20, "more_body": len(received) < parts}
 
-    limits = Uploads(uploads, total_bytes=2**30, per_minute=9)
+    limits = UploadFolder(uploads, max_total_bytes=2**30, max_per_minute=9)
     headers = [(b"content-length", str(parts * 2**20).encode())]
-    sent = drive(Behind(), receive, limits, loopback=False, headers=headers)
+    sent = drive(Behind(), receive, limits, loopback_only=False, headers=headers)
     assert len(received) == taken
     assert sent[0]["status"] == 413
 
@@ -334,7 +334,7 @@ def test_a_refusal_is_read_by_a_client_that_is_still_sending(
 )
 def test_another_name_for_this_machine_is_refused(uploads: Path, host: str) -> None:
     assert ask(uploads, "/", host=host)[0] == 421
-    assert ask(uploads, "/", host=host, loopback=False)[0] == 200
+    assert ask(uploads, "/", host=host, loopback_only=False)[0] == 200
 
 
 @pytest.mark.parametrize("host", ["localhost:1", "127.0.0.1", "127.1.2.3:7860", "[::1]:7860"])
@@ -374,7 +374,9 @@ def test_another_origin_may_not_send(
         assert (status, bool(seen)) == ((403, False) if is_refused else (200, True))
     assert ask(uploads, "/", more=more)[0] == 200  # reading is the browser's to refuse
     trusted = [origin] if origin else []
-    status, *_ = ask(uploads, "/gradio_api/cancel", "POST", b"{}", more=more, trusted=trusted)
+    status, *_ = ask(
+        uploads, "/gradio_api/cancel", "POST", b"{}", more=more, trusted_origins=trusted
+    )
     assert status == (403 if is_refused and origin is None else 200)
 
 
@@ -384,7 +386,7 @@ def test_the_browser_is_told_to_ask_nobody_else(uploads: Path) -> None:
     assert "http" not in headers["content-security-policy"]
     assert "frame-ancestors 'none'" in headers["content-security-policy"]
     assert headers["x-content-type-options"] == "nosniff"
-    assert "content-security-policy" not in ask(uploads, "/", policy=False)[2]
+    assert "content-security-policy" not in ask(uploads, "/", send_csp=False)[2]
 
 
 def test_a_socket_is_closed_and_the_server_s_own_messages_pass(uploads: Path) -> None:
@@ -397,8 +399,10 @@ def test_a_socket_is_closed_and_the_server_s_own_messages_pass(uploads: Path) ->
     async def send(message: Any) -> None:
         sent.append(message)
 
-    limits = Uploads(uploads, total_bytes=1, per_minute=1)
-    gate = Gate(app, uploads=limits, limit_bytes=1, inputs={}, loopback=True, policy=True)
+    limits = UploadFolder(uploads, max_total_bytes=1, max_per_minute=1)
+    gate = AllowlistMiddleware(
+        app, uploads=limits, max_upload_bytes=1, input_types={}, loopback_only=True, send_csp=True
+    )
     for kind in ("websocket", "lifespan"):
         asyncio.run(gate({"type": kind}, send, send))  # type: ignore[arg-type]
     assert passed == ["lifespan"]

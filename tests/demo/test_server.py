@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from demo_server import ODD_NAMES, Running, ask, classify, demo, small_model, upload
+from demo_server import (
+    ODD_NAMES,
+    DemoServer,
+    call_predict,
+    http_request,
+    run_demo,
+    save_small_model,
+    upload,
+)
 from PIL import Image
 from refusals import refused
 
@@ -46,7 +54,7 @@ def test_an_address_that_cannot_be(host: str) -> None:
 def test_without_gradio_nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gradio", None)
     monkeypatch.setattr(serve_module, "Classifier", None)
-    with refused("setup.missing_package", "pip install 'finetune[demo]'"):
+    with refused("setup.missing_package", "finetune-vision[demo]"):
         serve("embedded:vit_nano", port=0)
 
 
@@ -77,17 +85,17 @@ class TestLink:
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         closed: list[Any] = []
-        monkeypatch.setattr(serve_module, "_gate", lambda *_, **__: None)
-        monkeypatch.setattr(serve_module, "_close", closed.append)
+        monkeypatch.setattr(serve_module, "_build_middleware", lambda *_, **__: None)
+        monkeypatch.setattr(serve_module, "_close_server", closed.append)
         app = self.App()
         with refused("setup.unreachable", "--share"):
-            serve_module.show(app, tmp_path, host="127.0.0.1", port=0, share=True)
+            serve_module.run_server(app, tmp_path, host="127.0.0.1", port=0, share=True)
         assert closed == [app]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with demo(small_model(tmp_path_factory.mktemp("models") / "vit")) as server:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
+    with run_demo(save_small_model(tmp_path_factory.mktemp("models") / "vit")) as server:
         yield server
 
 
@@ -114,40 +122,46 @@ class TestStrangers:
             "/openapi.json",
         ],
     )
-    def test_paths_lead_nowhere(self, server: Running, path: str) -> None:
-        status, text = ask(server.url + path)
+    def test_paths_lead_nowhere(self, server: DemoServer, path: str) -> None:
+        status, text = http_request(server.url + path)
         assert status in (403, 404)
         assert "root:" not in text
         assert len(text) < 200
 
-    def test_own_files_of_the_server_are_not_sent(self, server: Running) -> None:
+    def test_own_files_of_the_server_are_not_sent(self, server: DemoServer) -> None:
         status, text = upload(server, "a.png", b"x")
         assert status == 200
         (path,) = json.loads(text)
-        assert ask(f"{server.url}/gradio_api/file={path}") == (200, "x")
+        assert http_request(f"{server.url}/gradio_api/file={path}") == (200, "x")
         place = Path(path).parents[2]
         for outside in (place / "examples" / "x", Path(__file__), place / "uploads" / ".."):
-            assert ask(f"{server.url}/gradio_api/file={outside}")[0] == 403
+            assert http_request(f"{server.url}/gradio_api/file={outside}")[0] == 403
 
     @pytest.mark.parametrize(
         "path", ["/etc/passwd", "../../etc/passwd", "http://127.0.0.1:1/x.png", __file__]
     )
-    def test_a_program_cannot_name_a_file_of_its_choice(self, server: Running, path: str) -> None:
+    def test_a_program_cannot_name_a_file_of_its_choice(
+        self, server: DemoServer, path: str
+    ) -> None:
         picture = {"path": path, "meta": {"_type": "gradio.FileData"}}
-        status, text = classify(server, picture)
+        status, text = call_predict(server, picture)
         assert status == 403
         assert "root:" not in text
         joined = {"data": [picture], "fn_index": 0, "session_hash": "a"}
-        assert ask(f"{server.url}/gradio_api/queue/join", joined)[0] == 403
+        assert http_request(f"{server.url}/gradio_api/queue/join", joined)[0] == 403
 
-    def test_a_program_gets_an_answer_or_a_refusal(self, server: Running, tmp_path: Path) -> None:
+    def test_a_program_gets_an_answer_or_a_refusal(
+        self, server: DemoServer, tmp_path: Path
+    ) -> None:
         Image.new("RGB", (30, 20), (200, 0, 0)).save(tmp_path / "a.png")
         for content, words in (
             ((tmp_path / "a.png").read_bytes(), '"confidence"'),
             (b"no picture", "not an image"),
         ):
             (path,) = json.loads(upload(server, "a.png", content)[1])
-            status, text = classify(server, {"path": path, "meta": {"_type": "gradio.FileData"}})
+            status, text = call_predict(
+                server, {"path": path, "meta": {"_type": "gradio.FileData"}}
+            )
             assert status == 200
             assert words in text
             assert "Traceback" not in text
@@ -155,14 +169,14 @@ class TestStrangers:
                 labels = [one["label"] for one in json.loads(text.split("data: ", 1)[1])[0]]
                 assert sorted(labels) == sorted(ODD_NAMES)
 
-    def test_a_large_upload_is_refused(self, server: Running) -> None:
+    def test_a_large_upload_is_refused(self, server: DemoServer) -> None:
         status, text = upload(server, "a.png", os.urandom(10 * 2**20 + 2**17))
         assert status == 413
         assert "more than 10 MB" in text
 
-    def test_it_asked_nobody_else_and_ends_with_a_line(self, server: Running) -> None:
+    def test_it_asked_nobody_else_and_ends_with_a_line(self, server: DemoServer) -> None:
         """The last one: it ends the server."""
-        assert ask(server.url)[0] == 200
+        assert http_request(server.url)[0] == 200
         assert server.interrupt(signal.SIGINT) == 0
         written = "".join(server.lines)
         assert written.endswith("finetune: the demo has ended\n")

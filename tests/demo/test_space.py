@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import configparser
 import json
 import os
 import re
@@ -16,25 +16,34 @@ from typing import Any
 
 import pytest
 import yaml
-from demo_server import GUARD, ODD_NAMES, Running, ask, classify, running, small_model, upload
+from demo_server import (
+    GUARD,
+    ODD_NAMES,
+    DemoServer,
+    call_predict,
+    http_request,
+    run_server,
+    save_small_model,
+    upload,
+)
 from PIL import Image
 from refusals import refused
 
-from finetune.commands.predict import Classifier
 from finetune.demo import space
 from finetune.demo.space import export_space
-from finetune.hub.download import HubFile
+from finetune.hub.download import CachedHubFile
+from finetune.inference import Classifier
 
 
 @pytest.fixture(scope="module", autouse=True)
 def needs_gradio() -> None:
     """Not as this file is read, which every process of a suite does."""
-    pytest.importorskip("gradio", reason="Gradio is not installed: pip install 'finetune[demo]'")
+    pytest.importorskip("gradio", reason="Gradio is not installed: pip install '.[demo]'")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    name = small_model(tmp_path_factory.mktemp("models") / "flowers")
+    name = save_small_model(tmp_path_factory.mktemp("models") / "flowers")
     (Path(name) / "README.md").write_text("---\nlicense: cc-by-4.0\n---\n# A card\n")
     (Path(name) / "examples").mkdir()
     Image.new("RGB", (20, 20), (0, 90, 0)).save(Path(name) / "examples" / "leaf.png")
@@ -78,7 +87,7 @@ def test_the_folder_holds_what_it_needs_and_no_more(model: str, exported: Path) 
     assert (exported / "finetune" / "demo" / "style.css").is_file()
     assert not list(exported.rglob("__pycache__"))
     assert not list(exported.rglob("embedded"))
-    assert sum(file.stat().st_size for file in (exported / "finetune").rglob("*")) < 2e6
+    assert sum(file.stat().st_size for file in (exported / "finetune").rglob("*")) < 2.5e6
     pinned = (exported / "requirements.txt").read_text().splitlines()
     assert len(pinned) > 8
     assert all("==" in line and "+" not in line for line in pinned)
@@ -135,9 +144,9 @@ def test_a_hub_model_is_named_by_its_commit(
     sha = "0123456789abcdef0123456789abcdef01234567"
     load = Classifier.load
     monkeypatch.setattr(space.Classifier, "load", lambda name, **options: load(model, device="cpu"))
-    monkeypatch.setattr(space, "facts", lambda *_: [])
-    config = HubFile(Path(model) / "config.json", sha, None)
-    monkeypatch.setattr(space, "fetch", lambda *_: config)
+    monkeypatch.setattr(space, "summarize_model", lambda *_: [])
+    config = CachedHubFile(Path(model) / "config.json", sha, None)
+    monkeypatch.setattr(space, "download_hub_file", lambda *_: config)
     export_space("hf-hub:alice/flowers@v1", tmp_path / "space")
     written = json.loads((tmp_path / "space" / "demo.json").read_text())
     assert written["model"] == f"hf-hub:alice/flowers@{sha}"
@@ -148,13 +157,13 @@ def test_a_hub_model_is_named_by_its_commit(
 
 def test_the_recipe_s_evaluation_goes_along(model: str, tmp_path: Path) -> None:
     """Pixels as the run evaluated them, also where the configuration says another crop."""
-    usual = Classifier.load(model, device="cpu").pipeline.sentence
+    usual = Classifier.load(model, device="cpu").pipeline.transform_spec
     other = "resize(48) | center_crop(32)"
     assert usual != other
-    loaded = space._load(model, other, None)
-    assert loaded.pipeline.sentence == other
-    assert space._load(model, usual, None).pipeline.sentence == usual
-    assert space._load(model, usual, 64).pipeline.decode_size == 64
+    loaded = space._load_exported_classifier(model, other, None)
+    assert loaded.pipeline.transform_spec == other
+    assert space._load_exported_classifier(model, usual, None).pipeline.transform_spec == usual
+    assert space._load_exported_classifier(model, usual, 64).pipeline.decode_size == 64
 
 
 # What the Space's requirements do not name is not there, and no host is asked.
@@ -173,13 +182,13 @@ runpy.run_path("app.py", run_name="__main__")
 """
 
 
-def test_what_is_not_required_is_known() -> None:
-    """What the package itself needs is needed here, but for what the next test does without."""
-    ours = [
-        line for line in importlib.metadata.requires("finetune") or [] if "extra ==" not in line
-    ]
-    names = {re.split(r"[^\w-]", line)[0].lower() for line in ours}
-    needed = {name.lower() for name in space._NEEDED}
+def test_what_is_not_required_is_known(repository: Path) -> None:
+    """A Space needs every dependency of the package, except those that the next test removes."""
+    settings = configparser.ConfigParser()
+    settings.read(repository / "setup.cfg", encoding="utf-8")
+    ours = settings["options"]["install_requires"].strip()
+    names = {name.lower() for name in re.findall(r"^[\w-]+", ours, re.MULTILINE)}
+    needed = {name.lower() for name in space._REQUIRED_PACKAGES}
     assert names - needed == {"accelerate", "datasets", "scikit-learn", "matplotlib"}
 
 
@@ -223,8 +232,8 @@ def test_it_runs_from_nothing_but_its_folder(
             os.execv(sys.executable, [sys.executable, "-c", program])
         in_a_fork(program)
 
-    with running(serve, **environment) as server:
-        page = ask(server.url, Sec_Fetch_Site="cross-site", Sec_Fetch_Dest="iframe")
+    with run_server(serve, **environment) as server:
+        page = http_request(server.url, Sec_Fetch_Site="cross-site", Sec_Fetch_Dest="iframe")
         assert page[0] == 200
         assert "flowers" in page[1]
         file = tmp_path / "a.png"
@@ -233,7 +242,7 @@ def test_it_runs_from_nothing_but_its_folder(
             status, text = upload(server, "a.png", file.read_bytes(), **headers)
             assert status == 200, headers
             picture = {"path": json.loads(text)[0], "meta": {"_type": "gradio.FileData"}}
-            status, text = classify(server, picture, **headers)
+            status, text = call_predict(server, picture, **headers)
             assert status == 200, headers
             check(model, file, json.loads(text.split("data: ", 1)[1])[0])
         evil = {"Origin": "https://evil.hf.space", "Sec_Fetch_Site": "cross-site"}
@@ -245,7 +254,7 @@ def test_it_runs_from_nothing_but_its_folder(
     written = "".join(server.lines)
     assert "Traceback" not in written
     assert "OUTSIDE" not in written
-    assert isinstance(server, Running)
+    assert isinstance(server, DemoServer)
 
 
 def check(model: str, file: Path, answered: list[dict[str, Any]]) -> None:

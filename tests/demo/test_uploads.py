@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from finetune.demo import uploads as module
-from finetune.demo.uploads import Uploads, workplace
+from finetune.demo.uploads import UploadFolder, temporary_workspace
 
 WAITS = """
 import sys, time
-from finetune.demo.uploads import workplace
-with workplace() as place:
+from finetune.demo.uploads import temporary_workspace
+with temporary_workspace() as place:
     (place / "uploads" / "a.png").write_bytes(b"a")
     print(place, flush=True)
     time.sleep(60)
@@ -30,7 +30,7 @@ def test_the_workplace_is_private_and_goes(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.delenv("GRADIO_TEMP_DIR", raising=False)
         if before:
             monkeypatch.setenv("GRADIO_TEMP_DIR", before)
-        with workplace() as place:
+        with temporary_workspace() as place:
             assert os.environ["GRADIO_TEMP_DIR"] == str(place / "uploads")
             assert place.stat().st_mode & 0o077 == 0
             (place / "uploads" / "a").write_text("a")
@@ -50,13 +50,13 @@ def test_a_killed_one_is_removed_by_the_next(temporary: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     place = Path(process.stdout.readline().strip())
-    with workplace():
+    with temporary_workspace():
         assert (place / "uploads" / "a.png").is_file()  # its process lives
     process.send_signal(signal.SIGKILL)
     process.wait(timeout=30)
     process.stdout.close()
     assert (place / "uploads" / "a.png").is_file()
-    with workplace() as own, workplace() as second:
+    with temporary_workspace() as own, temporary_workspace() as second:
         assert not place.exists()
         assert own.is_dir()  # a second one of this process left it alone
         assert second.is_dir()
@@ -78,7 +78,7 @@ def test_what_may_be_somebody_else_s_stays(temporary: Path, kind: str) -> None:
             (place / "lock").symlink_to(target / "lock")
         elif kind == "open to others":
             (place / "lock").write_text("")
-    with workplace():
+    with temporary_workspace():
         pass
     assert os.path.lexists(place)
     assert (target / "lock").is_file()
@@ -89,10 +89,10 @@ def test_somebody_else_s_folder_stays(temporary: Path, monkeypatch: pytest.Monke
     place.mkdir(mode=0o700)
     (place / "lock").write_text("")
     monkeypatch.setattr(module.os, "getuid", lambda: place.stat().st_uid + 1)
-    with workplace():
+    with temporary_workspace():
         assert place.is_dir()
     monkeypatch.undo()
-    assert module._is_dead(place)
+    assert module._is_abandoned(place)
 
 
 def total_bytes(folder: Path) -> int:
@@ -103,9 +103,9 @@ def test_the_oldest_make_room(tmp_path: Path) -> None:
     size = 2**17
     (tmp_path / "example").mkdir()
     (tmp_path / "example" / "0.png").write_bytes(b"e" * size)
-    uploads = Uploads(tmp_path, total_bytes=3 * size, per_minute=9)
+    uploads = UploadFolder(tmp_path, max_total_bytes=3 * size, max_per_minute=9)
     for number in range(6):
-        with uploads.room_for(size) as is_free:
+        with uploads.reserve_space(size) as is_free:
             assert is_free
             file = tmp_path / f"sha{number}" / "a.png"
             file.parent.mkdir()
@@ -114,28 +114,28 @@ def test_the_oldest_make_room(tmp_path: Path) -> None:
         assert total_bytes(tmp_path) <= 4 * size  # with the example, which stays
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["example", "sha3", "sha4", "sha5"]
-    with uploads.room_for(3 * size + 1) as is_free:
+    with uploads.reserve_space(3 * size + 1) as is_free:
         assert not is_free
-    with uploads.room_for(2 * size) as first, uploads.room_for(2 * size) as second:
+    with uploads.reserve_space(2 * size) as first, uploads.reserve_space(2 * size) as second:
         assert (first, second) == (True, False)
-    with uploads.room_for(3 * size) as is_free:  # what did not come takes no room
+    with uploads.reserve_space(3 * size) as is_free:  # what did not come takes no room
         assert is_free
 
 
 def test_empty_files_have_a_limit_too(tmp_path: Path) -> None:
-    uploads = Uploads(tmp_path, total_bytes=10 * 2**16, per_minute=9)
+    uploads = UploadFolder(tmp_path, max_total_bytes=10 * 2**16, max_per_minute=9)
     for number in range(100):
         (tmp_path / str(number)).touch()
-    with uploads.room_for(1):
+    with uploads.reserve_space(1):
         assert len(list(tmp_path.iterdir())) == 9
 
 
 def test_a_minute_has_so_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    uploads = Uploads(tmp_path, total_bytes=1, per_minute=3)
+    uploads = UploadFolder(tmp_path, max_total_bytes=1, max_per_minute=3)
     clock = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    assert [uploads.seconds_to_wait() for _ in range(4)] == [0, 0, 0, 60]
+    assert [uploads.register_upload() for _ in range(4)] == [0, 0, 0, 60]
     clock[0] += 45.5
-    assert uploads.seconds_to_wait() == 15
+    assert uploads.register_upload() == 15
     clock[0] += 15
-    assert [uploads.seconds_to_wait() for _ in range(4)] == [0, 0, 0, 60]
+    assert [uploads.register_upload() for _ in range(4)] == [0, 0, 0, 60]

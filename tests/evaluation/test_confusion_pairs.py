@@ -1,4 +1,4 @@
-"""An evaluation of more classes than a matrix is made for: counted once, held in little memory."""
+"""Evaluation with more classes than a dense confusion matrix allows: exact counts, small files."""
 
 from __future__ import annotations
 
@@ -9,104 +9,106 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from ranks import two_ranks
+from ranks import run_two_ranks
 from torch import nn
 
-from finetune.commands.evaluate import describe, write_results
+from finetune.commands.evaluate import format_evaluation, write_evaluation
+from finetune.data.encoded_images import ArrayImages
 from finetune.data.feature_loader import FeatureLoader
-from finetune.data.items import ArrayItems
 from finetune.data.source import Split
 from finetune.evaluation import calibration
-from finetune.evaluation.confusion import read_confusion
-from finetune.evaluation.evaluate import Examination
-from finetune.run.directory import RunDir, json_text
+from finetune.evaluation.confusion import parse_confusion_matrix
+from finetune.evaluation.evaluator import Evaluator
+from finetune.run.directory import RunDir, format_json
 
 NUM_CLASSES = 21843
 
 
-class Bumps(nn.Module):
-    """Logits of one feature, by themselves: no matrix product, whose sums go by the batch."""
+class OneFeatureClassifier(nn.Module):
+    """One-feature classifier without a matrix product, whose rounding would depend on the batch."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.slopes_K = torch.randn(num_classes, generator=generator)
         self.bias_K = torch.zeros(num_classes)
-        self.bias_K[:: num_classes // 9] = 9  # some of the answers are right
+        self.bias_K[:: num_classes // 9] = 9  # some predictions are correct
 
     def forward(self, features_BD: torch.Tensor) -> torch.Tensor:
         return features_BD * self.slopes_K + self.bias_K
 
 
-def measured(num_images: int, num_classes: int) -> dict[str, object]:
-    """Measure a classifier of one feature, on all ranks of this launch."""
+def evaluate_classifier(num_images: int, num_classes: int) -> dict[str, object]:
+    """Evaluate the one-feature classifier on all ranks of this launch."""
     generator = np.random.default_rng(0)
     labels = generator.integers(0, 9, num_images) * (num_classes // 9)
-    split = Split("test", labels, ArrayItems(np.zeros((num_images, 1, 1, 3), np.uint8), "x"))
+    split = Split("test", labels, ArrayImages(np.zeros((num_images, 1, 1, 3), np.uint8), "x"))
     values_ND = generator.standard_normal((num_images, 1), dtype=np.float32)
-    network = Bumps(num_classes)
+    model = OneFeatureClassifier(num_classes)
     accelerator = Accelerator(cpu=True)
     loader = FeatureLoader(split, values_ND, num_classes=num_classes, device=torch.device("cpu"))
-    examination = Examination(loader, accelerator, temperature=2.0, fit=True, num_mistakes=5)
-    return examination.of(network, batch_size=4)
+    evaluator = Evaluator(
+        loader, accelerator, temperature=2.0, fit_calibration=True, num_mistakes=5
+    )
+    return evaluator.evaluate_in_detail(model, batch_size=4)
 
 
-def written(num_images: int, num_classes: int, out: Path) -> None:
-    result = measured(num_images, num_classes)
+def evaluate_and_write(num_images: int, num_classes: int, out: Path) -> None:
+    result = evaluate_classifier(num_images, num_classes)
     if Accelerator(cpu=True).is_main_process:
         out.write_text(json.dumps({**result, "images_per_second": 0}))
 
 
 @pytest.mark.parametrize("num_images", [1, 31])
 def test_two_ranks_count_each_image_once(num_images: int, tmp_path: Path) -> None:
-    """One image leaves a rank without any; 31 are 15 and 16."""
-    two_ranks(written, num_images, NUM_CLASSES, tmp_path / "two.json")
-    written(num_images, NUM_CLASSES, tmp_path / "one.json")
-    both = json.loads((tmp_path / "two.json").read_text())
-    assert both == json.loads((tmp_path / "one.json").read_text())
-    assert both["examples"] == sum(both["confusion"]["count"]) == num_images
+    """With one image, one rank has none; 31 images are split into 15 and 16."""
+    run_two_ranks(evaluate_and_write, num_images, NUM_CLASSES, tmp_path / "two.json")
+    evaluate_and_write(num_images, NUM_CLASSES, tmp_path / "one.json")
+    two_ranks = json.loads((tmp_path / "two.json").read_text())
+    assert two_ranks == json.loads((tmp_path / "one.json").read_text())
+    assert two_ranks["examples"] == sum(two_ranks["confusion"]["count"]) == num_images
     if num_images > 1:
-        assert 0 < both["top1"] < 1
+        assert 0 < two_ranks["top1"] < 1
 
 
-def test_the_files_are_small_and_of_the_classes_that_matter(tmp_path: Path) -> None:
-    result = measured(300, NUM_CLASSES)
+def test_files_are_small_and_the_report_shows_the_most_confused_classes(tmp_path: Path) -> None:
+    result = evaluate_classifier(300, NUM_CLASSES)
     names = [f"n{number:08}" for number in range(NUM_CLASSES)]
-    facts = {**result, "model": "m", "data": "d", "split": "test", "class_names": names}
-    files = write_results(facts, tmp_path / "out")
+    evaluation = {**result, "model": "m", "data": "d", "split": "test", "class_names": names}
+    files = write_evaluation(evaluation, tmp_path / "out")
     assert [Path(file).name for file in files][:2] == ["results.json", "per_class.csv"]
     text = (tmp_path / "out/results.json").read_text()
-    assert json.loads(text) == json.loads(json.dumps(facts))
+    assert json.loads(text) == json.loads(json.dumps(evaluation))
     assert text.count("\n") == 1
     assert len(text) < 3_000_000
     assert (tmp_path / "out/per_class.csv").read_text().count("\n") == NUM_CLASSES + 1
-    shown = describe(facts).splitlines()
-    counts = read_confusion(result)
+    report = format_evaluation(evaluation).splitlines()
+    counts = parse_confusion_matrix(result)
     assert counts is not None
-    (true, predicted, count), *_ = counts.most_confused(1)
-    assert f"{count:6}  {names[true]} → {names[predicted]}" in shown
-    assert len(shown) < 40  # not a line for each class
+    (true, predicted, count), *_ = counts.most_confused_pairs(1)
+    assert f"{count:6}  {names[true]} → {names[predicted]}" in report
+    assert len(report) < 40  # not one line per class
 
 
-def test_a_run_keeps_its_results_indented_up_to_1000_classes(tmp_path: Path) -> None:
+def test_results_json_is_indented_up_to_1000_classes(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    few = {"test": measured(30, 1000)}
+    few = {"test": evaluate_classifier(30, 1000)}
     run.write_json("results.json", few)
     assert (tmp_path / "results.json").read_text() == json.dumps(few, indent=2) + "\n"
     assert len(few["test"]["confusion"]) == 1000  # type: ignore[arg-type]
-    many = {"test": measured(30, 1001)}
-    assert json_text(many) == json.dumps(many, separators=(",", ":")) + "\n"
+    many = {"test": evaluate_classifier(30, 1001)}
+    assert format_json(many) == json.dumps(many, separators=(",", ":")) + "\n"
     run.write_json("results.json", many)
     assert run.read_json("results.json") == many
 
 
-def test_a_temperature_of_many_classes_is_the_same_in_any_pieces(
+def test_temperature_does_not_depend_on_the_chunk_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = 9 * torch.randn(90, 2000, generator=generator)
     labels = torch.multinomial((logits / 3).softmax(1), 1, generator=generator)[:, 0]
-    whole = calibration.fit_temperature(logits, labels)
-    monkeypatch.setattr(calibration, "_NUMBERS_AT_ONCE", 7 * 2000)
-    assert calibration.fit_temperature(logits, labels) == whole
-    assert whole == pytest.approx(3, rel=0.2)
+    expected = calibration.fit_temperature(logits, labels)
+    monkeypatch.setattr(calibration, "_LOGITS_PER_CHUNK", 7 * 2000)
+    assert calibration.fit_temperature(logits, labels) == expected
+    assert expected == pytest.approx(3, rel=0.2)

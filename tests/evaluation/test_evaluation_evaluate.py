@@ -1,4 +1,4 @@
-"""A closer look at an evaluation: calibration, temperature and mistakes, counted once."""
+"""Detailed evaluation: calibration, temperature and mistakes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from accelerate import Accelerator
 from refusals import refused
 from torch import nn
 
-from finetune.data.image_store import Store
-from finetune.data.loader import Loader
-from finetune.data.source import open_source
-from finetune.evaluation.evaluate import Examination, evaluate
+from finetune.data.loader import ImageLoader
+from finetune.data.open_source import open_source
+from finetune.data.pixel_store import PixelStore
+from finetune.evaluation.evaluator import Evaluator, evaluate
 from finetune.transforms.pipeline import Pipeline
 
 
 class Brightness(nn.Module):
-    """Logits from the mean of the pixels: wrong often, and too sure."""
+    """Logits from mean pixel values: often wrong, and overconfident."""
 
     def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
         rows_B8 = images_BCHW.mean((1, 3))
@@ -27,10 +27,10 @@ class Brightness(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def loader() -> Loader:
+def loader() -> ImageLoader:
     split = open_source("embedded:digits").splits["test"]
-    pixels = np.stack([split.read(i) for i in range(len(split))])
-    store = Store(split, torch.from_numpy(pixels))
+    pixels = np.stack([split.decode(i) for i in range(len(split))])
+    store = PixelStore(split, torch.from_numpy(pixels))
     pipeline = Pipeline(
         "resize(8)",
         image_size=(8, 8),
@@ -39,7 +39,7 @@ def loader() -> Loader:
         interpolation="bilinear",
         train=False,
     )
-    return Loader(store, pipeline, num_classes=10, device=torch.device("cpu"))
+    return ImageLoader(store, pipeline, num_classes=10, device=torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -47,63 +47,69 @@ def accelerator() -> Accelerator:
     return Accelerator(cpu=True)
 
 
-def looked_at(loader: Loader, accelerator: Accelerator, **asked: Any) -> dict[str, Any]:
-    return Examination(loader, accelerator, **asked).of(Brightness(), batch_size=100)
+def evaluate_in_detail(
+    loader: ImageLoader, accelerator: Accelerator, **options: Any
+) -> dict[str, Any]:
+    return Evaluator(loader, accelerator, **options).evaluate_in_detail(
+        Brightness(), batch_size=100
+    )
 
 
-def test_without_questions_it_is_the_evaluation(loader, accelerator) -> None:
+def test_detailed_evaluation_without_options_matches_evaluate(loader, accelerator) -> None:
     plain = evaluate(Brightness(), loader, accelerator, batch_size=100)
-    closer = looked_at(loader, accelerator)
-    assert {**plain, "images_per_second": 0} == {**closer, "images_per_second": 0}
+    detailed = evaluate_in_detail(loader, accelerator)
+    assert {**plain, "images_per_second": 0} == {**detailed, "images_per_second": 0}
 
 
-def test_the_diagram_adds_up_to_the_figures(loader, accelerator) -> None:
-    found = looked_at(loader, accelerator)
-    bins = [one for one in found["calibration"] if one["count"]]
-    assert len(found["calibration"]) == 15
-    assert sum(one["count"] for one in bins) == found["examples"] == len(loader.labels)
-    right = sum(one["accuracy"] * one["count"] for one in bins)
-    assert right == pytest.approx(found["top1"] * found["examples"])
-    gaps = sum(abs(one["accuracy"] - one["confidence"]) * one["count"] for one in bins)
-    assert gaps / found["examples"] == pytest.approx(found["ece"])
-    assert all(one["low"] < one["confidence"] <= one["high"] for one in bins)
+def test_calibration_bins_add_up_to_accuracy_and_ece(loader, accelerator) -> None:
+    result = evaluate_in_detail(loader, accelerator)
+    bins = [bin for bin in result["calibration"] if bin["count"]]
+    assert len(result["calibration"]) == 15
+    assert sum(bin["count"] for bin in bins) == result["examples"] == len(loader.labels)
+    correct = sum(bin["accuracy"] * bin["count"] for bin in bins)
+    assert correct == pytest.approx(result["top1"] * result["examples"])
+    gaps = sum(abs(bin["accuracy"] - bin["confidence"]) * bin["count"] for bin in bins)
+    assert gaps / result["examples"] == pytest.approx(result["ece"])
+    assert all(bin["low"] < bin["confidence"] <= bin["high"] for bin in bins)
 
 
-def test_the_fitted_temperature_lowers_the_loss_and_moves_no_prediction(
-    loader, accelerator
-) -> None:
-    fitted = looked_at(loader, accelerator, fit=True)
+def test_fitted_temperature_lowers_the_loss_and_keeps_predictions(loader, accelerator) -> None:
+    fitted = evaluate_in_detail(loader, accelerator, fit_calibration=True)
     assert fitted["temperature"] > 1
-    scaled = looked_at(loader, accelerator, temperature=fitted["temperature"])
+    scaled = evaluate_in_detail(loader, accelerator, temperature=fitted["temperature"])
     assert scaled["calibrated"]["loss"] < scaled["loss"]
     assert scaled["calibrated"]["ece"] < scaled["ece"]
     assert scaled["top1"] == fitted["top1"]
-    unchanged = looked_at(loader, accelerator, temperature=1.0)
+    unchanged = evaluate_in_detail(loader, accelerator, temperature=1.0)
     assert unchanged["calibrated"]["loss"] == unchanged["loss"]
     assert unchanged["calibrated"]["calibration"] == unchanged["calibration"]
 
 
-def test_mistakes_name_images_of_the_split(loader, accelerator) -> None:
-    found = looked_at(loader, accelerator, num_mistakes=5)["mistakes"]
-    assert len(found) == 5
-    assert [one["loss"] for one in found] == sorted((one["loss"] for one in found), reverse=True)
+def test_mistakes_refer_to_images_of_the_split(loader, accelerator) -> None:
+    mistakes = evaluate_in_detail(loader, accelerator, num_mistakes=5)["mistakes"]
+    assert len(mistakes) == 5
+    assert [mistake["loss"] for mistake in mistakes] == sorted(
+        (mistake["loss"] for mistake in mistakes), reverse=True
+    )
     split = loader.store.split
-    for one in found:
-        assert one["label"] == split.labels[one["index"]] != one["predicted"]
-        assert one["name"] == split.name_of(one["index"])
-        logits = Brightness()(next(_one(loader, one["index"])))[0].double()
-        assert one["confidence"] == pytest.approx(float(logits.softmax(0).max()), abs=1e-6)
+    for mistake in mistakes:
+        assert mistake["label"] == split.labels[mistake["index"]] != mistake["predicted"]
+        assert mistake["name"] == split.name_of(mistake["index"])
+        logits = Brightness()(next(one_image_batches(loader, mistake["index"])))[0].double()
+        assert mistake["confidence"] == pytest.approx(float(logits.softmax(0).max()), abs=1e-6)
 
 
-def _one(loader: Loader, index: int):
-    for pixels in loader.store.read_all([np.array([index])]):
+def one_image_batches(loader: ImageLoader, index: int):
+    for pixels in loader.store.read_batches([np.array([index])]):
         yield loader.pipeline(pixels, keys=None, device=loader.device)
 
 
-def test_logits_that_are_not_finite_are_no_figures(loader, accelerator) -> None:
-    class Broken(nn.Module):
+def test_non_finite_logits_are_refused(loader, accelerator) -> None:
+    class NanModel(nn.Module):
         def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
             return torch.full((len(images_BCHW), 10), float("nan"))
 
     with refused("diverged.outputs", "355 of 355"):
-        Examination(loader, accelerator, fit=True, num_mistakes=3).of(Broken(), batch_size=50)
+        Evaluator(loader, accelerator, fit_calibration=True, num_mistakes=3).evaluate_in_detail(
+            NanModel(), batch_size=50
+        )

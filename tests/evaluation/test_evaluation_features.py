@@ -1,4 +1,4 @@
-"""Frozen features: what the classifier sees, each image once, computed only when they must be."""
+"""Frozen features: the classifier's inputs, each image once, computed only when not cached."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from samples import make_folder, store_of
+from small_datasets import make_pixel_store, write_image_folder
 from torch import nn
 
-from finetune.data.loader import Loader
-from finetune.data.source import open_source
+from finetune.data.loader import ImageLoader
+from finetune.data.open_source import open_source
 from finetune.errors import DataError, WeightsError
-from finetune.evaluation import features
-from finetune.evaluation.features import (
+from finetune.evaluation import feature_extraction
+from finetune.evaluation.feature_extraction import (
     Features,
-    compute,
-    identity_of,
-    places_of,
-    pre_logits,
-    split_features,
+    compute_features,
+    compute_pre_logits,
+    feature_identity,
+    load_or_compute_features,
+    subset_indices,
 )
-from finetune.models.build import build
-from finetune.models.saved import Built
+from finetune.models.build import build_model
+from finetune.models.save import BuiltModel
 from finetune.recipe.load import DataSection, RunSection
-from finetune.training.launch import launch
-from finetune.transforms.evaluation import make_pipeline
+from finetune.training.accelerator import create_accelerator
+from finetune.transforms.eval_transforms import build_pipeline
 
 DIGITS = {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
 
@@ -41,105 +41,113 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "features"
 
 
-def small(seed: int = 0) -> Built:
+def make_model(seed: int = 0) -> BuiltModel:
     torch.manual_seed(seed)
     name = "vit_tiny_patch16_224"
-    return build(name, num_classes=3, pretrained=False, image_size=8, args=DIGITS)
+    return build_model(name, num_classes=3, pretrained=False, image_size=8, args=DIGITS)
 
 
-class Threads:
-    """Stands for the accelerator of one of several processes: they are threads here."""
+class ThreadAccelerator:
+    """Replaces the accelerator of one of several processes, which are threads here."""
 
     device = torch.device("cpu")
     mixed_precision = "no"
     autocast = contextlib.nullcontext
 
-    def __init__(self, rank: int, world: int, shared: dict[int, Any], barrier: Any) -> None:
-        self.process_index, self.num_processes = rank, world
+    def __init__(self, rank: int, world_size: int, shared: dict[int, Any], barrier: Any) -> None:
+        self.process_index, self.num_processes = rank, world_size
         self.is_main_process = rank == 0
         self._shared, self._barrier = shared, barrier
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         self._shared[self.process_index] = tensor
         self._barrier.wait(60)
-        whole = torch.cat([self._shared[rank] for rank in range(self.num_processes)])
+        gathered = torch.cat([self._shared[rank] for rank in range(self.num_processes)])
         self._barrier.wait(60)
-        return whole
+        return gathered
 
 
-def on(world: int, network: nn.Module, loader: Loader, batch_size: int) -> np.ndarray:
-    """What rank 0 of `world` processes gets; the others must get nothing."""
+def compute_on(
+    world_size: int, network: nn.Module, loader: ImageLoader, batch_size: int
+) -> np.ndarray:
+    """Return what rank 0 of `world_size` processes gets; check that the others get None."""
     shared: dict[int, Any] = {}
-    found: dict[int, Any] = {}
-    barrier = threading.Barrier(world)
+    results: dict[int, Any] = {}
+    barrier = threading.Barrier(world_size)
 
-    def process(rank: int) -> None:
-        accelerator: Any = Threads(rank, world, shared, barrier)
-        found[rank] = compute(network, loader, accelerator, batch_size=batch_size)
+    def compute_on_rank(rank: int) -> None:
+        accelerator: Any = ThreadAccelerator(rank, world_size, shared, barrier)
+        results[rank] = compute_features(network, loader, accelerator, batch_size=batch_size)
 
-    threads = [threading.Thread(target=process, args=(rank,)) for rank in range(world)]
+    threads = [threading.Thread(target=compute_on_rank, args=(rank,)) for rank in range(world_size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert [found[rank] is None for rank in range(1, world)] == [True] * (world - 1)
-    return found[0]
+    assert [results[rank] is None for rank in range(1, world_size)] == [True] * (world_size - 1)
+    return results[0]
 
 
-def digits_loader(made: Built, count: int) -> Loader:
-    split = open_source("embedded:digits").splits["test"].subset(np.arange(count))
-    pipeline = make_pipeline(made.preprocessing)
-    return Loader(store_of(split), pipeline, num_classes=10, device=torch.device("cpu"))
-
-
-def test_each_image_once_in_order_to_the_same_bits_on_any_number_of_processes() -> None:
-    made = small()
-    loader = digits_loader(made, 101)
-    one = on(1, made.model, loader, 4)
-    assert one.shape == (101, 16)
-    assert one.dtype == np.float32
-    with torch.no_grad():
-        batches = list(loader.once(batch_size=101))
-        expected = pre_logits(made.model.eval(), batches[0].images_BCHW)
-    np.testing.assert_allclose(one, expected, rtol=0, atol=1e-5)
-    assert len(np.unique(one, axis=0)) > 90
-    for world in (2, 3, 5):  # 101 images are 4 shares: with 5, one process has none
-        assert on(world, made.model, loader, 4).tobytes() == one.tobytes()
-
-
-def test_damaged_weights_are_refused() -> None:
-    made = small()
-    nn.init.constant_(made.model.norm.weight, float("nan"))
-    with pytest.raises(WeightsError, match="not finite"):
-        compute(made.model, digits_loader(made, 5), launch(RunSection()), batch_size=4)
-
-
-def take(split: Any, made: Built, sentence: str | None = None, **section: Any) -> Features:
-    """As on the one process of a probe."""
-    found = split_features(
-        split,
-        network=made.model,
-        pipeline=make_pipeline(made.preprocessing, sentence),
-        identity=identity_of(made, sentence),
-        section=DataSection(source="embedded:digits", **section),
-        accelerator=launch(RunSection(precision="fp32")),
+def digits_loader(built: BuiltModel, num_images: int) -> ImageLoader:
+    split = open_source("embedded:digits").splits["test"].subset(np.arange(num_images))
+    pipeline = build_pipeline(built.preprocessing)
+    return ImageLoader(
+        make_pixel_store(split), pipeline, num_classes=10, device=torch.device("cpu")
     )
-    assert found is not None
-    return found
 
 
-def test_the_second_time_nothing_is_computed(
+def test_features_are_bit_identical_on_any_number_of_processes() -> None:
+    built = make_model()
+    loader = digits_loader(built, 101)
+    single = compute_on(1, built.model, loader, 4)
+    assert single.shape == (101, 16)
+    assert single.dtype == np.float32
+    with torch.no_grad():
+        batches = list(loader.eval_batches(batch_size=101))
+        expected = compute_pre_logits(built.model.eval(), batches[0].images_BCHW)
+    np.testing.assert_allclose(single, expected, rtol=0, atol=1e-5)
+    assert len(np.unique(single, axis=0)) > 90
+    for world_size in (2, 3, 5):  # 101 images make 4 shares, so one of 5 processes gets none
+        assert compute_on(world_size, built.model, loader, 4).tobytes() == single.tobytes()
+
+
+def test_non_finite_features_are_refused() -> None:
+    built = make_model()
+    nn.init.constant_(built.model.norm.weight, float("nan"))
+    with pytest.raises(WeightsError, match="not finite"):
+        compute_features(
+            built.model, digits_loader(built, 5), create_accelerator(RunSection()), batch_size=4
+        )
+
+
+def load_features(
+    split: Any, built: BuiltModel, transform: str | None = None, **data: Any
+) -> Features:
+    """Load or compute features in one process, as a probe does."""
+    features = load_or_compute_features(
+        split,
+        model=built.model,
+        pipeline=build_pipeline(built.preprocessing, transform),
+        identity=feature_identity(built, transform),
+        data_config=DataSection(source="embedded:digits", **data),
+        accelerator=create_accelerator(RunSection(precision="fp32")),
+    )
+    assert features is not None
+    return features
+
+
+def test_second_call_reads_the_cache_and_damage_is_repaired(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     split = open_source("embedded:digits").splits["test"]
-    first = take(split, small())
+    first = load_features(split, make_model())
     computed = first.values_ND.tobytes()
-    assert not first.cached
+    assert not first.is_cached
     np.testing.assert_array_equal(first.labels_N, split.labels)
-    monkeypatch.setattr(features, "open_store", pytest.fail)
-    monkeypatch.setattr(features, "compute", pytest.fail)
-    again = take(open_source("embedded:digits").splits["test"], small())
-    assert again.cached
+    monkeypatch.setattr(feature_extraction, "build_pixel_store", pytest.fail)
+    monkeypatch.setattr(feature_extraction, "compute_features", pytest.fail)
+    again = load_features(open_source("embedded:digits").splits["test"], make_model())
+    assert again.is_cached
     assert not again.values_ND.flags.writeable
     assert again.values_ND.tobytes() == computed
     assert len(list(cache.iterdir())) == 1
@@ -147,110 +155,114 @@ def test_the_second_time_nothing_is_computed(
     monkeypatch.undo()
     monkeypatch.setenv("FINETUNE_CACHE", str(cache.parent))
     (path,) = cache.iterdir()
-    body = bytearray(path.read_bytes())
-    body[-1] ^= 255
-    path.write_bytes(body)
-    repaired = take(split, small())
-    assert not repaired.cached
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 255
+    path.write_bytes(content)
+    repaired = load_features(split, make_model())
+    assert not repaired.is_cached
     assert "is damaged" in capsys.readouterr().err
     assert repaired.values_ND.tobytes() == computed
 
 
-def test_other_weights_pixels_or_images_are_computed() -> None:
+def test_other_weights_pixels_or_images_are_computed_again() -> None:
     split = open_source("embedded:digits").splits["test"].subset(np.arange(20))
-    made = small()
-    assert not take(split, made).cached
-    assert take(split, made).cached
-    assert not take(split, small(seed=1)).cached
-    assert not take(split, made, "resize(10) | center_crop").cached
-    brighter = replace(made, preprocessing=replace(made.preprocessing, mean=(0.4, 0.5, 0.5)))
-    assert not take(split, brighter).cached
-    assert not take(split.subset(np.arange(19)), made).cached
-    assert not take(split.subset(np.arange(20)[::-1]), made).cached
+    built = make_model()
+    assert not load_features(split, built).is_cached
+    assert load_features(split, built).is_cached
+    assert not load_features(split, make_model(seed=1)).is_cached
+    assert not load_features(split, built, "resize(10) | center_crop").is_cached
+    brighter = replace(built, preprocessing=replace(built.preprocessing, mean=(0.4, 0.5, 0.5)))
+    assert not load_features(split, brighter).is_cached
+    assert not load_features(split.subset(np.arange(19)), built).is_cached
+    assert not load_features(split.subset(np.arange(20)[::-1]), built).is_cached
     relabelled = replace(split, labels=9 - split.labels)
-    assert not take(relabelled, made).cached
-    assert take(split, made).cached
+    assert not load_features(relabelled, built).is_cached
+    assert load_features(split, built).is_cached
 
 
-def test_the_identity_is_of_the_tensors_and_of_what_reads_them() -> None:
-    one, same = identity_of(small(), None), identity_of(small(), None)
-    assert one == same
-    changed = small()
+def test_feature_identity_depends_on_backbone_weights_and_transforms() -> None:
+    identity, same = feature_identity(make_model(), None), feature_identity(make_model(), None)
+    assert identity == same
+    changed = make_model()
     with torch.no_grad():
         changed.model.cls_token[0, 0, 0] += 1e-6
-    assert identity_of(changed, None)["weights"] != one["weights"]
-    headed = small()
-    nn.init.ones_(headed.model.head.weight)
-    assert identity_of(headed, None) == one, "no feature depends on the classifier"
-    dropping = replace(small(), model_args={**small().model_args, "drop_rate": 0.5})
-    assert identity_of(dropping, None) == one, "nor on what only training does"
-    assert one["eval"].startswith("resize(")
-    assert identity_of(small(), "resize(9) | center_crop")["eval"] != one["eval"]
+    assert feature_identity(changed, None)["weights"] != identity["weights"]
+    other_head = make_model()
+    nn.init.ones_(other_head.model.head.weight)
+    assert feature_identity(other_head, None) == identity, (
+        "features do not depend on the classifier"
+    )
+    with_dropout = replace(make_model(), model_args={**make_model().model_args, "drop_rate": 0.5})
+    assert feature_identity(with_dropout, None) == identity, (
+        "features do not depend on training-only settings"
+    )
+    assert identity["eval"].startswith("resize(")
+    assert feature_identity(make_model(), "resize(9) | center_crop")["eval"] != identity["eval"]
 
 
-def test_unreadable_images_stop_it_or_are_left_out_each_time(tmp_path: Path) -> None:
-    source = make_folder(tmp_path / "set", {"train/cat": 3, "train/dog": 3})
+def test_unreadable_images_raise_or_are_quarantined(tmp_path: Path) -> None:
+    source = write_image_folder(tmp_path / "set", {"train/cat": 3, "train/dog": 3})
     broken = tmp_path / "set" / "train" / "cat" / "1.png"
     broken.write_bytes(broken.read_bytes()[:40])
     split = open_source(source).splits["train"]
-    made = small()
-    sentence = "resize((8, 8))"
-    first = take(split, made, sentence, unreadable="quarantine")
-    again = take(split, made, sentence, unreadable="quarantine")
-    assert (first.cached, again.cached) == (False, True)
-    for found in (first, again):
-        assert found.places_N.tolist() == [0, 2, 3, 4, 5]
-        assert found.labels_N.tolist() == [0, 0, 1, 1, 1]
-        assert found.values_ND.shape == (5, 16)
+    built = make_model()
+    transform = "resize((8, 8))"
+    first = load_features(split, built, transform, unreadable="quarantine")
+    again = load_features(split, built, transform, unreadable="quarantine")
+    assert (first.is_cached, again.is_cached) == (False, True)
+    for features in (first, again):
+        assert features.indices_N.tolist() == [0, 2, 3, 4, 5]
+        assert features.labels_N.tolist() == [0, 0, 1, 1, 1]
+        assert features.values_ND.shape == (5, 16)
     np.testing.assert_array_equal(first.values_ND, again.values_ND)
     with pytest.raises(DataError, match=r"1\.png"):
-        take(split, made, sentence)
+        load_features(split, built, transform)
 
 
-def test_without_room_on_the_disk_the_features_are_there_all_the_same(
+def test_unwritable_cache_still_returns_features(
     cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cache.parent.mkdir()
     cache.write_text("a file where the folder should be")
     split = open_source("embedded:digits").splits["test"].subset(np.arange(9))
-    found = take(split, small())
-    assert found.values_ND.shape == (9, 16)
+    features = load_features(split, make_model())
+    assert features.values_ND.shape == (9, 16)
     assert "are not kept" in capsys.readouterr().err
-    assert not take(split, small()).cached
+    assert not load_features(split, make_model()).is_cached
 
 
-def test_numbers_of_another_precision_are_other_features() -> None:
+def test_precisions_have_separate_cache_entries() -> None:
     split = open_source("embedded:digits").splits["test"].subset(np.arange(20))
-    made, section = small(), DataSection(source="embedded:digits")
+    built, data = make_model(), DataSection(source="embedded:digits")
 
-    def taken(precision: str) -> Features:
-        found = split_features(
+    def load_with(precision: str) -> Features:
+        features = load_or_compute_features(
             split,
-            network=made.model,
-            pipeline=make_pipeline(made.preprocessing, None),
-            identity=identity_of(made, None),
-            section=section,
-            accelerator=launch(RunSection(precision=precision)),
+            model=built.model,
+            pipeline=build_pipeline(built.preprocessing, None),
+            identity=feature_identity(built, None),
+            data_config=data,
+            accelerator=create_accelerator(RunSection(precision=precision)),
         )
-        assert found is not None
-        return found
+        assert features is not None
+        return features
 
-    exact, rounded = taken("fp32"), taken("bf16")
-    assert not rounded.cached
-    difference = np.abs(exact.values_ND - rounded.values_ND).max()
-    assert 1e-4 < difference < 0.1  # bf16 keeps 8 bits of numbers of size 1
-    assert taken("bf16").cached
+    fp32, bf16 = load_with("fp32"), load_with("bf16")
+    assert not bf16.is_cached
+    difference = np.abs(fp32.values_ND - bf16.values_ND).max()
+    assert 1e-4 < difference < 0.1  # bf16 has 8 significant bits, and features are about 1
+    assert load_with("bf16").is_cached
 
 
 def test_an_empty_split_is_refused() -> None:
     split = open_source("embedded:digits").splits["test"].subset(np.arange(0))
     with pytest.raises(DataError, match="has no images"):
-        take(split, small())
+        load_features(split, make_model())
 
 
-def test_places_of_a_part() -> None:
+def test_subset_indices_returns_positions_in_the_whole_split() -> None:
     whole = open_source("embedded:digits").splits["test"]
     part = whole.subset(np.array([2, 5, 9]))
-    assert places_of(part, whole).tolist() == [2, 5, 9]
-    assert places_of(part.subset(np.array([0, 2])), part).tolist() == [0, 2]
-    assert places_of(whole, whole).tolist() == list(range(len(whole)))
+    assert subset_indices(part, whole).tolist() == [2, 5, 9]
+    assert subset_indices(part.subset(np.array([0, 2])), part).tolist() == [0, 2]
+    assert subset_indices(whole, whole).tolist() == list(range(len(whole)))

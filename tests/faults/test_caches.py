@@ -1,8 +1,8 @@
-"""Caches that are damaged, of another time, another user or another file: no loss is another one.
+"""A damaged, stale or foreign cache never changes a loss.
 
-Each trial leaves something wrong in the cache or changes the data behind it, and trains. The losses
-must be those of a run on the same data whose cache is empty. Controls switch one proof off and show
-that the same trial then fails.
+Each trial corrupts the cache or changes the data, and trains. The losses must equal those of a run
+on the same data with an empty cache. Controls switch one check off and show that the same trial
+then fails.
 """
 
 from __future__ import annotations
@@ -22,16 +22,24 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from faults_runs import Ended, fork, in_child, losses
+from forked_runs import ChildResult, fork_process, read_train_losses, run_in_child
 from hypothesis import HealthCheck, given, seed, settings
+from logs import logged
 from PIL import Image
 
-from finetune import files
-from finetune.data import decode_all, fingerprint, image_cache, image_store, notices, pixel_file
-from finetune.data.items import FileItems
-from finetune.data.source import open_source
-from finetune.evaluation import features
-from finetune.evaluation.features import read_cached
+from finetune import cache, files
+from finetune.data import (
+    decode_split,
+    fingerprint,
+    pixel_cache,
+    pixel_file,
+    pixel_store,
+    stat_signatures,
+)
+from finetune.data.encoded_images import FileImages
+from finetune.data.open_source import open_source
+from finetune.evaluation import feature_cache, feature_extraction
+from finetune.evaluation.feature_cache import read_cached_features
 from finetune.recipe.load import parse_recipe
 from finetune.training.train import train
 
@@ -47,35 +55,37 @@ data: {source: SOURCE, train: resize, eval: resize, batch_size: 24, workers: 0, 
 optim: {name: adamw, lr: 3e-3, schedule: constant, steps: 3}
 run: {precision: fp32, threads: 1, log_every: 1, test: false}
 """
-FROZEN = ["model.freeze=backbone"]
-SIDE, IMAGES = 12, 24
-CELL = SIDE * SIDE * 3
-OTHER = 12345  # a user
-LONG = pytest.mark.faults
-root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+FROZEN_BACKBONE = ["model.freeze=backbone"]
+IMAGE_SIDE, NUM_IMAGES = 12, 24
+IMAGE_BYTES = IMAGE_SIDE * IMAGE_SIDE * 3
+OTHER_UID = 12345
+LONG_TEST = pytest.mark.faults
+requires_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 
 
-class Case:
-    """A data set, a cache, and runs on them."""
+class CacheCase:
+    """A dataset, a cache, and runs that use them."""
 
-    def __init__(self, folder: Path, side: int = SIDE) -> None:
+    def __init__(self, folder: Path, side: int = IMAGE_SIDE) -> None:
         self.folder = folder
         self.side = side
         self.data, self.cache = folder / "data", folder / "cache"
         self.runs = 0
 
-    def image(self, number: int) -> Path:
+    def image_path(self, number: int) -> Path:
         return self.data / "train" / "ab"[number % 2] / f"{number:02}.bmp"
 
-    def paint(self, number: int, shade: int = 0) -> None:
-        """Write an image; all have the same length."""
-        path = self.image(number)
+    def write_image(self, number: int, variant: int = 0) -> None:
+        """Write an image; all files have the same length."""
+        path = self.image_path(number)
         path.parent.mkdir(parents=True, exist_ok=True)
-        body = np.random.default_rng([number, shade]).bytes(self.side * self.side * 3)
-        Image.frombytes("RGB", (self.side, self.side), body).save(path)
+        pixels = np.random.default_rng([number, variant]).bytes(self.side * self.side * 3)
+        Image.frombytes("RGB", (self.side, self.side), pixels).save(path)
 
-    def run(self, *overrides: str, cache: Path | None = None, resume: Path | None = None) -> Ended:
-        """Train in a child, or resume there."""
+    def run(
+        self, *overrides: str, cache: Path | None = None, resume: Path | None = None
+    ) -> ChildResult:
+        """Train or resume in a child."""
         self.runs += 1
         self.out = resume or self.folder / f"run{self.runs}"
         recipe = parse_recipe(RECIPE.replace("SOURCE", f"folder:{self.data}"), overrides=overrides)
@@ -84,79 +94,86 @@ class Case:
             os.environ["FINETUNE_CACHE"] = str(cache or self.cache)
             handler = logging.StreamHandler(sys.stderr)
             logging.getLogger("finetune").addHandler(handler)
-            signal.alarm(100)  # whoever waits for ever is found out
+            signal.alarm(100)  # end a run that hangs
             train(recipe, self.out, resume=resume is not None)
 
-        return in_child(work)
+        return run_in_child(work)
 
-    def losses(self, *overrides: str, cache: Path | None = None) -> list[float]:
-        ended = self.run(*overrides, cache=cache)
-        assert ended.code == 0, ended.said
-        assert "Traceback" not in ended.said
-        self.said = ended.said
-        return losses(self.out)
+    def train_losses(self, *overrides: str, cache: Path | None = None) -> list[float]:
+        result = self.run(*overrides, cache=cache)
+        assert result.exit_code == 0, result.output
+        assert "Traceback" not in result.output
+        self.output = result.output
+        return read_train_losses(self.out)
 
-    def fresh(self, *overrides: str) -> list[float]:
-        """The losses with an empty cache."""
-        return self.losses(*overrides, cache=self.folder / f"fresh{self.runs}")
+    def losses_with_empty_cache(self, *overrides: str) -> list[float]:
+        """Train with an empty cache. Returns: the losses."""
+        return self.train_losses(*overrides, cache=self.folder / f"fresh{self.runs}")
 
-    def only(self, kind: str) -> Path:
-        (path,) = (each for each in (self.cache / kind).iterdir() if each.name[0] != ".")
+    def cached_file(self, kind: str) -> Path:
+        (path,) = (entry for entry in (self.cache / kind).iterdir() if entry.name[0] != ".")
         return path
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything is kept, also of a few images, and nothing is too fresh for it."""
-    for module in (decode_all, image_store):
-        monkeypatch.setattr(module, "SMALL_BYTES", 0)
-    monkeypatch.setattr(fingerprint, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(fingerprint, "_SETTLED_NS", -(10**18))
-    monkeypatch.setattr(notices, "_logged", set())
+def cache_small_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cache small datasets too, and files that have just been written."""
+    for module in (decode_split, pixel_store):
+        monkeypatch.setattr(module, "SMALL_SPLIT_BYTES", 0)
+    monkeypatch.setattr(fingerprint, "_SMALL_SPLIT_BYTES", 0)
+    monkeypatch.setattr(stat_signatures, "_SETTLED_NS", -(10**18))
 
 
 @pytest.fixture
-def case(tmp_path: Path) -> Case:
-    made = Case(tmp_path)
-    for number in range(IMAGES):
-        made.paint(number)
-    return made
+def case(tmp_path: Path) -> CacheCase:
+    new_case = CacheCase(tmp_path)
+    for number in range(NUM_IMAGES):
+        new_case.write_image(number)
+    return new_case
 
 
 @pytest.fixture
-def many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The images count as more than 1 GiB."""
-    monkeypatch.setattr(fingerprint, "_CONTENT_BYTES", 10)
+def hash_files_separately(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treat the images as more than 1 GiB."""
+    monkeypatch.setattr(fingerprint, "_HASH_TOGETHER_BYTES", 10)
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, list[float]]]]:
-    """A data set with a full cache of pixels, features and hashes, and the losses of both runs."""
-    made = Case(tmp_path_factory.mktemp("warm"))
-    for number in range(IMAGES):
-        made.paint(number)
+def warm_cache(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Path, dict[str, list[float]]]]:
+    """A dataset with cached pixels, features and hashes, and the losses of both runs."""
+    new_case = CacheCase(tmp_path_factory.mktemp("warm"))
+    for number in range(NUM_IMAGES):
+        new_case.write_image(number)
     with pytest.MonkeyPatch.context() as patch:
-        small.__wrapped__(patch)  # type: ignore[attr-defined]
-        yield made.folder, {"pixels": made.losses(), "features": made.losses(*FROZEN)}
+        cache_small_datasets.__wrapped__(patch)  # type: ignore[attr-defined]
+        yield (
+            new_case.folder,
+            {
+                "pixels": new_case.train_losses(),
+                "features": new_case.train_losses(*FROZEN_BACKBONE),
+            },
+        )
 
 
 @pytest.fixture
-def copy(warm: tuple[Path, dict[str, list[float]]], tmp_path: Path) -> Case:
-    """A copy of it, with owners and times, for a trial to spoil."""
-    shutil.copytree(warm[0] / "cache", tmp_path / "cache", symlinks=True)
-    made = Case(tmp_path)
-    made.data = warm[0] / "data"
-    return made
+def copied_cache(warm_cache: tuple[Path, dict[str, list[float]]], tmp_path: Path) -> CacheCase:
+    """A copy of the warm cache, with owners and times, for a trial to corrupt."""
+    shutil.copytree(warm_cache[0] / "cache", tmp_path / "cache", symlinks=True)
+    new_case = CacheCase(tmp_path)
+    new_case.data = warm_cache[0] / "data"
+    return new_case
 
 
-ROW = "the cache of another time, another user, another file"
-PROMISE = "found before it reaches the network: the losses are those with an empty cache"
+FAULT = "a damaged or stale cache, or one of another user"
+PROMISE = "found before it reaches the network: the losses equal those with an empty cache"
 
 
-# --- what lies in the cache -----------------------------------------------------------------------
+# --- faults of cached files -----------------------------------------------------------------------
 
 
-def edited(change: Callable[[bytearray], object]) -> Callable[[Path], None]:
+def rewrite(change: Callable[[bytearray], object]) -> Callable[[Path], None]:
     def edit(path: Path) -> None:
         body = bytearray(path.read_bytes())
         changed = change(body)
@@ -165,103 +182,107 @@ def edited(change: Callable[[bytearray], object]) -> Callable[[Path], None]:
     return edit
 
 
-def bit(place: float) -> Callable[[Path], None]:
-    """One bit flipped, at a share of the file's length."""
+def flip_bit(position: float) -> Callable[[Path], None]:
+    """Flip one bit; position: a fraction of the length of the file."""
 
-    def flip(body: bytearray) -> None:
-        body[min(int(place * len(body)), len(body) - 1)] ^= 1 << int(place * 1000) % 8
+    def change(body: bytearray) -> None:
+        body[min(int(position * len(body)), len(body) - 1)] ^= 1 << int(position * 1000) % 8
 
-    return edited(flip)
+    return rewrite(change)
 
 
-def swapped(first: int, second: int, size: int, start: int = 0) -> Callable[[Path], None]:
-    def swap(body: bytearray) -> None:
+def swap_blocks(first: int, second: int, size: int, start: int = 0) -> Callable[[Path], None]:
+    def change(body: bytearray) -> None:
         one, two = (slice(start + n * size, start + (n + 1) * size) for n in (first, second))
         body[one], body[two] = body[two], body[one]
 
-    return edited(swap)
+    return rewrite(change)
 
 
-def zeroed(first: int, last: int, size: int, start: int = 0) -> Callable[[Path], None]:
-    def zero(body: bytearray) -> None:
+def zero_blocks(first: int, last: int, size: int, start: int = 0) -> Callable[[Path], None]:
+    def change(body: bytearray) -> None:
         body[start + first * size : start + last * size] = bytes((last - first) * size)
 
-    return edited(zero)
+    return rewrite(change)
 
 
-def cut(number: int) -> Callable[[Path], None]:
-    return edited(lambda body: body[: len(body) + number] if number <= 0 else body + bytes(number))
+def change_length(num_bytes: int) -> Callable[[Path], None]:
+    return rewrite(
+        lambda body: body[: len(body) + num_bytes] if num_bytes <= 0 else body + bytes(num_bytes)
+    )
 
 
-def linked(path: Path) -> None:
+def replace_by_link(path: Path) -> None:
     path.rename(path.with_suffix(".real"))
     path.symlink_to(path.with_suffix(".real").name)
 
 
-def pipe(path: Path) -> None:
+def replace_by_pipe(path: Path) -> None:
     path.unlink()
     os.mkfifo(path, 0o600)
 
 
-def forged(path: Path) -> None:
-    """Pixels with the checksums that fit them, but not the table's."""
+def forge_pixels_and_checksums(path: Path) -> None:
+    """Forge pixels and their checksums, but not the checksum of the table."""
     body = bytearray(path.read_bytes())
-    body[: IMAGES * CELL] = bytes(IMAGES * CELL)
-    rows = np.frombuffer(body, pixel_file.ROW, IMAGES, IMAGES * CELL).copy()
-    rows["crc"] = pixel_file.zlib.crc32(bytes(CELL))
-    body[IMAGES * CELL : IMAGES * (CELL + pixel_file.ROW.itemsize)] = rows.tobytes()
+    body[: NUM_IMAGES * IMAGE_BYTES] = bytes(NUM_IMAGES * IMAGE_BYTES)
+    rows = np.frombuffer(body, pixel_file.ROW_DTYPE, NUM_IMAGES, NUM_IMAGES * IMAGE_BYTES).copy()
+    rows["crc"] = pixel_file.zlib.crc32(bytes(IMAGE_BYTES))
+    body[NUM_IMAGES * IMAGE_BYTES : NUM_IMAGES * (IMAGE_BYTES + pixel_file.ROW_DTYPE.itemsize)] = (
+        rows.tobytes()
+    )
     path.write_bytes(body)
 
 
-def wholly_forged(path: Path) -> None:
-    """Zeros with everything that fits them."""
+def forge_file(path: Path) -> None:
+    """Forge zero pixels with all checksums."""
     with path.open("r+b") as file:
-        table = pixel_file.read_table(file.fileno(), path.stem, IMAGES)
+        table = pixel_file.read_pixel_table(file.fileno(), path.stem, NUM_IMAGES)
         rows = table.rows.copy()
-        rows["crc"] = pixel_file.zlib.crc32(bytes(CELL))
-        file.write(bytes(IMAGES * CELL))
-        file.truncate(IMAGES * CELL)
-        table = pixel_file.Table(rows, table.indices, table.failed)
-        pixel_file.write_table(file.fileno(), table, path.stem)
+        rows["crc"] = pixel_file.zlib.crc32(bytes(IMAGE_BYTES))
+        file.write(bytes(NUM_IMAGES * IMAGE_BYTES))
+        file.truncate(NUM_IMAGES * IMAGE_BYTES)
+        table = pixel_file.PixelTable(rows, table.indices, table.failed)
+        pixel_file.write_pixel_table(file.fileno(), table, path.stem)
 
 
-def another_users(path: Path) -> None:
+def forge_as_other_user(path: Path) -> None:
     if path.suffix == ".pixels":
-        wholly_forged(path)
-    os.chown(path, OTHER, OTHER)
+        forge_file(path)
+    os.chown(path, OTHER_UID, OTHER_UID)
 
 
-def others_folder(path: Path) -> None:
-    another_users(path)
-    os.chown(path.parent, OTHER, OTHER)
+def forge_folder_of_other_user(path: Path) -> None:
+    forge_as_other_user(path)
+    os.chown(path.parent, OTHER_UID, OTHER_UID)
 
 
-def open_to(mode: int) -> Callable[[Path], None]:
+def forge_with_mode(mode: int) -> Callable[[Path], None]:
     def open_up(path: Path) -> None:
         if path.suffix == ".pixels":
-            wholly_forged(path)
+            forge_file(path)
         path.chmod(mode)
 
     return open_up
 
 
-def open_folder(mode: int, up: int = 1) -> Callable[[Path], None]:
+def forge_with_folder_mode(mode: int, up: int = 1) -> Callable[[Path], None]:
     def open_up(path: Path) -> None:
         if path.suffix == ".pixels":
-            wholly_forged(path)
+            forge_file(path)
         path.parents[up - 1].chmod(mode)
 
     return open_up
 
 
-def folder_link(path: Path) -> None:
-    wholly_forged(path)
+def forge_behind_folder_link(path: Path) -> None:
+    forge_file(path)
     path.parent.rename(path.parent.with_name("elsewhere"))
     path.parent.symlink_to("elsewhere")
 
 
-def lock(make: Callable[[Path], object]) -> Callable[[Path], None]:
-    """A wrong lock in the way of a run that has to decode."""
+def bad_lock(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Remove the file and put a bad lock in its place, so that a run has to decode."""
 
     def block(path: Path) -> None:
         path.unlink()
@@ -270,88 +291,102 @@ def lock(make: Callable[[Path], object]) -> Callable[[Path], None]:
     return block
 
 
-def others_lock(path: Path) -> None:
+def lock_of_other_user(path: Path) -> None:
     path.touch(0o600)
-    os.chown(path, OTHER, OTHER)
+    os.chown(path, OTHER_UID, OTHER_UID)
 
 
-def of_another_key(path: Path) -> None:
-    """A whole file of other images under this name."""
-    part = open_source("embedded:digits").splits["test"].subset(np.arange(IMAGES))
+def file_of_another_key(path: Path) -> None:
+    """Put a valid file of other images under this name."""
+    split = open_source("embedded:digits").splits["test"].subset(np.arange(NUM_IMAGES))
     folder = path.parents[1] / "other"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FINETUNE_CACHE", str(folder))
-        how = image_cache.How(0, "stop", progress=False, timeout_seconds=9.0)
-        image_cache.cached_images(part, how, num_bytes=9, tell=print)
-    (other,) = (folder / "pixels").iterdir()
-    other.rename(path)
+        options = pixel_cache.DecodeOptions(0, "stop", progress=False, timeout_seconds=9.0)
+        pixel_cache.decode_with_cache(split, options, num_bytes=9)
+    (cached_file,) = (folder / "pixels").iterdir()
+    cached_file.rename(path)
 
 
-PIXELS: dict[str, Callable[[Path], None]] = {
-    **{f"bit at {n / 16:.2f}": bit(n / 16) for n in range(16)},
+PIXEL_FAULTS: dict[str, Callable[[Path], None]] = {
+    **{f"bit at {n / 16:.2f}": flip_bit(n / 16) for n in range(16)},
     **{
-        f"bit in the table at -{n}": edited(lambda b, n=n: flip_at(b, -n)) for n in (1, 40, 90, 130)
+        f"bit in the table at -{n}": rewrite(lambda b, n=n: flip_bit_at(b, -n))
+        for n in (1, 40, 90, 130)
     },
-    **{f"images {n} and {n + 7} swapped": swapped(n, n + 7, CELL) for n in (0, 5, 16)},
-    **{f"images {a} to {b} zeroed": zeroed(a, b, CELL) for a, b in ((0, 1), (4, 23), (0, 24))},
-    **{f"length {n:+}": cut(n) for n in (-1, -100, -800, -CELL, -9000, 1, 4096)},
-    "rows of the table swapped": swapped(2, 3, pixel_file.ROW.itemsize, IMAGES * CELL),
-    "empty": edited(lambda body: b""),
-    "forged pixels and checksums": forged,
-    "the file of another key": of_another_key,
-    "a link": linked,
-    "a named pipe": pipe,
+    **{f"images {n} and {n + 7} swapped": swap_blocks(n, n + 7, IMAGE_BYTES) for n in (0, 5, 16)},
+    **{
+        f"images {a} to {b} zeroed": zero_blocks(a, b, IMAGE_BYTES)
+        for a, b in ((0, 1), (4, 23), (0, 24))
+    },
+    **{f"length {n:+}": change_length(n) for n in (-1, -100, -800, -IMAGE_BYTES, -9000, 1, 4096)},
+    "rows of the table swapped": swap_blocks(
+        2, 3, pixel_file.ROW_DTYPE.itemsize, NUM_IMAGES * IMAGE_BYTES
+    ),
+    "empty": rewrite(lambda body: b""),
+    "forged pixels and checksums": forge_pixels_and_checksums,
+    "a file of another key": file_of_another_key,
+    "a link": replace_by_link,
+    "a named pipe": replace_by_pipe,
     "a folder": lambda path: (path.unlink(), path.mkdir())[1],
-    "mode 666, forged": open_to(0o666),
-    "mode 620, forged": open_to(0o620),
-    "its folder 1777, forged": open_folder(0o1777),
-    "its folder 770, forged": open_folder(0o770),
-    "the cache 1777, forged": open_folder(0o1777, 2),
-    "its folder is a link, forged": folder_link,
-    "the lock is a named pipe": lock(os.mkfifo),
-    "the lock is a link": lock(lambda path: path.symlink_to("made")),
-    "the lock is a folder": lock(Path.mkdir),
+    "mode 666, forged": forge_with_mode(0o666),
+    "mode 620, forged": forge_with_mode(0o620),
+    "folder mode 1777, forged": forge_with_folder_mode(0o1777),
+    "folder mode 770, forged": forge_with_folder_mode(0o770),
+    "cache mode 1777, forged": forge_with_folder_mode(0o1777, 2),
+    "folder is a link, forged": forge_behind_folder_link,
+    "the lock is a named pipe": bad_lock(os.mkfifo),
+    "the lock is a link": bad_lock(lambda path: path.symlink_to("made")),
+    "the lock is a folder": bad_lock(Path.mkdir),
 }
-BY_ROOT: dict[str, Callable[[Path], None]] = {
-    "another user's, forged": another_users,
-    "another user's folder, forged": others_folder,
-    "the lock is another user's": lock(others_lock),
+PIXEL_FAULTS_AS_ROOT: dict[str, Callable[[Path], None]] = {
+    "another user's, forged": forge_as_other_user,
+    "another user's folder, forged": forge_folder_of_other_user,
+    "the lock is another user's": bad_lock(lock_of_other_user),
 }
-FEATURES: dict[str, Callable[[Path], None]] = {
-    **{f"bit at {n / 4:.2f}": bit(n / 4) for n in range(5)},
-    "rows swapped": swapped(1, 2, 64, 128),
-    "rows zeroed": zeroed(3, 20, 64, 128),
-    "cut": cut(-64),
-    "longer": cut(64 * IMAGES),
-    "a link": linked,
-    "a named pipe": pipe,
-    "mode 666": open_to(0o666),
-    "its folder 1777": open_folder(0o1777),
+FEATURE_FAULTS: dict[str, Callable[[Path], None]] = {
+    **{f"bit at {n / 4:.2f}": flip_bit(n / 4) for n in range(5)},
+    "rows swapped": swap_blocks(1, 2, 64, 128),
+    "rows zeroed": zero_blocks(3, 20, 64, 128),
+    "truncated": change_length(-64),
+    "longer": change_length(64 * NUM_IMAGES),
+    "a link": replace_by_link,
+    "a named pipe": replace_by_pipe,
+    "mode 666": forge_with_mode(0o666),
+    "folder mode 1777": forge_with_folder_mode(0o1777),
 }
-HASHES: dict[str, Callable[[Path], None]] = {
-    "a bit": bit(0.7),
-    "records swapped": swapped(0, 1, 72, 40),
-    "cut": cut(-72),
-    "a named pipe": pipe,
-    "mode 666": open_to(0o666),
+HASH_FAULTS: dict[str, Callable[[Path], None]] = {
+    "a bit": flip_bit(0.7),
+    "records swapped": swap_blocks(0, 1, 72, 40),
+    "truncated": change_length(-72),
+    "a named pipe": replace_by_pipe,
+    "mode 666": forge_with_mode(0o666),
 }
 
 
-def flip_at(body: bytearray, place: int) -> None:
-    body[place] ^= 4
+def flip_bit_at(body: bytearray, offset: int) -> None:
+    body[offset] ^= 4
 
 
-QUICK = {"bit at 0.25", "images 4 to 23 zeroed", "length -100", "a named pipe", "mode 666, forged"}
-QUICK |= {"the lock is a link", "another user's, forged", "rows swapped", "records swapped"}
+QUICK_FAULTS = {
+    "bit at 0.25",
+    "images 4 to 23 zeroed",
+    "length -100",
+    "a named pipe",
+    "mode 666, forged",
+}
+QUICK_FAULTS |= {"the lock is a link", "another user's, forged", "rows swapped", "records swapped"}
 
 
-def trials(kind: str, changes: dict[str, Callable[[Path], None]], *marks: Any) -> list[Any]:
+def parametrize_faults(
+    kind: str, changes: dict[str, Callable[[Path], None]], *marks: Any
+) -> list[Any]:
     return [
         pytest.param(
             kind,
             change,
             id=f"{kind}: {name}",
-            marks=[*marks, *([] if name in QUICK else [LONG])],
+            marks=[*marks, *([] if name in QUICK_FAULTS else [LONG_TEST])],
         )
         for name, change in changes.items()
     ]
@@ -360,385 +395,415 @@ def trials(kind: str, changes: dict[str, Callable[[Path], None]], *marks: Any) -
 @pytest.mark.parametrize(
     "kind, change",
     [
-        *trials("pixels", PIXELS),
-        *trials("pixels", BY_ROOT, root),
-        *trials("features", FEATURES),
-        *trials("features", {"another user's": another_users}, root),
-        *trials("hashes", HASHES),
-        *trials("hashes", {"another user's": another_users}, root),
+        *parametrize_faults("pixels", PIXEL_FAULTS),
+        *parametrize_faults("pixels", PIXEL_FAULTS_AS_ROOT, requires_root),
+        *parametrize_faults("features", FEATURE_FAULTS),
+        *parametrize_faults("features", {"another user's": forge_as_other_user}, requires_root),
+        *parametrize_faults("hashes", HASH_FAULTS),
+        *parametrize_faults("hashes", {"another user's": forge_as_other_user}, requires_root),
     ],
 )
-def test_a_wrong_cache(
+def test_a_corrupt_or_unsafe_cache_is_not_used(
     kind: str,
     change: Callable[[Path], None],
-    copy: Case,
-    warm: tuple[Path, dict[str, list[float]]],
+    copied_cache: CacheCase,
+    warm_cache: tuple[Path, dict[str, list[float]]],
     fault: Callable[..., None],
 ) -> None:
-    overrides = FROZEN if kind == "features" else []
-    change(copy.only(kind))
-    expected = warm[1]["features" if kind == "features" else "pixels"]
-    assert copy.losses(*overrides) == expected
-    assert str(copy.cache) in copy.said or kind == "hashes" or "is damaged" in copy.said, copy.said
-    assert not (copy.cache / "pixels" / "made").exists()
-    fault(ROW, PROMISE)
+    overrides = FROZEN_BACKBONE if kind == "features" else []
+    change(copied_cache.cached_file(kind))
+    expected = warm_cache[1]["features" if kind == "features" else "pixels"]
+    assert copied_cache.train_losses(*overrides) == expected
+    assert (
+        str(copied_cache.cache) in copied_cache.output
+        or kind == "hashes"
+        or "is damaged" in copied_cache.output
+    ), copied_cache.output
+    assert not (copied_cache.cache / "pixels" / "made").exists()
+    fault(FAULT, PROMISE)
 
 
 @pytest.mark.parametrize(
-    "kind, change, proof",
+    "kind, change, check",
     [
-        ("pixels", zeroed(4, 23, CELL), (pixel_file.Images, "_is_intact", lambda *_: True)),
-        ("pixels", open_to(0o666), (files, "_check_owner", lambda *_: None)),
-        ("pixels", open_folder(0o1777), (files, "_check_owner", lambda *_: None)),
-        pytest.param("pixels", another_users, (files, "_check_owner", lambda *_: None), marks=root),
-        ("features", zeroed(3, 20, 64, 128), (features, "_name_of", None)),
+        (
+            "pixels",
+            zero_blocks(4, 23, IMAGE_BYTES),
+            (pixel_file.DecodedImages, "_is_intact", lambda *_: True),
+        ),
+        ("pixels", forge_with_mode(0o666), (cache, "_check_owner", lambda *_: None)),
+        ("pixels", forge_with_folder_mode(0o1777), (cache, "_check_owner", lambda *_: None)),
+        pytest.param(
+            "pixels",
+            forge_as_other_user,
+            (cache, "_check_owner", lambda *_: None),
+            marks=requires_root,
+        ),
+        ("features", zero_blocks(3, 20, 64, 128), (feature_cache, "_feature_file_name", None)),
     ],
     ids=["checksums", "mode", "folder", "owner", "sha256 of features"],
 )
-def test_without_a_proof_the_trial_fails(
+def test_without_the_check_the_losses_are_wrong(
     kind: str,
     change: Callable[[Path], None],
-    proof: tuple[Any, str, Any],
-    copy: Case,
-    warm: tuple[Path, dict[str, list[float]]],
+    check: tuple[Any, str, Any],
+    copied_cache: CacheCase,
+    warm_cache: tuple[Path, dict[str, list[float]]],
     monkeypatch: pytest.MonkeyPatch,
     fault: Callable[..., None],
 ) -> None:
-    path = copy.only(kind)
+    path = copied_cache.cached_file(kind)
     change(path)
-    place, name, instead = proof
-    monkeypatch.setattr(place, name, instead or (lambda key, values: path.name))
-    assert copy.losses(*(FROZEN if kind == "features" else [])) != warm[1][kind]
-    fault(
-        f"{ROW}, a proof switched off", "the control: the same trial must fail", "the loss is wrong"
+    owner, name, replacement = check
+    monkeypatch.setattr(owner, name, replacement or (lambda key, values: path.name))
+    assert (
+        copied_cache.train_losses(*(FROZEN_BACKBONE if kind == "features" else []))
+        != warm_cache[1][kind]
     )
+    fault(f"{FAULT}, one check off", "the control: the same trial must fail", "the loss is wrong")
 
 
-def test_a_warm_cache_is_used_at_all(
-    copy: Case, warm: tuple[Path, dict[str, list[float]]], monkeypatch: pytest.MonkeyPatch
+def test_a_valid_cache_is_used(
+    copied_cache: CacheCase,
+    warm_cache: tuple[Path, dict[str, list[float]]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(image_cache, "visit", lambda *_, **__: pytest.fail("decodes"))
-    monkeypatch.setattr(features, "compute", lambda *_, **__: pytest.fail("computes"))
-    assert copy.losses() == warm[1]["pixels"]
-    assert copy.losses(*FROZEN) == warm[1]["features"]
-    notices = copy.said.replace("read from the cache", "").replace(str(copy.folder), "")
-    assert "cache" not in notices
+    monkeypatch.setattr(pixel_cache, "decode_split", lambda *_, **__: pytest.fail("decodes"))
+    monkeypatch.setattr(
+        feature_extraction, "compute_features", lambda *_, **__: pytest.fail("computes")
+    )
+    assert copied_cache.train_losses() == warm_cache[1]["pixels"]
+    assert copied_cache.train_losses(*FROZEN_BACKBONE) == warm_cache[1]["features"]
+    other_output = copied_cache.output.replace("read from the cache", "").replace(
+        str(copied_cache.folder), ""
+    )
+    assert "cache" not in other_output
 
 
-# --- the data behind it ---------------------------------------------------------------------------
+# --- changes of the data --------------------------------------------------------------------------
 
 
-def repainted(case: Case) -> None:
-    for number in range(IMAGES):
-        case.paint(number, 1)
+def rewrite_all_images(case: CacheCase) -> None:
+    for number in range(NUM_IMAGES):
+        case.write_image(number, 1)
 
 
-def times_restored(case: Case) -> None:
-    for number in range(IMAGES):
-        state = case.image(number).stat()
-        case.paint(number, 1)
-        os.utime(case.image(number), ns=(state.st_atime_ns, state.st_mtime_ns))
+def rewrite_and_restore_times(case: CacheCase) -> None:
+    for number in range(NUM_IMAGES):
+        state = case.image_path(number).stat()
+        case.write_image(number, 1)
+        os.utime(case.image_path(number), ns=(state.st_atime_ns, state.st_mtime_ns))
 
 
-def removed_and_made(case: Case) -> None:
-    """As a rule with the same inodes."""
-    for number in range(IMAGES):
-        state = case.image(number).stat()
-        case.image(number).unlink()
-        case.paint(number, 1)
-        os.utime(case.image(number), ns=(state.st_atime_ns, state.st_mtime_ns))
+def delete_and_recreate(case: CacheCase) -> None:
+    """The new files usually have the same inodes."""
+    for number in range(NUM_IMAGES):
+        state = case.image_path(number).stat()
+        case.image_path(number).unlink()
+        case.write_image(number, 1)
+        os.utime(case.image_path(number), ns=(state.st_atime_ns, state.st_mtime_ns))
 
 
-def renamed_over(case: Case) -> None:
-    one, two = case.image(0), case.image(1)
+def swap_images_by_rename(case: CacheCase) -> None:
+    one, two = case.image_path(0), case.image_path(1)
     one.rename(case.folder / "x")
     two.rename(one)
     (case.folder / "x").rename(two)
 
 
-def one_bit(case: Case) -> None:
-    bit(0.9)(case.image(5))
+def flip_bit_in_image(case: CacheCase) -> None:
+    flip_bit(0.9)(case.image_path(5))
 
 
-def folders_swapped(case: Case) -> None:
+def swap_class_folders(case: CacheCase) -> None:
     a, b = (case.data / "train" / name for name in "ab")
     a.rename(case.folder / "x")
     b.rename(a)
     (case.folder / "x").rename(b)
 
 
-def mapped_write(case: Case) -> None:
-    pixels = np.memmap(case.image(3), dtype=np.uint8, mode="r+")
+def write_through_mmap(case: CacheCase) -> None:
+    pixels = np.memmap(case.image_path(3), dtype=np.uint8, mode="r+")
     pixels[-300:] ^= 255
     pixels.flush()
 
 
-DATA = [repainted, times_restored, removed_and_made, renamed_over, one_bit, folders_swapped]
-DATA += [mapped_write]
+DATA_CHANGES = [
+    rewrite_all_images,
+    rewrite_and_restore_times,
+    delete_and_recreate,
+    swap_images_by_rename,
+    flip_bit_in_image,
+    swap_class_folders,
+]
+DATA_CHANGES += [write_through_mmap]
 
 
 @pytest.mark.parametrize(
     "large",
-    [pytest.param(False, id="one hash", marks=LONG), pytest.param(True, id="as above 1 GiB")],
+    [
+        pytest.param(False, id="one hash", marks=LONG_TEST),
+        pytest.param(True, id="treated as above 1 GiB"),
+    ],
 )
 @pytest.mark.parametrize("kind", ["pixels", "features"])
-@pytest.mark.parametrize("change", [DATA[0], *(pytest.param(one, marks=LONG) for one in DATA[1:])])
-def test_images_that_changed_behind_the_cache(
-    change: Callable[[Case], None],
+@pytest.mark.parametrize(
+    "change", [DATA_CHANGES[0], *(pytest.param(one, marks=LONG_TEST) for one in DATA_CHANGES[1:])]
+)
+def test_changed_images_are_not_read_from_the_cache(
+    change: Callable[[CacheCase], None],
     kind: str,
     large: bool,
-    case: Case,
+    case: CacheCase,
     request: pytest.FixtureRequest,
     fault: Callable[..., None],
 ) -> None:
     if large:
         request.getfixturevalue("many")
-    overrides = FROZEN if kind == "features" else []
-    before, out = case.losses(*overrides), case.out
+    overrides = FROZEN_BACKBONE if kind == "features" else []
+    before, out = case.train_losses(*overrides), case.out
     change(case)
-    after = case.losses(*overrides)
-    assert after == case.fresh(*overrides) != before
-    refused = case.run(*overrides, resume=out)
-    assert refused.code == 3, refused.said
-    assert "another --out" in refused.said
-    fault(ROW, PROMISE)
+    after = case.train_losses(*overrides)
+    assert after == case.losses_with_empty_cache(*overrides) != before
+    result = case.run(*overrides, resume=out)
+    assert result.exit_code == 3, result.output
+    assert "another --out" in result.output
+    fault(FAULT, PROMISE)
 
 
-def by_names(items: Any, rows: Any, labels: Any) -> Any:
-    """The fingerprint that earlier versions took of a set above 1 GiB."""
-    return fingerprint.fingerprint_by_names(items, rows, labels), items.states(rows)
+def fingerprint_of_names_and_sizes(images: Any, rows: Any, labels: Any) -> Any:
+    """Compute a fingerprint of names and sizes only."""
+    sizes = images.encoded_sizes()[rows]
+    names = [images.name_of(row) for row in rows.tolist()]
+    text = repr((names, sizes.tolist(), labels.tolist()))
+    return hashlib.sha256(text.encode()).hexdigest(), images.stat_signatures(rows)
 
 
-def test_names_and_sizes_alone_would_train_on_stale_pixels(
-    case: Case, monkeypatch: pytest.MonkeyPatch, many: None, fault: Callable[..., None]
+def test_a_fingerprint_of_names_and_sizes_misses_changes(
+    case: CacheCase,
+    monkeypatch: pytest.MonkeyPatch,
+    hash_files_separately: None,
+    fault: Callable[..., None],
 ) -> None:
-    """The control of the above: as it was in earlier versions."""
-
+    """The control: with a fingerprint that ignores the content, the run uses stale pixels."""
     with monkeypatch.context() as patch:
-        patch.setattr("finetune.data.source.fingerprint_of", by_names)
-        before = case.losses()
-        repainted(case)
-        assert case.losses() == before != case.fresh()
-    fault(
-        f"{ROW}, a proof switched off", "the control: the same trial must fail", "the loss is wrong"
-    )
-
-
-def test_a_run_of_more_than_1_gib_by_an_earlier_version_is_resumed(
-    case: Case, monkeypatch: pytest.MonkeyPatch, many: None, fault: Callable[..., None]
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("finetune.data.source.fingerprint_of", by_names)
-        case.losses()
-    out, other = case.out, shutil.copytree(case.out, case.folder / "other")
-    for steps, told in ((5, True), (7, False)):  # then it has the hash of the content
-        ended = case.run(f"optim.steps={steps}", resume=out)
-        assert ended.code == 0, ended.said
-        assert ("by their names and sizes" in ended.said) == told
-    case.image(3).write_bytes(case.image(3).read_bytes() + b"longer")
-    assert case.run(resume=other).code == 3
-    assert case.run("optim.steps=7", resume=out).code == 3
-    fault(
-        "a run on more than 1 GiB by a version that knew names and sizes, at --resume",
-        "goes on and says so; 3 where a name or a size is another one",
-    )
+        patch.setattr("finetune.data.source.compute_fingerprint", fingerprint_of_names_and_sizes)
+        before = case.train_losses()
+        rewrite_all_images(case)
+        assert case.train_losses() == before != case.losses_with_empty_cache()
+    fault(f"{FAULT}, one check off", "the control: the same trial must fail", "the loss is wrong")
 
 
 @pytest.mark.parametrize("coarse", [True, False], ids=["one-second times", "nanoseconds"])
-@pytest.mark.parametrize("step", [-3600, 0, 3600], ids=["clock back", "clock kept", "clock on"])
-def test_times_that_tell_little(
+@pytest.mark.parametrize(
+    "step", [-3600, 0, 3600], ids=["clock back", "clock unchanged", "clock ahead"]
+)
+def test_changes_within_the_clock_resolution_are_found(
     step: int,
     coarse: bool,
-    case: Case,
-    many: None,
+    case: CacheCase,
+    hash_files_separately: None,
     monkeypatch: pytest.MonkeyPatch,
     fault: Callable[..., None],
 ) -> None:
-    """Images change twice within a second, on a file system and a clock that show less of it."""
+    """Images change twice within a second, with coarse file times and a clock that jumps."""
     if coarse and step > 0:
-        pytest.skip("not promised: times of whole seconds, and a clock an hour ahead of theirs")
-    look = os.stat
+        pytest.skip("not promised: whole-second times with a clock one hour ahead")
+    real_stat = os.stat
 
-    class Coarse:
+    class WholeSecondStat:
         def __init__(self, state: os.stat_result) -> None:
             for name in ("st_dev", "st_ino", "st_size"):
                 setattr(self, name, getattr(state, name))
             for name in ("st_mtime_ns", "st_ctime_ns"):
                 setattr(self, name, getattr(state, name) // 10**9 * 10**9)
 
-    class Os:
-        environ, stat = os.environ, staticmethod(lambda path: Coarse(look(path)))
+    class OsWithWholeSeconds:
+        environ, stat = os.environ, staticmethod(lambda path: WholeSecondStat(real_stat(path)))
         fspath, fsencode, fdopen, dup = os.fspath, os.fsencode, os.fdopen, os.dup
 
-    monkeypatch.setattr(fingerprint, "_SETTLED_NS", 2 * 10**9)
+    monkeypatch.setattr(stat_signatures, "_SETTLED_NS", 2 * 10**9)
     if coarse:
-        monkeypatch.setattr(fingerprint, "os", Os)
-    clock, ahead = time.time_ns, [float(step)]  # seconds
-    monkeypatch.setattr(fingerprint.time, "time_ns", lambda: clock() + int(ahead[0] * 10**9))
+        monkeypatch.setattr(stat_signatures, "os", OsWithWholeSeconds)
+    clock, clock_offset = time.time_ns, [float(step)]  # seconds
+    monkeypatch.setattr(
+        stat_signatures.time, "time_ns", lambda: clock() + int(clock_offset[0] * 10**9)
+    )
 
-    def prints() -> str:
+    def compute_fingerprint() -> str:
         with monkeypatch.context() as patch:
             patch.setenv("FINETUNE_CACHE", str(case.cache))
             return open_source(f"folder:{case.data}").splits["train"].fingerprint
 
-    seen = []
-    for shade in range(6):
-        for number in range(0, IMAGES, 7):
-            case.paint(number, shade)
-        seen.append(prints())
-    assert len(set(seen)) == 6
+    fingerprints = []
+    for variant in range(6):
+        for number in range(0, NUM_IMAGES, 7):
+            case.write_image(number, variant)
+        fingerprints.append(compute_fingerprint())
+    assert len(set(fingerprints)) == 6
     if step >= 0:
-        ahead[0] += 3.1
-        assert prints() == prints() == seen[-1]
-        monkeypatch.setattr(FileItems, "content", lambda *_: pytest.fail("is read again"))
-        assert prints() == seen[-1]
-    fault(ROW, PROMISE)
+        clock_offset[0] += 3.1
+        assert compute_fingerprint() == compute_fingerprint() == fingerprints[-1]
+        monkeypatch.setattr(
+            FileImages, "read_bytes", lambda *_: pytest.fail("reads the file again")
+        )
+        assert compute_fingerprint() == fingerprints[-1]
+    fault(FAULT, PROMISE)
 
 
-def test_an_image_that_changes_while_it_is_decoded_is_not_kept(
-    case: Case, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., None]
+def test_an_image_changed_during_decoding_is_not_cached(
+    case: CacheCase, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., None]
 ) -> None:
-    visit = image_cache.visit
+    decode = pixel_cache.decode_split
 
-    def meanwhile(*args: Any, **kwargs: Any) -> Any:
-        case.paint(3, 1)
-        return visit(*args, **kwargs)
+    def change_and_decode(*args: Any, **kwargs: Any) -> Any:
+        case.write_image(3, 1)
+        return decode(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(image_cache, "visit", meanwhile)
-        changed = case.losses()
-    assert "changed while it was decoded" in case.said
+        patch.setattr(pixel_cache, "decode_split", change_and_decode)
+        changed = case.train_losses()
+    assert "changed while it was decoded" in case.output
     assert not list((case.cache / "pixels").iterdir())
-    case.paint(3)
-    assert case.losses() == case.fresh() != changed
-    fault(ROW, PROMISE)
+    case.write_image(3)
+    assert case.train_losses() == case.losses_with_empty_cache() != changed
+    fault(FAULT, PROMISE)
 
 
 # --- other runs, full disks, kills ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overrides", [[], FROZEN], ids=["pixels", "features"])
-def test_two_runs_on_a_cold_cache(
-    overrides: list[str], case: Case, fault: Callable[..., None]
+@pytest.mark.parametrize("overrides", [[], FROZEN_BACKBONE], ids=["pixels", "features"])
+def test_three_runs_on_an_empty_cache(
+    overrides: list[str], case: CacheCase, fault: Callable[..., None]
 ) -> None:
     recipe = parse_recipe(RECIPE.replace("SOURCE", f"folder:{case.data}"), overrides=overrides)
-    expected = case.fresh(*overrides)
+    expected = case.losses_with_empty_cache(*overrides)
 
     def work(number: int) -> None:
         os.environ["FINETUNE_CACHE"] = str(case.cache)
         train(recipe, case.folder / f"race{number}")
 
-    children = [fork(lambda number=number: work(number), 2) for number in range(3)]
+    children = [fork_process(lambda number=number: work(number), 2) for number in range(3)]
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 3
     for number in range(3):
-        assert losses(case.folder / f"race{number}") == expected
-    kept = [path for path in case.cache.rglob("*") if path.is_file() and path.name[0] == "."]
-    assert kept == []
-    fault(ROW, PROMISE)
-
-
-@pytest.mark.parametrize("room", [20_000, *(pytest.param(n, marks=LONG) for n in (4096, 60_000))])
-def test_a_full_disk_of_the_cache(room: int, case: Case, fault: Callable[..., None]) -> None:
-    place = case.folder / "disk"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={room},mode=700", "faults", str(place)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"no tmpfs can be mounted: {done.stderr.strip()}")
-    try:
-        for overrides in ([], FROZEN):
-            expected = case.fresh(*overrides)
-            for _ in range(2):
-                assert case.losses(*overrides, cache=place / "cache") == expected
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
-    fault(ROW, PROMISE)
+        assert read_train_losses(case.folder / f"race{number}") == expected
+    temporary_files = [
+        path for path in case.cache.rglob("*") if path.is_file() and path.name[0] == "."
+    ]
+    assert temporary_files == []
+    fault(FAULT, PROMISE)
 
 
 @pytest.mark.parametrize(
-    "moment",
-    ["replace", *(pytest.param(n, marks=LONG) for n in ("_write", "write_table", "fsync"))],
+    "size", [20_000, *(pytest.param(n, marks=LONG_TEST) for n in (4096, 60_000))]
+)
+def test_a_full_cache_disk(size: int, case: CacheCase, fault: Callable[..., None]) -> None:
+    mount_point = case.folder / "disk"
+    mount_point.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "faults", str(mount_point)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        pytest.skip(f"no tmpfs can be mounted: {result.stderr.strip()}")
+    try:
+        for overrides in ([], FROZEN_BACKBONE):
+            expected = case.losses_with_empty_cache(*overrides)
+            for _ in range(2):
+                assert case.train_losses(*overrides, cache=mount_point / "cache") == expected
+    finally:
+        subprocess.run(["umount", "-l", str(mount_point)], check=True)
+    fault(FAULT, PROMISE)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "replace",
+        *(pytest.param(n, marks=LONG_TEST) for n in ("_write_all", "write_pixel_table", "fsync")),
+    ],
 )
 def test_a_kill_while_the_cache_is_written(
-    moment: str, case: Case, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., None]
+    function: str, case: CacheCase, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., None]
 ) -> None:
-    places = {"_write": pixel_file, "write_table": image_cache, "fsync": files.os}
+    modules = {"_write_all": pixel_file, "write_pixel_table": pixel_cache, "fsync": files.os}
     with monkeypatch.context() as patch:
         kill = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
-        if moment in ("fsync", "replace"):
-            write = files.CacheFolder.write
+        if function in ("fsync", "replace"):
+            write = cache.CacheFolder.write
 
-            def armed(self: Any, key: str) -> Any:
-                setattr(files.os, moment, kill)
+            def write_armed(self: Any, key: str) -> Any:
+                setattr(files.os, function, kill)
                 return write(self, key)
 
-            patch.setattr(files.CacheFolder, "write", armed)
+            patch.setattr(cache.CacheFolder, "write", write_armed)
         else:
-            patch.setattr(places[moment], moment, kill)
-        assert case.run().code == -signal.SIGKILL
-    assert case.losses() == case.fresh()
+            patch.setattr(modules[function], function, kill)
+        assert case.run().exit_code == -signal.SIGKILL
+    assert case.train_losses() == case.losses_with_empty_cache()
     assert [path.name for path in (case.cache / "pixels").iterdir() if path.name[0] == "."] == []
-    fault(ROW, PROMISE)
+    fault(FAULT, PROMISE)
 
 
-def test_a_file_that_is_cut_off_while_it_is_read(
-    copy: Case,
-    warm: tuple[Path, dict[str, list[float]]],
+def test_a_file_truncated_while_it_is_read(
+    copied_cache: CacheCase,
+    warm_cache: tuple[Path, dict[str, list[float]]],
     monkeypatch: pytest.MonkeyPatch,
     fault: Callable[..., None],
 ) -> None:
-    batch = pixel_file.Images.batch
+    read_batch = pixel_file.DecodedImages.read_batch
 
-    def meanwhile(self: Any, *which: Any) -> Any:
-        os.truncate(copy.only("pixels"), 100) if copy.only("pixels").stat().st_size > 100 else None
-        return batch(self, *which)
+    def truncate_and_read(self: Any, *arguments: Any) -> Any:
+        os.truncate(copied_cache.cached_file("pixels"), 100) if copied_cache.cached_file(
+            "pixels"
+        ).stat().st_size > 100 else None
+        return read_batch(self, *arguments)
 
-    def careful(self: Any, *which: Any) -> Any:
+    def read_again_on_damage(self: Any, *arguments: Any) -> Any:
         try:
-            return meanwhile(self, *which)
-        except ValueError:  # it was removed as damaged
-            return batch(self, *which)
+            return truncate_and_read(self, *arguments)
+        except ValueError:  # the file was removed as damaged
+            return read_batch(self, *arguments)
 
-    monkeypatch.setattr(pixel_file.Images, "batch", careful)
-    assert copy.losses() == warm[1]["pixels"]
-    assert copy.said.count("is damaged") == 1
-    assert not list((copy.cache / "pixels").iterdir()), "the next run makes it anew"
-    fault(ROW, PROMISE)
+    monkeypatch.setattr(pixel_file.DecodedImages, "read_batch", read_again_on_damage)
+    assert copied_cache.train_losses() == warm_cache[1]["pixels"]
+    assert copied_cache.output.count("is damaged") == 1
+    assert not list((copied_cache.cache / "pixels").iterdir()), "the damaged file was not removed"
+    fault(FAULT, PROMISE)
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("side", [2040, 4160], ids=["300 MB", "1.2 GB"])
-def test_large_sets(
+def test_large_datasets(
     side: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., None]
 ) -> None:
-    """As they are: nothing is switched off, and no limit is another one."""
+    """Without patches: all checks on, all limits unchanged."""
     monkeypatch.undo()
-    case, cell = Case(tmp_path, side), side * side * 3
-    for number in range(IMAGES):
-        case.paint(number)
-    assert (IMAGES * cell > 2**30) == (side == 4160)
+    case, image_bytes = CacheCase(tmp_path, side), side * side * 3
+    for number in range(NUM_IMAGES):
+        case.write_image(number)
+    assert (NUM_IMAGES * image_bytes > 2**30) == (side == 4160)
     time.sleep(2.1)
-    first = case.losses()
-    assert case.only("hashes")
-    zeroed(4, 23, cell)(case.only("pixels"))
-    assert case.losses() == first
-    assert "is damaged" in case.said
-    repainted(case)
-    ended = case.run(cache=tmp_path / "cache")
-    assert ended.code == 0, ended.said
-    changed = losses(case.out)
-    assert changed != first
+    losses = case.train_losses()
+    assert case.cached_file("hashes")
+    zero_blocks(4, 23, image_bytes)(case.cached_file("pixels"))
+    assert case.train_losses() == losses
+    assert "is damaged" in case.output
+    rewrite_all_images(case)
+    result = case.run(cache=tmp_path / "cache")
+    assert result.exit_code == 0, result.output
+    changed_losses = read_train_losses(case.out)
+    assert changed_losses != losses
     shutil.rmtree(case.cache)
-    assert case.losses() == changed
+    assert case.train_losses() == changed_losses
     fault(
-        "a set of 300 MB and of 1.2 GB: images zeroed in the cache, all replaced by others",
+        "datasets of 300 MB and 1.2 GB: images zeroed in the cache; all images replaced",
         PROMISE,
     )
 
 
-# --- any bytes ------------------------------------------------------------------------------------
+# --- fuzzing --------------------------------------------------------------------------------------
 
-EDITS = st.lists(
+BYTE_EDITS = st.lists(
     st.tuples(
         st.sampled_from(["flip", "cut", "set", "copy", "insert", "digest"]),
         st.floats(0, 1),
@@ -750,7 +815,7 @@ EDITS = st.lists(
 )
 
 
-def spoiled(body: bytes, edits: list[Any]) -> bytes:
+def apply_byte_edits(body: bytes, edits: list[Any]) -> bytes:
     for kind, first, second, piece in edits:
         a, b = int(first * len(body)), int(second * len(body))
         if kind == "flip" and body:
@@ -761,76 +826,80 @@ def spoiled(body: bytes, edits: list[Any]) -> bytes:
         elif kind == "set":
             body = body[:a] + piece + body[a + len(piece) :]
         elif kind == "copy":
-            body = body[:a] + body[b : b + CELL] + body[a + len(body[b : b + CELL]) :]
+            body = body[:a] + body[b : b + IMAGE_BYTES] + body[a + len(body[b : b + IMAGE_BYTES]) :]
         elif kind == "insert":
             body = body[:a] + piece + body[a:]
         elif kind == "digest" and len(body) > 200:
-            # a tail of any bytes under the sha256 that fits it
+            # a tail of any bytes with a matching sha256
             body = body[:-300] + piece + body[-300 + len(piece) : -32]
-            tail = body[IMAGES * CELL :]
+            tail = body[NUM_IMAGES * IMAGE_BYTES :]
             footer = pixel_file._FOOTER.size - 32
             body += hashlib.sha256(tail[-footer:] + tail[:-footer]).digest()
     return body
 
 
 @pytest.mark.parametrize(
-    "number",
-    [pytest.param(200, id="quick"), pytest.param(5000, id="long", marks=LONG)],
+    "num_examples",
+    [pytest.param(200, id="quick"), pytest.param(5000, id="long", marks=LONG_TEST)],
 )
 @pytest.mark.parametrize("kind", ["pixels", "features"])
-def test_any_bytes(
-    number: int, kind: str, copy: Case, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., None]
+def test_fuzzed_cache_files(
+    num_examples: int,
+    kind: str,
+    copied_cache: CacheCase,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[..., None],
 ) -> None:
-    monkeypatch.setenv("FINETUNE_CACHE", str(copy.cache))
-    path = copy.only(kind)
-    body, refusals = path.read_bytes(), 0
-    split = open_source(f"folder:{copy.data}").splits["train"]
-    expected = [split.read(index) for index in range(IMAGES)]
+    monkeypatch.setenv("FINETUNE_CACHE", str(copied_cache.cache))
+    path = copied_cache.cached_file(kind)
+    body, num_damaged = path.read_bytes(), 0
+    split = open_source(f"folder:{copied_cache.data}").splits["train"]
+    expected = [split.decode(index) for index in range(NUM_IMAGES)]
     values_ND = (
-        np.frombuffer(body[128:], np.float32).reshape(IMAGES, -1) if kind != "pixels" else None
+        np.frombuffer(body[128:], np.float32).reshape(NUM_IMAGES, -1) if kind != "pixels" else None
     )
-    how = image_cache.How(0, "stop", progress=False, timeout_seconds=9.0)
-    said: list[str] = []
-    monkeypatch.setattr(image_cache, "notice", said.append)
-    monkeypatch.setattr(features, "say", said.append)
+    options = pixel_cache.DecodeOptions(0, "stop", progress=False, timeout_seconds=9.0)
+    messages: list[str] = []
 
-    def pixels_are_right() -> None:
-        found = image_cache.cached_images(split, how, num_bytes=9, tell=said.append)
-        assert isinstance(found, image_cache.Decoded), found
-        assert np.array_equal(found.indices, range(IMAGES))
-        for image, right in zip(found.images, expected, strict=True):
-            assert np.array_equal(image.permute(1, 2, 0).numpy(), right)
+    def check_pixels() -> None:
+        with logged(messages):
+            found = pixel_cache.decode_with_cache(split, options, num_bytes=9)
+        assert isinstance(found, pixel_cache.DecodedSplit), found
+        assert np.array_equal(found.indices, range(NUM_IMAGES))
+        for image, reference in zip(found.images, expected, strict=True):
+            assert np.array_equal(image.permute(1, 2, 0).numpy(), reference)
 
-    def features_are_right() -> None:
+    def check_features() -> None:
         key = path.stem.partition("-")[0]
-        found = read_cached(path.parent, key, num_images=IMAGES)
+        with logged(messages):
+            found = read_cached_features(path.parent, key, num_images=NUM_IMAGES)
         assert found is None or np.array_equal(found, values_ND)
 
     @seed(7)
     @settings(
-        max_examples=number,
+        max_examples=num_examples,
         deadline=None,
         database=None,
-        derandomize=number == 200,
+        derandomize=num_examples == 200,
         suppress_health_check=list(HealthCheck),
     )
-    @given(EDITS)
-    def once(edits: Any) -> None:
-        nonlocal refusals
-        wrong = spoiled(body, edits)
-        said.clear()
+    @given(BYTE_EDITS)
+    def check_one(edits: Any) -> None:
+        nonlocal num_damaged
+        edited = apply_byte_edits(body, edits)
+        messages.clear()
         path.unlink(missing_ok=True)
-        path.write_bytes(wrong)
+        path.write_bytes(edited)
         path.chmod(0o600)
-        (pixels_are_right if kind == "pixels" else features_are_right)()
-        # (a table may be written anew under its own sha256: then it is right, or was refused)
-        assert said or wrong == body or kind == "pixels", "nothing was said"
-        refusals += bool(said)
+        (check_pixels if kind == "pixels" else check_features)()
+        # An edited table with a matching sha256 is either correct or refused.
+        assert messages or edited == body or kind == "pixels", "no message"
+        num_damaged += bool(messages)
 
-    once()
-    assert refusals > number // 2
+    check_one()
+    assert num_damaged > num_examples // 2
     fault(
-        f"fuzzing: the cache of {kind} with damaged bytes",
-        "no image or feature is another one, no exception that is not an error of ours",
-        f"{number:,} examples, {refusals:,} of them found damaged",
+        f"fuzzing: cached {kind} with damaged bytes",
+        "no wrong image or feature, and no exception other than FinetuneError",
+        f"{num_examples:,} examples, {num_damaged:,} of them detected as damaged",
     )

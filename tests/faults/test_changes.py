@@ -11,21 +11,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from faults_launch import launched
-from faults_runs import digest, weights
-from faults_runs import launched as launch_ranks
+from forked_runs import read_weights, run_file_hashes
+from forked_runs import run_ranks as launch_ranks
+from launches import launch_training
 from PIL import Image
-from recipe_texts import tiny_text
+from recipe_texts import tiny_recipe_text
 from refusals import refused
 
 from finetune.errors import Interrupted
-from finetune.recipe.load import Recipe, parse_recipe
+from finetune.recipe.load import parse_recipe
+from finetune.recipe.schema import Recipe
 from finetune.training.train import train
 from finetune.training.trainer_state import TrainerState
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
-RECIPE = tiny_text(
+RECIPE = tiny_recipe_text(
     "train: resize | flip | rotate(10), eval: resize, batch_size: 8",
     source="SOURCE",
     model="pretrained: false, dropout: 0.1",
@@ -48,7 +49,7 @@ def stopped(
     """A run that ended in its seventh step; its newest checkpoint is of the sixth."""
 
     def stop(*overrides: str) -> Path:
-        step = TrainerState.step
+        step = TrainerState.train_step
 
         def until(trainer: TrainerState, *args: object) -> None:
             if trainer.counters.step == 6:
@@ -57,7 +58,7 @@ def stopped(
 
         out = tmp_path / "stopped"
         with monkeypatch.context() as patch:
-            patch.setattr(TrainerState, "step", until)
+            patch.setattr(TrainerState, "train_step", until)
             with pytest.raises(Interrupted):
                 train(recipe(*overrides), out)
         return out
@@ -80,10 +81,10 @@ def shown_as_close(title: str, run: Path, other: Path, fault: Callable[..., None
 
 
 def check_refused(recipe: Recipe, run: Path, code: str, *named: object) -> None:
-    before = digest(run)
+    before = run_file_hashes(run)
     with refused(code, run, *named):
         train(recipe, run, resume=True)
-    assert digest(run) == before, "a refusal leaves the run as it was"
+    assert run_file_hashes(run) == before, "a refusal leaves the run as it was"
 
 
 OTHERS = [
@@ -169,7 +170,7 @@ def test_what_changes_nothing_learned_goes_on_to_the_same_weights(
     out = stopped()
     train(recipe("run.log_every=3", "data.eval_batch_size=5", "run.save_every=1"), out, resume=True)
     train(recipe(), tmp_path / "plain")
-    assert weights(out) == weights(tmp_path / "plain")
+    assert read_weights(out) == read_weights(tmp_path / "plain")
     fault(
         "logging, saving or evaluation's batch changed at --resume",
         "goes on to the weights of the uninterrupted run, to the bit",
@@ -205,9 +206,9 @@ def test_another_number_of_processes_continues_by_samples(
     out = stopped(calm)
     train(recipe(calm), tmp_path / "plain")
     text = RECIPE.replace("SOURCE", f"folder:{image_folder}")
-    with launched(tmp_path, calm, "--resume", recipe=text, out=out, processes=2) as two:
+    with launch_training(tmp_path, calm, "--resume", recipe=text, out=out, num_processes=2) as two:
         two.wait_for_end()
-    assert two.record()["num_processes"] == 2, two.text
+    assert two.read_record()["num_processes"] == 2, two.text
     shown_as_close(
         "one process at the stop, two at --resume",
         out,
@@ -221,7 +222,7 @@ def test_fewer_processes_continue_by_samples(
     recipe: Callable[..., Recipe], tmp_path: Path, fault
 ) -> None:
     calm = "model.dropout=0"
-    out, step = tmp_path / "two", TrainerState.step
+    out, step = tmp_path / "two", TrainerState.train_step
 
     def until(trainer: TrainerState, *args: object) -> None:
         if trainer.counters.step == 6:
@@ -230,7 +231,7 @@ def test_fewer_processes_continue_by_samples(
         step(trainer, *args)  # type: ignore[arg-type]
 
     def dies() -> None:
-        TrainerState.step = until  # type: ignore[method-assign]
+        TrainerState.train_step = until  # type: ignore[method-assign]
         train(recipe(calm), out)
 
     codes, told = launch_ranks([dies, dies])
@@ -254,7 +255,7 @@ def test_a_longer_run_continues_where_its_past_is_the_same(
     assert "10 steps instead of 8" in capsys.readouterr().err
     train(recipe("optim.steps=12"), out, resume=True)  # after its end too
     train(recipe("optim.steps=12"), tmp_path / "plain")
-    assert weights(out) == weights(tmp_path / "plain")
+    assert read_weights(out) == read_weights(tmp_path / "plain")
     fault(
         "a longer run at --resume, constant learning rate, also after its end",
         "goes on to the weights of the run that was longer from the start, to the bit",

@@ -12,7 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from demo_server import Running, ask, browser, classify, demo, small_model, upload
+from demo_server import (
+    DemoServer,
+    browser,
+    call_predict,
+    http_request,
+    run_demo,
+    save_small_model,
+    upload,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -36,32 +44,34 @@ Fault = Callable[..., None]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return small_model(tmp_path_factory.mktemp("models") / "vit")
+    return save_small_model(tmp_path_factory.mktemp("models") / "vit")
 
 
 @pytest.fixture(scope="module")
-def ours(model: str) -> Iterator[Running]:
+def ours(model: str) -> Iterator[DemoServer]:
     """A demo with all its protections; nothing that it is sent may leave a traceback."""
-    with demo(model) as server:
+    with run_demo(model) as server:
         yield server
     assert "Traceback" not in "".join(server.lines)
 
 
 @contextlib.contextmanager
-def attacked(request: pytest.FixtureRequest, protection: str, protected: bool) -> Iterator[Running]:
+def attacked(
+    request: pytest.FixtureRequest, protection: str, protected: bool
+) -> Iterator[DemoServer]:
     """The demo of all tests, or one of its own without a protection."""
     if protected:
         yield request.getfixturevalue("ours")
         return
-    with demo(request.getfixturevalue("model"), before=WITHOUT[protection]) as server:
+    with run_demo(request.getfixturevalue("model"), before=WITHOUT[protection]) as server:
         yield server
 
 
 @contextlib.contextmanager
-def alone(model: str, folder: Path, protection: str, protected: bool) -> Iterator[Running]:
+def alone(model: str, folder: Path, protection: str, protected: bool) -> Iterator[DemoServer]:
     """A demo of its own whose temporary folder is in `folder`, with or without a protection."""
     before = "" if protected else WITHOUT[protection]
-    with demo(model, before=before, TMPDIR=str(folder)) as server:
+    with run_demo(model, before=before, TMPDIR=str(folder)) as server:
         yield server
 
 
@@ -84,7 +94,7 @@ def test_pages_of_other_origins(
         number = 40
         answers = [upload(server, f"{n}.png", b"x" * 1000, **EVIL) for n in range(number)]
         refused = [text for status, text in answers if status == 403]
-        call = classify(server, None, **EVIL)[0]
+        call = call_predict(server, None, **EVIL)[0]
         own = {"Origin": server.url, "Sec_Fetch_Site": "same-origin"}
         assert upload(server, "a.png", b"x", **own)[0] == 200
         assert upload(server, "a.png", b"x")[0] == 200  # a program
@@ -105,7 +115,10 @@ def test_a_name_pointed_at_this_machine(
         name = f"evil.example:{port}"
         # to the browser, the page and its target are then one origin
         headers = {"Host": name, "Origin": f"http://{name}", "Sec_Fetch_Site": "same-origin"}
-        statuses = {ask(server.url, Host=name)[0], upload(server, "a.png", b"x", **headers)[0]}
+        statuses = {
+            http_request(server.url, Host=name)[0],
+            upload(server, "a.png", b"x", **headers)[0],
+        }
     assert statuses == ({421} if protected else {200})
     if protected:
         fault("demo: DNS rebinding, reading and sending", "421")
@@ -178,13 +191,13 @@ def test_data_of_wrong_types(request: pytest.FixtureRequest, protected: bool, fa
     with attacked(request, "types", protected) as server:
         for content in BAD_DATA:
             call = {} if isinstance(content, int) else content
-            statuses.add(ask(f"{server.url}/gradio_api/call/predict", content)[0])
+            statuses.add(http_request(f"{server.url}/gradio_api/call/predict", content)[0])
             for function in range(5):
                 joined = {**call, "fn_index": function, "session_hash": "a"}
                 if (function, call.get("data")) != (1, []):  # it takes no input
-                    statuses.add(ask(f"{server.url}/gradio_api/queue/join", joined)[0])
+                    statuses.add(http_request(f"{server.url}/gradio_api/queue/join", joined)[0])
         (path,) = json.loads(upload(server, "a.png", b"x")[1])
-        assert "not an image" in classify(server, {"path": path})[1]
+        assert "not an image" in call_predict(server, {"path": path})[1]
     written = "".join(server.lines)
     assert ("Traceback" in written) is not protected
     if not protected:

@@ -19,20 +19,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from faults_runs import (
-    SMALL,
-    Ended,
-    all_verified,
-    check_done,
-    check_refused,
-    command,
-    copied,
-    in_child,
-    launched,
-    leftovers,
-    losses,
-    tiny,
-    weights,
+from forked_runs import (
+    SMALL_OVERRIDES,
+    ChildResult,
+    check_all_checkpoints,
+    check_child_error,
+    check_child_success,
+    copy_run,
+    read_train_losses,
+    read_weights,
+    run_command_in_child,
+    run_in_child,
+    run_ranks,
+    temporary_files,
+    tiny_recipe,
 )
 from PIL import Image
 
@@ -42,7 +42,7 @@ from finetune.training.trainer_state import TrainerState
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
-RECIPE = tiny(*SMALL)
+RECIPE = tiny_recipe(*SMALL_OVERRIDES)
 PLENTY = 64 << 20
 FULL_DISK = "exit code 5 and the bytes needed; the last good checkpoint stays, nothing half written"
 READ_ONLY = "exit code 5 before the first step"
@@ -55,8 +55,8 @@ class Disk:
         self.path = path
 
     def mount(self, options: str) -> None:
-        command = ["mount", "-t", "tmpfs", "-o", options, "faults", str(self.path)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        run_command_in_child = ["mount", "-t", "tmpfs", "-o", options, "faults", str(self.path)]
+        done = subprocess.run(run_command_in_child, capture_output=True, text=True, check=False)
         if done.returncode:
             pytest.skip(f"no tmpfs can be mounted: {done.stderr.strip()}")
 
@@ -82,18 +82,18 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-def check_refusal(ended: Ended) -> int:
+def check_refusal(ended: ChildResult) -> int:
     """The child met a full disk. Returns: the bytes that its message says it needs."""
-    check_refused(ended, "setup.disk_full", "--resume")
-    (needed,) = re.findall(r"\(([\d,]+) bytes are needed\)", ended.said)
+    check_child_error(ended, "setup.disk_full", "--resume")
+    (needed,) = re.findall(r"\(([\d,]+) bytes are needed\)", ended.output)
     return int(needed.replace(",", ""))
 
 
 def check_resumes(out: Path, whole: Path) -> None:
-    check_done(in_child(lambda: train(RECIPE, out, resume=True)))
-    assert weights(out) == weights(whole)
-    assert losses(out) == losses(whole)
-    assert leftovers(out) == []
+    check_child_success(run_in_child(lambda: train(RECIPE, out, resume=True)))
+    assert read_weights(out) == read_weights(whole)
+    assert read_train_losses(out) == read_train_losses(whole)
+    assert temporary_files(out) == []
 
 
 # KiB: full at the recipe, the record, the first, second and third checkpoint, and at the model
@@ -109,10 +109,10 @@ QUICK = {8, 300, 1000, 1500}
 def test_a_disk_that_fills_up(kibibytes: int, whole: Path, disk: Disk, fault) -> None:
     disk.resize(kibibytes << 10)
     out = disk.path / "run"
-    ended = in_child(lambda: train(RECIPE, out, resume=True))
+    ended = run_in_child(lambda: train(RECIPE, out, resume=True))
     check_refusal(ended)
-    assert leftovers(out) == []
-    steps = all_verified(out) if out.exists() else []
+    assert temporary_files(out) == []
+    steps = check_all_checkpoints(out) if out.exists() else []
     assert bool(steps) == (kibibytes >= 600), "a checkpoint takes 450 KiB"
     if steps:  # as after a kill, it stays "running" where not even the record finds room
         assert json.loads((out / "run.json").read_text())["status"] in ("failed (5)", "running")
@@ -122,7 +122,7 @@ def test_a_disk_that_fills_up(kibibytes: int, whole: Path, disk: Disk, fault) ->
 
 
 def test_another_program_fills_the_disk(whole: Path, disk: Disk, fault) -> None:
-    out, step = disk.path / "run", TrainerState.step
+    out, step = disk.path / "run", TrainerState.train_step
 
     def work() -> None:
         def fill_first(self: TrainerState, *args: object) -> None:
@@ -130,15 +130,15 @@ def test_another_program_fills_the_disk(whole: Path, disk: Disk, fault) -> None:
                 disk.fill(but=8192)
             step(self, *args)
 
-        TrainerState.step = fill_first  # type: ignore[method-assign]
+        TrainerState.train_step = fill_first  # type: ignore[method-assign]
         train(RECIPE, out)
 
-    needed = check_refusal(in_child(work))
+    needed = check_refusal(run_in_child(work))
     assert needed > 400_000, "what the checkpoint needs, not what its record does"
-    assert all_verified(out) == [2, 4]
-    assert leftovers(out) == []
-    check_refusal(in_child(lambda: train(RECIPE, out, resume=True)))  # nothing is freed yet
-    assert all_verified(out) == [2, 4]
+    assert check_all_checkpoints(out) == [2, 4]
+    assert temporary_files(out) == []
+    check_refusal(run_in_child(lambda: train(RECIPE, out, resume=True)))  # nothing is freed yet
+    assert check_all_checkpoints(out) == [2, 4]
     (disk.path / "filler").unlink()
     check_resumes(out, whole)
     fault("disk full while a run trains", FULL_DISK, "and --resume gives the same weights")
@@ -153,8 +153,8 @@ def test_a_limit_on_the_size_of_files(kibibytes: int, whole: Path, tmp_path: Pat
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         train(RECIPE, out)
 
-    check_refusal(in_child(work))
-    assert leftovers(out) == []
+    check_refusal(run_in_child(work))
+    assert temporary_files(out) == []
     check_resumes(out, whole)
     fault("limit on the size of a file (RLIMIT_FSIZE)", FULL_DISK)
 
@@ -170,35 +170,35 @@ def test_a_limit_on_two_processes(kibibytes: int, tmp_path: Path, fault) -> None
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         train(RECIPE, out, resume=True)
 
-    codes, said = launched([work, work])
+    codes, said = run_ranks([work, work])
     assert codes[0] == 5, said
     assert codes[1] != 0, said
     assert said.count("bytes are needed") == 1, said
-    assert leftovers(out) == []
+    assert temporary_files(out) == []
     limited = False
-    codes, said = launched([work, work])
+    codes, said = run_ranks([work, work])
     assert codes == [0, 0], said
-    assert leftovers(out) == []
+    assert temporary_files(out) == []
     fault("limit on the size of a file, two processes", FULL_DISK, "and --resume goes on")
 
 
 # Not writable -------------------------------------------------------------------------------------
 
 
-def refused_at_the_start(out: Path, *, as_nobody: bool = False) -> Ended:
+def refused_at_the_start(out: Path, *, as_nobody: bool = False) -> ChildResult:
     def work() -> None:
         def step(*_: object) -> None:
             raise AssertionError("no step may be taken")
 
-        TrainerState.step = step  # type: ignore[method-assign]
+        TrainerState.train_step = step  # type: ignore[method-assign]
         if as_nobody and os.geteuid() == 0:
             os.setgroups([])
             os.setgid(65534)
             os.setuid(65534)
         train(RECIPE, out, resume=True)
 
-    ended = in_child(work)
-    check_refused(ended, "setup.not_writable", out, "--out")
+    ended = run_in_child(work)
+    check_child_error(ended, "setup.not_writable", out, "--out")
     return ended
 
 
@@ -206,10 +206,10 @@ def refused_at_the_start(out: Path, *, as_nobody: bool = False) -> Ended:
 def test_a_read_only_file_system(begun: bool, whole: Path, disk: Disk, fault) -> None:
     out = disk.path / "run"
     if begun:
-        copied(whole, out)
+        copy_run(whole, out)
         (out / "run.json").write_text((out / "run.json").read_text().replace("done", "running"))
     disk.mount("remount,ro")
-    assert "Read-only file system" in refused_at_the_start(out).said
+    assert "Read-only file system" in refused_at_the_start(out).output
     fault("read-only file system", READ_ONLY)
 
 
@@ -218,7 +218,7 @@ def test_a_folder_of_somebody_else(begun: bool, whole: Path, disk: Disk, fault) 
     """On a disk of its own, since nobody else may enter the folders of these tests."""
     out = disk.path / "run"
     if begun:
-        copied(whole, out)
+        copy_run(whole, out)
     # Nobody must reach the disk, and what Python still imports there.
     needed = (disk.path, Path(finetune.__file__).parent, Path(sys.prefix), Path(sys.base_prefix))
     reachable = {above for place in needed for above in (place, *place.parents)}
@@ -255,8 +255,8 @@ def test_predictions_on_a_full_disk(
     target = disk.path / f"rows.{suffix}"
     target.write_text("before")
     disk.fill(but=8192)
-    ended = command("predict", whole, pictures, "--out", target)
-    check_refused(ended, "setup.disk_full", target, os.strerror(errno.ENOSPC))
+    ended = run_command_in_child("predict", whole, pictures, "--out", target)
+    check_child_error(ended, "setup.disk_full", target, os.strerror(errno.ENOSPC))
     assert target.read_text() == "before"
     assert {entry.name for entry in disk.path.iterdir()} == {target.name, "filler"}
     fault("disk full: predict, eval, report, export, sheet", VERBS)
@@ -273,7 +273,7 @@ def test_what_else_is_written_on_a_full_disk(
         "sheet": ("predict", whole, one, "--sheet", disk.path / "sheet.png"),
     }
     disk.fill()
-    check_refused(command(*words[verb]), "setup.disk_full", disk.path)
+    check_child_error(run_command_in_child(*words[verb]), "setup.disk_full", disk.path)
     left = [entry for entry in disk.path.rglob("*") if entry.is_file()]
     assert [entry.name for entry in left] == ["filler"]
     fault("disk full: predict, eval, report, export, sheet", VERBS)
@@ -283,14 +283,14 @@ def test_what_else_is_written_on_a_full_disk(
 @pytest.mark.parametrize("format", ["onnx", "torch"])
 def test_an_export_on_a_full_disk(format: str, whole: Path, disk: Disk, fault) -> None:
     disk.fill(but=16384)
-    ended = command("export", whole, "--format", format, "--out", disk.path)
-    check_refused(ended, "setup.disk_full", disk.path)
+    ended = run_command_in_child("export", whole, "--format", format, "--out", disk.path)
+    check_child_error(ended, "setup.disk_full", disk.path)
     assert [entry.name for entry in disk.path.iterdir()] == ["filler"]
     fault("disk full: predict, eval, report, export, sheet", VERBS)
 
 
 def test_the_cache_of_features_on_a_full_disk(disk: Disk, fault) -> None:
-    from finetune.evaluation.features import read_cached, write_cached
+    from finetune.evaluation.feature_cache import read_cached_features, write_cached_features
 
     disk.fill(but=16384)
     values_ND = np.arange(40_000, dtype=np.float32).reshape(100, 400)
@@ -298,11 +298,11 @@ def test_the_cache_of_features_on_a_full_disk(disk: Disk, fault) -> None:
     key = "0" * 64
 
     def work() -> None:
-        write_cached(cache, key, values_ND)
-        assert read_cached(cache, key, num_images=100) is None
+        write_cached_features(cache, key, values_ND)
+        assert read_cached_features(cache, key, num_images=100) is None
 
-    ended = in_child(work)
-    assert ended.code == 0, ended.said
-    assert "are not kept (No space left on device)" in ended.said
+    ended = run_in_child(work)
+    assert ended.exit_code == 0, ended.output
+    assert "are not kept (No space left on device)" in ended.output
     assert list(cache.iterdir()) == []
     fault("disk full: the cache of features", "the features are computed, used and not kept")

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import faults_samples
 import pytest
-from faults_launch import RECIPE, Launch, launched, own_tracebacks
-from faults_machines import ip, machines
-from faults_runs import Moments, end_ranks, in_child, start_ranks
-from faults_samples import record, trained_on
+import sample_recorder
+from forked_runs import KillPoints, run_in_child, start_ranks, wait_for_ranks
+from launches import RECIPE, Launch, finetune_tracebacks, launch_training
+from network_namespaces import create_namespaces, run_ip
+from sample_recorder import read_samples, record_samples
 
 from finetune.recipe.load import parse_recipe
 from finetune.run.directory import RunDir
@@ -42,15 +42,15 @@ def check_same(run: Path, whole: Path) -> tuple[float, list[int]]:
 
     Returns: the largest difference of a loss; the number of processes of each step.
     """
-    samples, worlds = trained_on(samples_of(run))
-    assert samples == trained_on(samples_of(whole))[0]
+    samples, worlds = read_samples(samples_of(run))
+    assert samples == read_samples(samples_of(whole))[0]
     seen = [index for step in samples for index in step]
     images = json.loads((run / "run.json").read_text())["plan"]["images_read"]
     assert len(seen) >= 5 * images
     for first in range(0, len(seen) - images + 1, images):
         assert sorted(seen[first : first + images]) == list(range(images))
     ours, theirs = (
-        [line["loss"] for line in RunDir(out).history() if line["split"] == "train"]
+        [line["loss"] for line in RunDir(out).read_metrics() if line["split"] == "train"]
         for out in (run, whole)
     )
     assert len(ours) == len(samples)
@@ -73,16 +73,16 @@ def test_three_processes_then_two_then_three(tmp_path: Path, fault: Any) -> None
     whole, out = tmp_path / "whole", tmp_path / "run"
 
     def work(run: Path, moment: int = 0) -> None:
-        record(samples_of(run))
-        Moments(moment).watch()
+        record_samples(samples_of(run))
+        KillPoints(moment).install()
         train(recipe, run, resume=True)  # also where there is nothing yet to go on with
 
-    assert in_child(lambda: work(whole)).code == 0
+    assert run_in_child(lambda: work(whole)).exit_code == 0
     with tempfile.TemporaryFile() as said:
         for world, victim, moment in [*KILLS, (3, -1, 0)]:
             moments = [moment if rank == victim else 0 for rank in range(world)]
             ranks = start_ranks([lambda m=m: work(out, m) for m in moments], said.fileno())
-            codes = end_ranks(ranks)
+            codes = wait_for_ranks(ranks)
             said.seek(0)
             assert (-signal.SIGKILL in codes) == (victim >= 0), said.read().decode()
     assert codes == [0, 0, 0]
@@ -106,20 +106,20 @@ FIRST = "10.78.0.1"
 def switch(names: list[str]) -> None:
     """A switch between three machines, which the first one has; eth0 on all."""
     first = names[0]
-    ip("-n", first, "link", "add", "eth0", "type", "bridge")
+    run_ip("-n", first, "link", "add", "eth0", "type", "bridge")
     for number, name in enumerate(names):
-        ip("-n", first, "link", "add", f"port{number}", "type", "veth", "peer", f"end{number}")
+        run_ip("-n", first, "link", "add", f"port{number}", "type", "veth", "peer", f"end{number}")
         if number:
-            ip("-n", first, "link", "set", f"end{number}", "netns", name, "name", "eth0")
-        ip("-n", first, "link", "set", f"port{number}", "master", "eth0")
-        ip("-n", first, "link", "set", f"port{number}", "up")
-        ip("-n", name, "addr", "add", f"10.78.0.{number + 1}/24", "dev", "eth0")
-        ip("-n", name, "link", "set", "eth0", "up")
+            run_ip("-n", first, "link", "set", f"end{number}", "netns", name, "name", "eth0")
+        run_ip("-n", first, "link", "set", f"port{number}", "master", "eth0")
+        run_ip("-n", first, "link", "set", f"port{number}", "up")
+        run_ip("-n", name, "addr", "add", f"10.78.0.{number + 1}/24", "dev", "eth0")
+        run_ip("-n", name, "link", "set", "eth0", "up")
 
 
 @pytest.fixture
 def hosts() -> Iterator[list[str]]:
-    with machines("abc", switch) as names:
+    with create_namespaces("abc", switch) as names:
         yield names
 
 
@@ -140,28 +140,28 @@ class Machines:
         options += ["--rdzv_id", "run", "--rdzv_backend", "c10d"]
         options += ["--rdzv_endpoint", f"{FIRST}:29400", "--local_addr", f"10.78.0.{number + 1}"]
         options += ["--rdzv_conf", f"{first},last_call_timeout=3"]
-        launch = launched(
+        launch = launch_training(
             self.folder,
             *(*SETTINGS, f"optim.steps={STEPS}", f"run.eval_every={STEPS}", "run.save_every=5"),
             *(SLOW, "run.timeout_seconds=60", "--resume"),
-            kind="torchrun",
-            options=tuple(options),
-            before=("ip", "netns", "exec", self.hosts[number]),
-            environment={
+            launcher="torchrun",
+            launcher_options=tuple(options),
+            command_prefix=("ip", "netns", "exec", self.hosts[number]),
+            extra_environment={
                 "GLOO_SOCKET_IFNAME": "eth0",
                 "SAMPLES": str(samples_of(self.out)),
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             },
             out=self.out,
             name=f"machine-{number}",
-            program=(faults_samples.__file__,),
+            program=(sample_recorder.__file__,),
         )
         self.launches[number] = self._stack.enter_context(launch)
 
     def kill(self, number: int) -> None:
         """Take a machine away: SIGKILL to all that runs on it."""
         launch = self.launches.pop(number)
-        while pids := [int(pid) for pid in ip("netns", "pids", self.hosts[number]).split()]:
+        while pids := [int(pid) for pid in run_ip("netns", "pids", self.hosts[number]).split()]:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -169,8 +169,10 @@ class Machines:
 
     def kill_ranks(self, numbers: list[int]) -> None:
         """SIGKILL to those that train on these machines, whose torchruns stay."""
-        here = [ip("netns", "pids", self.hosts[number]).split() for number in numbers]
-        for pid in {int(pid) for pids in here for pid in pids} & set(self.launches[0].ranks()):
+        here = [run_ip("netns", "pids", self.hosts[number]).split() for number in numbers]
+        for pid in {int(pid) for pids in here for pid in pids} & set(
+            self.launches[0].rank_process_ids()
+        ):
             os.kill(pid, signal.SIGKILL)
 
     def world(self) -> int:
@@ -197,10 +199,10 @@ def test_three_machines_then_two_then_three(hosts: list[str], tmp_path: Path, fa
     words = [*SETTINGS, SLOW, f"optim.steps={STEPS}", f"run.eval_every={STEPS}"]
 
     def undisturbed() -> None:
-        record(samples_of(whole))
+        record_samples(samples_of(whole))
         train(parse_recipe(RECIPE, overrides=words), whole)
 
-    assert in_child(undisturbed).code == 0
+    assert run_in_child(undisturbed).exit_code == 0
     with contextlib.ExitStack() as stack:
         machines = Machines(hosts, tmp_path, stack)
         for number in range(3):
@@ -221,7 +223,7 @@ def test_three_machines_then_two_then_three(hosts: list[str], tmp_path: Path, fa
         for launch in machines.launches.values():
             launch.wait_for_end()
             assert launch.process.returncode == 0, launch.text
-            assert not own_tracebacks(launch.text)
+            assert not finetune_tracebacks(launch.text)
     difference, worlds = check_same(machines.out, whole)
     changes = [new for old, new in zip([0, *worlds], worlds, strict=False) if new != old]
     assert "323" in "".join(map(str, changes))

@@ -21,19 +21,19 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from faults_images import encoded, picture
 from hypothesis import HealthCheck, given, seed, settings
-from networks import timm_folder
+from image_corpus import encode_image, sample_image
+from networks import write_timm_folder
 from PIL import Image
 from safetensors.torch import save
 
-from finetune.data.decode import decode
+from finetune.data.decode import decode_image
 from finetune.errors import DataError, RecipeError, WeightsError
-from finetune.models.build import build
+from finetune.models.build import build_model
 from finetune.models.weights.read import read_tensors
 from finetune.recipe.load import DataSection, ModelSection, OptimSection, RunSection, parse_recipe
-from finetune.transforms.grammar import parse
 from finetune.transforms.operations import OPERATIONS
+from finetune.transforms.spec_parser import parse_transform_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PROMISE = "no exception that is not an error of ours, each within seconds"
@@ -198,7 +198,7 @@ def test_sentences(number: int, fault: Callable[..., None]) -> None:
     sentences = st.one_of(st.lists(words, max_size=20).map("".join), st.text())
 
     def run(sentence: str) -> bool:
-        return accepts(lambda: parse(sentence), RecipeError)
+        return accepts(lambda: parse_transform_spec(sentence), RecipeError)
 
     tell(fault, "the pipeline sentence", fuzz(sentences, number, run))
 
@@ -207,26 +207,26 @@ def test_sentences(number: int, fault: Callable[..., None]) -> None:
 
 
 def images() -> dict[str, bytes]:
-    pixels = picture(9, 13)
+    pixels = sample_image(9, 13)
     exif = Image.Exif()
     exif[0x0112] = 6
     palette = Image.fromarray(pixels).quantize(8)
     alpha = np.dstack([pixels, pixels[..., 0]])
     several: dict[str, Any] = {"save_all": True, "append_images": [palette.convert("RGB")]}
     return {
-        "JPEG": encoded(pixels, "JPEG", exif=exif),
-        "JPEG, progressive": encoded(pixels, "JPEG", progressive=True),
-        "JPEG, CMYK": encoded(Image.fromarray(pixels).convert("CMYK"), "JPEG"),
-        "PNG": encoded(alpha, "PNG", exif=exif),
-        "PNG, palette": encoded(palette, "PNG", transparency=1),
-        "PNG, 16 bits": encoded(pixels[..., 0].astype(np.uint16) * 257, "PNG"),
-        "WebP": encoded(alpha, "WEBP", lossless=True),
-        "GIF": encoded(Image.fromarray(pixels), "GIF", **several),
-        "TIFF": encoded(pixels, "TIFF"),
-        "TIFF, deflate": encoded(alpha, "TIFF", compression="tiff_adobe_deflate"),
-        "TIFF, float": encoded(pixels[..., 0].astype(np.float32) / 255, "TIFF"),
-        "BMP": encoded(palette, "BMP"),
-        "PPM": encoded(pixels, "PPM"),
+        "JPEG": encode_image(pixels, "JPEG", exif=exif),
+        "JPEG, progressive": encode_image(pixels, "JPEG", progressive=True),
+        "JPEG, CMYK": encode_image(Image.fromarray(pixels).convert("CMYK"), "JPEG"),
+        "PNG": encode_image(alpha, "PNG", exif=exif),
+        "PNG, palette": encode_image(palette, "PNG", transparency=1),
+        "PNG, 16 bits": encode_image(pixels[..., 0].astype(np.uint16) * 257, "PNG"),
+        "WebP": encode_image(alpha, "WEBP", lossless=True),
+        "GIF": encode_image(Image.fromarray(pixels), "GIF", **several),
+        "TIFF": encode_image(pixels, "TIFF"),
+        "TIFF, deflate": encode_image(alpha, "TIFF", compression="tiff_adobe_deflate"),
+        "TIFF, float": encode_image(pixels[..., 0].astype(np.float32) / 255, "TIFF"),
+        "BMP": encode_image(palette, "BMP"),
+        "PPM": encode_image(pixels, "PPM"),
     }
 
 
@@ -266,7 +266,7 @@ def test_images(number: int, fault: Callable[..., None]) -> None:
         content = edited(IMAGES[example[0]], example[1])
 
         def read() -> None:
-            pixels_HWC = decode(content)
+            pixels_HWC = decode_image(content)
             assert pixels_HWC.dtype == np.uint8
             assert pixels_HWC.ndim == 3
             assert pixels_HWC.shape[2] == 3
@@ -282,7 +282,7 @@ def test_images(number: int, fault: Callable[..., None]) -> None:
 
 @pytest.fixture(scope="module")
 def net(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return timm_folder(tmp_path_factory.mktemp("fuzz") / "net")
+    return write_timm_folder(tmp_path_factory.mktemp("fuzz") / "net")
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "npz", "pth"])
@@ -336,7 +336,7 @@ def test_configurations(number: int, net: Path, fault: Callable[..., None]) -> N
             if isinstance(inner, dict):
                 inner[key] = copy.deepcopy(value)
         (net / "config.json").write_text(json.dumps(tree))
-        return accepts(lambda: build(str(net), image_size=None), WeightsError, RecipeError)
+        return accepts(lambda: build_model(str(net), image_size=None), WeightsError, RecipeError)
 
     small = st.one_of(
         st.sampled_from([None, True, -1, 0, 1, 2, 3, 7, 8, 64, 2**40, 1e308, 0.5, "x", "", "map"]),

@@ -13,17 +13,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from faults_images import CORPUS, encoded, flat_png, picture
+from image_corpus import CORPUS, encode_image, sample_image, single_color_png
 from PIL import Image
-from samples import make_parquet, store_of
+from small_datasets import make_pixel_store, write_parquet
 from torch import Tensor, nn
 
-from finetune.commands.predict import Classifier
-from finetune.commands.predict_io import find_files
-from finetune.data.decode import decode
-from finetune.data.source import open_source
-from finetune.demo.inference import pixels_of
+from finetune.data.decode import decode_image
+from finetune.data.image_paths import find_images
+from finetune.data.open_source import open_source
+from finetune.demo.predictor import decode_upload
 from finetune.errors import DataError
+from finetune.inference import Classifier
 from finetune.transforms.pipeline import Pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -46,23 +46,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (top / name).mkdir()
     for name, file in CORPUS.items():
         file_of(top / "odd", name).write_bytes(file.content)
-    (top / "plain" / "a.png").write_bytes(encoded(picture(), "PNG"))
+    (top / "plain" / "a.png").write_bytes(encode_image(sample_image(), "PNG"))
     return top
 
 
 def trained(folder: Path, keep: str) -> dict[str, Result]:
     """The content of a training run's store for each file; the rest is in quarantine."""
     split = open_source(f"folder:{folder}").splits["train"]
-    store = store_of(split, keep=keep, workers=0, unreadable="quarantine", notice=lambda text: None)
+    store = make_pixel_store(split, keep=keep, num_workers=0, unreadable="quarantine")
     order = [np.array([index]) for index in range(len(store.split))]
     found: dict[str, Result] = {}
-    for index, images in zip(order, store.read_all(order), strict=True):
+    for index, images in zip(order, store.read_batches(order), strict=True):
         name = store.split.name_of(int(index[0]))
         found[name] = images[0].permute(1, 2, 0).numpy()
     for index in range(len(split)):
         if split.name_of(index) not in found:
             with pytest.raises(DataError) as caught:
-                split.read(index)
+                split.decode(index)
             found[split.name_of(index)] = str(caught.value)
     return {f"{folder}/{name}": result for name, result in found.items()}
 
@@ -79,10 +79,10 @@ def predicted(folder: Path) -> dict[str, Result]:
     sizes = {"image_size": (8, 8), "mean": half, "std": half, "interpolation": "bilinear"}
     pipeline = Pipeline("resize((8, 8))", train=False, **sizes)
     seen: dict[int, np.ndarray] = {}
-    files = find_files([folder])
+    files = find_images([folder])
     rows = list(
-        Classifier(Nothing(), pipeline, ["a", "b"], device="cpu").rows(
-            files, look=lambda place, pixels_HWC: seen.update({place: pixels_HWC})
+        Classifier(Nothing(), pipeline, ["a", "b"], device="cpu").iter_predictions(
+            files, on_decoded=lambda place, pixels_HWC: seen.update({place: pixels_HWC})
         )
     )
     return {
@@ -93,23 +93,23 @@ def predicted(folder: Path) -> dict[str, Result]:
 
 def shown(folder: Path) -> dict[str, Result]:
     found: dict[str, Result] = {}
-    for path, _ in find_files([folder]):
+    for path, _ in find_images([folder]):
         try:
-            found[path] = pixels_of(path)
+            found[path] = decode_upload(path)
         except DataError as error:
             found[path] = str(error)
     return found
 
 
 def in_a_table(folder: Path, table: Path) -> dict[str, Result]:
-    files = [path for path, _ in find_files([folder])]
+    files = [path for path, _ in find_images([folder])]
     images = [{"bytes": Path(path).read_bytes(), "path": None} for path in files]
-    make_parquet(table, [index % 2 for index in range(len(files))], images=images)
+    write_parquet(table, [index % 2 for index in range(len(files))], images=images)
     split = open_source(f"parquet:{table}").splits["train"]
     found: dict[str, Result] = {}
     for index, path in enumerate(files):
         try:
-            found[path] = split.read(index)
+            found[path] = split.decode(index)
         except DataError as error:
             found[path] = str(error)
     return found
@@ -158,7 +158,7 @@ def loop(path: Path) -> None:
 
 
 PLACES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a link to nothing": (lambda path: path.symlink_to("gone.png"), "a link to nothing"),
+    "a link to nothing": (lambda path: path.symlink_to("gone.png"), "a broken link"),
     "a link to itself": (loop, "cannot be opened"),
     "a named pipe": (os.mkfifo, "a pipe or a device"),
     "a link to a device": (lambda path: path.symlink_to("/dev/zero"), "a pipe or a device"),
@@ -172,7 +172,7 @@ def test_places_that_are_no_files(name: str, tmp_path: Path, fault: Callable[...
     make, said = PLACES[name]
     path = tmp_path / "x.jpg"
     make(path)
-    for read in (decode, pixels_of):
+    for read in (decode_image, decode_upload):
         with pytest.raises(DataError, match=said):
             read(path)
     (row,) = predicted(path).values()
@@ -199,7 +199,7 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, fault: Callable[..., None])
         if parent.stat().st_uid == 0 and not parent.stat().st_mode & 1:
             parent.chmod(parent.stat().st_mode | 0o11)  # so that it is the file that refuses
     path = tmp_path / "x.png"
-    path.write_bytes(encoded(picture(), "PNG"))
+    path.write_bytes(encode_image(sample_image(), "PNG"))
     path.chmod(0o600)
     done = subprocess.run(
         [sys.executable, "-c", UNREADABLE, str(path)], capture_output=True, text=True, timeout=120
@@ -209,13 +209,13 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, fault: Callable[..., None])
 
 
 def test_a_name_that_is_not_utf8(tmp_path: Path, fault: Callable[..., None]) -> None:
-    pixels = picture()
+    pixels = sample_image()
     path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/a/\xff\xfe.png"))
     path.parent.mkdir()
-    path.write_bytes(encoded(pixels, "PNG"))
+    path.write_bytes(encode_image(pixels, "PNG"))
     (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "0.png").write_bytes(encoded(pixels, "PNG"))
-    for found in (decode(path), pixels_of(path), *predicted(tmp_path / "a").values()):
+    (tmp_path / "b" / "0.png").write_bytes(encode_image(pixels, "PNG"))
+    for found in (decode_image(path), decode_upload(path), *predicted(tmp_path / "a").values()):
         assert np.array_equal(found, pixels)
     assert all(np.array_equal(found, pixels) for found in trained(tmp_path, "none").values())
     fault("an image whose name is not UTF-8", "decoded as any other")
@@ -273,11 +273,11 @@ def test_memory_is_bounded_by_the_header(folder: Path, fault: Callable[..., None
 def test_memory_of_the_largest_that_is_decoded(tmp_path: Path, fault: Callable[..., None]) -> None:
     large = (8_000, 8_000)
     files = {
-        "grey": flat_png(*large, kind=0),
-        "RGB": flat_png(*large, kind=2),
-        "alpha": flat_png(*large, kind=6),
-        "16 bits": encoded(np.zeros(large, np.uint16), "PNG"),
-        "palette": encoded(Image.new("P", large), "PNG", transparency=0),
+        "grey": single_color_png(*large, color_type=0),
+        "RGB": single_color_png(*large, color_type=2),
+        "alpha": single_color_png(*large, color_type=6),
+        "16 bits": encode_image(np.zeros(large, np.uint16), "PNG"),
+        "palette": encode_image(Image.new("P", large), "PNG", transparency=0),
     }
     worst = 0.0
     for name, content in files.items():

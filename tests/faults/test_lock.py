@@ -14,22 +14,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from faults_runs import (
-    SMALL,
-    Ended,
-    all_verified,
-    check_done,
-    check_refused,
-    command,
-    copied,
-    fork,
-    in_child,
-    leftovers,
-    losses,
+from forked_runs import (
+    SMALL_OVERRIDES,
+    ChildResult,
+    check_all_checkpoints,
+    check_child_error,
+    check_child_success,
+    child_exit_code,
+    copy_run,
+    fork_process,
+    read_train_losses,
+    read_weights,
+    run_command_in_child,
     run_in_child,
-    tiny,
-    train_until,
-    weights,
+    temporary_files,
+    tiny_recipe,
+    train_until_kill_point,
 )
 from refusals import refused
 
@@ -39,7 +39,7 @@ from finetune.training.trainer_state import TrainerState
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
-RECIPE = tiny(*SMALL)
+RECIPE = tiny_recipe(*SMALL_OVERRIDES)
 SECOND = "exit code 5 and the first one's process; the first one is not disturbed"
 STALE = "it is taken over, and the run goes on to the same weights"
 READERS = "works, or says that there is nothing yet; the run is not disturbed"
@@ -55,7 +55,7 @@ class Paused:
 
         def work() -> None:
             os.close(go)
-            step = TrainerState.step
+            step = TrainerState.train_step
 
             def waiting_step(trainer: TrainerState, *args: object) -> None:
                 if trainer.counters.step == before:
@@ -63,23 +63,23 @@ class Paused:
                     os.read(waits, 1)
                 step(trainer, *args)
 
-            TrainerState.step = waiting_step  # type: ignore[method-assign]
+            TrainerState.train_step = waiting_step  # type: ignore[method-assign]
             train(RECIPE, out, resume=True)
 
-        self.process = fork(work, self.said.fileno())
+        self.process = fork_process(work, self.said.fileno())
         os.close(tells)
         os.close(waits)
         self._go = go
         assert os.read(reached, 1) == b"!", "the run ended before it got there"
         os.close(reached)
 
-    def end(self) -> Ended:
+    def end(self) -> ChildResult:
         """Let it finish."""
         os.close(self._go)
         code = os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
         self.process = 0
         self.said.seek(0)
-        return Ended(code, self.said.read().decode())
+        return ChildResult(code, self.said.read().decode())
 
     def kill(self) -> None:
         if self.process:
@@ -102,9 +102,9 @@ def paused(tmp_path: Path) -> Iterator[Callable[..., Paused]]:
 
 
 def check_undisturbed(run: Paused, out: Path, whole: Path) -> None:
-    check_done(run.end())
-    assert weights(out) == weights(whole)
-    assert losses(out) == losses(whole)
+    check_child_success(run.end())
+    assert read_weights(out) == read_weights(whole)
+    assert read_train_losses(out) == read_train_losses(whole)
 
 
 @pytest.mark.parametrize("resume", [False, True], ids=["new", "resume"])
@@ -112,11 +112,11 @@ def test_a_second_run(resume: bool, whole: Path, tmp_path: Path, paused, fault) 
     out = tmp_path / "run"
     first = paused(out)
     for _ in range(2):  # whoever was refused takes no lock away
-        ended = in_child(lambda: train(RECIPE, out, resume=resume))
-        check_refused(ended, "setup.in_use", out, f"{first.process} on {socket.gethostname()}")
+        ended = run_in_child(lambda: train(RECIPE, out, resume=resume))
+        check_child_error(ended, "setup.in_use", out, f"{first.process} on {socket.gethostname()}")
     link = tmp_path / "another-name"
     link.symlink_to(out)
-    assert run_in_child(lambda: train(RECIPE, link, resume=resume)) == 5
+    assert child_exit_code(lambda: train(RECIPE, link, resume=resume)) == 5
     check_undisturbed(first, out, whole)
     fault("a second run in the same directory", SECOND)
 
@@ -129,7 +129,7 @@ def test_two_runs_of_one_process(tmp_path: Path, fault) -> None:
     for name in ("run", "other/../run"):
         with refused("setup.in_use", tmp_path / name, os.getpid()):
             RunDir(tmp_path / name).open()
-    held = run_in_child(lambda: RunDir(tmp_path / "run").open())
+    held = child_exit_code(lambda: RunDir(tmp_path / "run").open())
     assert held == 5, "whoever was refused has not dropped the lock"
     first.close()
     first.open()
@@ -148,11 +148,11 @@ def test_a_process_that_is_just_ending(tmp_path: Path, fault) -> None:
         time.sleep(2)
 
     with tempfile.TemporaryFile() as said:
-        first = fork(ends_soon, said.fileno())
+        first = fork_process(ends_soon, said.fileno())
     assert os.read(reader, 1) == b"!"
     with refused("setup.in_use", run.path, first):
-        run.open(patience_seconds=0.3)
-    run.open(patience_seconds=60)
+        run.open(timeout_seconds=0.3)
+    run.open(timeout_seconds=60)
     run.close()
     os.waitpid(first, 0)
     fault(
@@ -164,13 +164,13 @@ def test_a_process_that_is_just_ending(tmp_path: Path, fault) -> None:
 def test_many_runs_at_once(whole: Path, tmp_path: Path, fault) -> None:
     out = tmp_path / "run"
     with tempfile.TemporaryFile() as said:
-        children = [fork(lambda: train(RECIPE, out), said.fileno()) for _ in range(4)]
+        children = [fork_process(lambda: train(RECIPE, out), said.fileno()) for _ in range(4)]
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         said.seek(0)
         text = said.read().decode()
     assert sorted(codes) == [0, 5, 5, 5], text
-    assert weights(out) == weights(whole)
-    assert losses(out) == losses(whole)
+    assert read_weights(out) == read_weights(whole)
+    assert read_train_losses(out) == read_train_losses(whole)
     fault("four runs begin in one directory at once", "one runs, the others end with exit code 5")
 
 
@@ -191,19 +191,19 @@ def test_a_lock_that_nobody_holds(
 ) -> None:
     """The kernel keeps the lock and drops it with its process; the text is only for people."""
     out = tmp_path / "run"
-    assert run_in_child(lambda: train_until(60, RECIPE, out)) == -signal.SIGKILL
+    assert child_exit_code(lambda: train_until_kill_point(60, RECIPE, out)) == -signal.SIGKILL
     assert (out / ".lock").read_text(), "it was killed with the lock"
     text = holder.format(parent=os.getpid(), host=socket.gethostname())
     (out / ".lock").write_text(text)
-    check_done(in_child(lambda: train(RECIPE, out, resume=True)))
-    assert weights(out) == weights(whole)
-    assert leftovers(out) == []
+    check_child_success(run_in_child(lambda: train(RECIPE, out, resume=True)))
+    assert read_weights(out) == read_weights(whole)
+    assert temporary_files(out) == []
     fault("the lock of a dead process, whatever number and host it names", STALE)
 
 
 def test_a_lock_held_on_another_host(whole: Path, tmp_path: Path, fault) -> None:
     """On a shared file system the lock is the file server's: its text tells where it is held."""
-    out = copied(whole, tmp_path / "run")
+    out = copy_run(whole, tmp_path / "run")
     reader, writer = os.pipe()
 
     def hold() -> None:
@@ -215,14 +215,14 @@ def test_a_lock_held_on_another_host(whole: Path, tmp_path: Path, fault) -> None
             time.sleep(600)
 
     with tempfile.TemporaryFile() as said:
-        holder = fork(hold, said.fileno())
+        holder = fork_process(hold, said.fileno())
     try:
         os.read(reader, 1)
-        ended = in_child(lambda: train(RECIPE, out, resume=True))
+        ended = run_in_child(lambda: train(RECIPE, out, resume=True))
     finally:
         os.kill(holder, signal.SIGKILL)
         os.waitpid(holder, 0)
-    check_refused(ended, "setup.in_use", out, "77 on another-host")
+    check_child_error(ended, "setup.in_use", out, "77 on another-host")
     fault("a lock that is held on another host", "exit code 5 and that process and host")
 
 
@@ -240,24 +240,24 @@ def test_verbs_that_read_while_it_trains(
         "push": ("push", out, "me/repository"),
         "info": ("info", out),
     }
-    ended = command(*words[verb])
-    assert "Traceback" not in ended.said
+    ended = run_command_in_child(*words[verb])
+    assert "Traceback" not in ended.output
     if verb == "report":
-        assert ended.code == 0, ended.said
+        assert ended.exit_code == 0, ended.output
     else:
-        assert ended.code == 4, ended.said
-        assert str(out) in ended.said
-        assert re.search("has no model/ yet|is not finished|has no finished model", ended.said)
+        assert ended.exit_code == 4, ended.output
+        assert str(out) in ended.output
+        assert re.search("has no model/ yet|is not finished|has no finished model", ended.output)
     assert (out / ".lock").read_text() == before
-    assert run_in_child(lambda: train(RECIPE, out, resume=True)) == 5, "the lock is still held"
+    assert child_exit_code(lambda: train(RECIPE, out, resume=True)) == 5, "the lock is still held"
     check_undisturbed(first, out, whole)
     fault("eval, predict, report, push while a run trains", READERS)
 
 
 def test_the_report_of_a_run_that_ends_just_now(whole: Path, tmp_path: Path, paused) -> None:
-    out = copied(whole, tmp_path / "run")
+    out = copy_run(whole, tmp_path / "run")
     record = json.loads((out / "run.json").read_text())
     (out / "run.json").write_text(json.dumps({**record, "status": "running"}))
-    assert command("report", out).code == 0
-    assert command("eval", out, "--split", "val").code == 0
-    assert all_verified(out)
+    assert run_command_in_child("report", out).exit_code == 0
+    assert run_command_in_child("eval", out, "--split", "val").exit_code == 0
+    assert check_all_checkpoints(out)

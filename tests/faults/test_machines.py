@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults_launch import REPOSITORY, Launch, intact, launched, own_tracebacks
-from faults_machines import ip, machines
+from launches import REPOSITORY, Launch, finetune_tracebacks, launch_training, verified_steps
+from network_namespaces import create_namespaces, run_ip
 
 from finetune.run.directory import RunDir
 
@@ -26,10 +26,10 @@ def cable(names: list[str]) -> None:
     """A cable between two machines, eth0 on both."""
     ends = [("type", "veth"), ("peer",)]
     words = [word for name, end in zip(names, ends, strict=True) for word in end_of(name, end)]
-    ip("link", "add", *words)
+    run_ip("link", "add", *words)
     for name, address in zip(names, (FIRST, SECOND), strict=True):
-        ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
-        ip("-n", name, "link", "set", "eth0", "up")
+        run_ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+        run_ip("-n", name, "link", "set", "eth0", "up")
 
 
 def end_of(name: str, kind: tuple[str, ...]) -> list[str]:
@@ -40,7 +40,7 @@ def end_of(name: str, kind: tuple[str, ...]) -> list[str]:
 
 @pytest.fixture
 def hosts() -> Iterator[list[str]]:
-    with machines("ab", cable) as names:
+    with create_namespaces("ab", cable) as names:
         yield names
 
 
@@ -55,13 +55,13 @@ def two_machines(
             config = REPOSITORY / "recipes" / "accelerate" / "two_machines.yaml"
             options = ["--config_file", str(config), "--num_processes", "2"]
             options += ["--main_process_ip", FIRST, "--machine_rank", str(rank)]
-            launch = launched(
+            launch = launch_training(
                 folder,
                 *SETTINGS,
                 *words,
-                options=tuple(options),
-                before=("ip", "netns", "exec", host),
-                environment={"GLOO_SOCKET_IFNAME": "eth0"},
+                launcher_options=tuple(options),
+                command_prefix=("ip", "netns", "exec", host),
+                extra_environment={"GLOO_SOCKET_IFNAME": "eth0"},
                 out=out,
                 name=f"{name}-{rank}",
             )
@@ -70,7 +70,7 @@ def two_machines(
 
 
 def losses(out: Path) -> list[float]:
-    return [line["loss"] for line in RunDir(out).history() if line["split"] == "train"]
+    return [line["loss"] for line in RunDir(out).read_metrics() if line["split"] == "train"]
 
 
 def weights(out: Path) -> bytes:
@@ -81,7 +81,9 @@ def weights(out: Path) -> bytes:
 def test_two_machines_train_as_one_and_a_cut_link_loses_nothing(
     hosts: list[str], tmp_path: Path, fault: Any
 ) -> None:
-    with launched(tmp_path, *SETTINGS, kind="python", processes=1, name="one") as one:
+    with launch_training(
+        tmp_path, *SETTINGS, launcher="python", num_processes=1, name="one"
+    ) as one:
         one.wait_for_end()
         assert one.process.returncode == 0, one.text
     whole = tmp_path / "whole"
@@ -89,7 +91,7 @@ def test_two_machines_train_as_one_and_a_cut_link_loses_nothing(
         for launch in machines:
             launch.wait_for_end()
             assert launch.process.returncode == 0, launch.text
-        assert machines[0].record()["num_processes"] == 2
+        assert machines[0].read_record()["num_processes"] == 2
     differences = [abs(a - b) for a, b in zip(losses(whole), losses(one.out), strict=True)]
     assert len(differences) == STEPS
     assert max(differences) < 1e-5
@@ -102,18 +104,18 @@ def test_two_machines_train_as_one_and_a_cut_link_loses_nothing(
     cut = tmp_path / "cut"
     with two_machines(hosts, tmp_path, cut, name="cut") as machines:
         machines[0].wait_for_steps(30)
-        ip("-n", hosts[1], "link", "set", "eth0", "down")
+        run_ip("-n", hosts[1], "link", "set", "eth0", "down")
         seconds = machines[0].wait_for_end()
         machines[1].wait_for_end()
         for rank, launch in enumerate(machines):
             message = f"rank {1 - rank} of 2: no answer within {TIMEOUT_SECONDS} seconds"
             assert launch.text.count(message) == 1, launch.text
             assert launch.process.returncode != 0
-            assert not own_tracebacks(launch.text)
-        assert machines[0].record()["status"] == "failed (5)"
-        assert intact(cut)
-        assert max(intact(cut)) < STEPS
-    ip("-n", hosts[1], "link", "set", "eth0", "up")
+            assert not finetune_tracebacks(launch.text)
+        assert machines[0].read_record()["status"] == "failed (5)"
+        assert verified_steps(cut)
+        assert max(verified_steps(cut)) < STEPS
+    run_ip("-n", hosts[1], "link", "set", "eth0", "up")
     with two_machines(hosts, tmp_path, cut, "--resume", name="again") as machines:
         for launch in machines:
             launch.wait_for_end()

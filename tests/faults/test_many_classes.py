@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from faults_launch import REPOSITORY, own_tracebacks
+from launches import REPOSITORY, finetune_tracebacks
 from PIL import Image
-from recipe_texts import tiny_text
+from recipe_texts import tiny_recipe_text
 
 NUM_CLASSES, NUM_FILES, NUM_TEST = 21_843, 100_000, 50_000
 MOST_BYTES = 1_500 << 20  # beyond a run of few classes
@@ -64,7 +64,7 @@ def command(folder: Path, *words: str, before: tuple[str, ...] = ("-m", "finetun
 
 def recipe(folder: Path, source: str, name: str) -> Path:
     path = folder / name
-    text = tiny_text(
+    text = tiny_recipe_text(
         "train: resize, eval: resize, batch_size: 64, val_fraction: 0.02",
         source=source,
         optim="lr: 1e-3, steps: 3",
@@ -103,7 +103,7 @@ def test_100000_files_of_21843_classes(place: Path, fault: Any) -> None:
     many = recipe(place, f"folder:{place / 'data'}", "many.yaml")
     ended = command(place, "train", str(many), "--out", str(place / "many/run"))
     assert ended.code == 0, ended.text
-    assert not own_tracebacks(ended.text)
+    assert not finetune_tracebacks(ended.text)
     path = place / "many/run/results.json"
     results = json.loads(path.read_text())
     test = results["test"]
@@ -124,7 +124,7 @@ def test_100000_files_of_21843_classes(place: Path, fault: Any) -> None:
     ):
         ended = command(place, *words)
         assert ended.code == 0, ended.text
-        assert not own_tracebacks(ended.text)
+        assert not finetune_tracebacks(ended.text)
         assert ended.most_bytes - few.most_bytes < MOST_BYTES
         measured.append(f"{words[0]} {ended.seconds:.0f} s")
     again = json.loads((place / "measured/results.json").read_text())

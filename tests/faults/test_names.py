@@ -17,19 +17,19 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from hub_samples import hub, slept
+from hub_fixtures import hub, sleep_durations
 from hub_server import HubServer
 from PIL import Image
-from recipe_texts import tiny_text
+from recipe_texts import tiny_recipe_text
 
 from finetune.cli import main as cli
-from finetune.commands.predict_io import marked
-from finetune.demo import html as page
-from finetune.demo.inference import Reading
-from finetune.publish.model_card import Facts, write_card
+from finetune.demo import markup as page
+from finetune.demo.predictor import DemoPrediction
+from finetune.formatting import escape_csv_formula
+from finetune.publish.model_card import CardContent, render_card
 from finetune.recipe.load import parse_recipe
 
-__all__ = ["hub", "slept"]  # fixtures
+__all__ = ["hub", "sleep_durations"]  # fixtures
 
 # The class, as the bytes of its folder, and as the text that stands for it everywhere.
 CLASSES: dict[bytes, str] = {
@@ -67,7 +67,7 @@ CLASSES: dict[bytes, str] = {
 NAMES = sorted(CLASSES.values())
 PROMISE = "escaped, whole, and read back as the same text"
 RECIPE = (
-    tiny_text(
+    tiny_recipe_text(
         "eval: 'resize(18) | center_crop', batch_size: 16",
         source="folder:data",
         optim="lr: 3e-3, steps: 2",
@@ -208,7 +208,7 @@ def test_tables_of_predictions(here: Path, tmp_path: Path, fault: Callable[..., 
     with open(table, encoding="utf-8", errors="surrogateescape", newline="") as file:
         head, *cells = list(csv.reader(file))
     assert {len(row) for row in cells} == {len(head)}
-    assert {row[0] for row in cells} == {marked(path) for path in paths()}
+    assert {row[0] for row in cells} == {escape_csv_formula(path) for path in paths()}
     for row in cells:
         labels = row[1:-1:2]
         assert not [cell for cell in labels if cell[:1] in "=+-@\t\r\n"]
@@ -257,7 +257,7 @@ def test_eval(here: Path, tmp_path: Path, fault: Callable[..., None]) -> None:
     assert verb("eval", "run", "--out", str(tmp_path / "measured"))[0] == 0
     with open(tmp_path / "measured/per_class.csv", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["class"] for row in rows] == [marked(name) for name in NAMES]
+    assert [row["class"] for row in rows] == [escape_csv_formula(name) for name in NAMES]
     assert json.loads((tmp_path / "measured/results.json").read_text())["examples"] == len(NAMES)
     fault("Hostile names: eval --out", PROMISE, f"{len(rows)} rows")
 
@@ -352,7 +352,7 @@ def test_a_card_of_data_with_such_a_name(here: Path, name: str, fault: Callable[
     model = recipe.model.model_copy(update={"name": f"{name}.npz", "pretrained": True})
     config = json.loads((here / "run/model/config.json").read_text())
     results = json.loads((here / "run/results.json").read_text())
-    facts = Facts(
+    facts = CardContent(
         recipe=recipe.model_copy(update={"data": data, "model": model}),
         record=json.loads((here / "run/run.json").read_text()),
         results=results,
@@ -360,7 +360,7 @@ def test_a_card_of_data_with_such_a_name(here: Path, name: str, fault: Callable[
         sha256="0" * 64,
         weights={"source": name, "file": f"{name}.npz"},
     )
-    card = write_card(facts)
+    card = render_card(facts)
     card.encode()  # no half characters
     assert_plain_card(card)
     head, _, _ = blocks(card)
@@ -370,9 +370,9 @@ def test_a_card_of_data_with_such_a_name(here: Path, name: str, fault: Callable[
 
 def test_the_demo(fault: Callable[..., None]) -> None:
     pixels = np.zeros((8, 8, 3), np.uint8)
-    reading = Reading([(name, 0.1) for name in NAMES], pixels, np.zeros((2, 2)))
-    parts = page.header("<b>title", ["<b>fact"]) + page.result(reading)
-    parts += page.footer(NAMES, ["<b>note"]) + page.refusal("<b>\" onload='x'")
+    reading = DemoPrediction([(name, 0.1) for name in NAMES], pixels, np.zeros((2, 2)))
+    parts = page.render_header("<b>title", ["<b>fact"]) + page.render_result(reading)
+    parts += page.render_footer(NAMES, ["<b>note"]) + page.render_error("<b>\" onload='x'")
     found = Elements(parts)
     found.assert_harmless()
     for name in NAMES:
@@ -426,8 +426,8 @@ def test_sheet_export_and_space(here: Path, tmp_path: Path, fault: Callable[...,
 def test_the_served_demo(here: Path, fault: Callable[..., None]) -> None:
     """The whole page of a demo, as a browser gets it."""
     pytest.importorskip("gradio", reason="Gradio is not installed")
-    from finetune.commands.predict import Classifier
     from finetune.demo.app import build_app
+    from finetune.inference import Classifier
 
     classifier = Classifier.load("run")
     about: Any = SimpleNamespace(title="<b>x", facts=["<b>y"], notes=["<b>z"], examples=[])

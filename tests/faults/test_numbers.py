@@ -8,21 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults_launch import launched
-from faults_runs import command
+from forked_runs import run_command_in_child
+from launches import launch_training
 from PIL import Image
-from recipe_texts import tiny_text
+from recipe_texts import tiny_recipe_text
 from refusals import refused
 from safetensors.torch import load_file, save_file
 
 from finetune.recipe.load import parse_recipe
 from finetune.run.directory import RunDir
-from finetune.training.losses import Loss
+from finetune.training.losses import ClassificationLoss
 from finetune.training.train import train
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
-RECIPE = tiny_text(
+RECIPE = tiny_recipe_text(
     "train: resize, eval: resize, batch_size: 16",
     optim="name: adamw, lr: 3e-3, schedule: constant, steps: 8, ema_decay: 0.9",
     run="precision: fp32, log_every: 1, eval_every: 4, max_skipped: 3",
@@ -71,7 +71,7 @@ sys.exit(main(sys.argv[1:]))
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Make the losses of some steps wrong, in this process."""
-    honest = Loss.__call__
+    honest = ClassificationLoss.__call__
 
     def arrange(kind: str, steps: set[int]) -> None:
         calls: list[int] = []
@@ -81,7 +81,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             loss = honest(*args)  # type: ignore[arg-type]
             return FAULTS[kind](loss) if len(calls) - 1 in steps else loss
 
-        monkeypatch.setattr(Loss, "__call__", wrong)
+        monkeypatch.setattr(ClassificationLoss, "__call__", wrong)
 
     return arrange
 
@@ -113,7 +113,7 @@ def test_too_many_in_a_row_end_the_run(
     with refused("diverged.gradients", "3 steps", "step 8", "step 4") as caught:
         train(parse_recipe(RECIPE), tmp_path / "run")
     assert caught.value.exit_code == 6
-    best = load_file(RunDir(tmp_path / "run").folder(4) / "model.safetensors")
+    best = load_file(RunDir(tmp_path / "run").checkpoint_folder(4) / "model.safetensors")
     assert all(tensor.isfinite().all() for tensor in best.values())
     fault(
         "run.max_skipped such steps in a row",
@@ -157,18 +157,18 @@ def test_one_rank_of_two(tmp_path: Path, fault) -> None:
     script.write_text(SCRIPT)
     how = {"kind": "torchrun", "recipe": RECIPE, "program": (str(script),)}
 
-    with launched(tmp_path, name="some", environment={"BAD": "1,5"}, **how) as some:
+    with launch_training(tmp_path, name="some", extra_environment={"BAD": "1,5"}, **how) as some:
         some.wait_for_end()
     assert some.process.returncode == 0, some.text[-3000:]
     results = json.loads((some.out / "results.json").read_text())
     assert results["skipped_steps"] == 2
     weights = load_file(some.out / "model/model.safetensors")
     assert all(tensor.isfinite().all() for tensor in weights.values())
-    with launched(tmp_path, name="many", environment={"BAD": "4,5,6"}, **how) as many:
+    with launch_training(tmp_path, name="many", extra_environment={"BAD": "4,5,6"}, **how) as many:
         many.wait_for_end()
     assert many.process.returncode != 0
     assert many.text.count("was not finite in 3 steps in a row, up to step 7") == 1
-    assert many.record()["status"] == "failed (6)"
+    assert many.read_record()["status"] == "failed (6)"
     fault(
         "an infinite loss with a finite gradient on one rank of two",
         "both ranks leave the step out; K in a row end both with 6, said once",
@@ -186,11 +186,13 @@ def test_outputs_that_are_not_finite_are_never_a_figure(
     weights["head.weight"][3] = value
     save_file(weights, run / "model/model.safetensors", metadata={"format": "pt"})
     Image.new("RGB", (16, 16)).save(tmp_path / "black.png")
-    measured = command("eval", run)
-    assert measured.code == (6 if value == 3e38 else 4), measured.said
-    answered = command("predict", run, tmp_path / "black.png", "--out", tmp_path / "rows.csv")
-    assert answered.code == 4, answered.said
-    for message in (measured.said, answered.said):
+    measured = run_command_in_child("eval", run)
+    assert measured.exit_code == (6 if value == 3e38 else 4), measured.output
+    answered = run_command_in_child(
+        "predict", run, tmp_path / "black.png", "--out", tmp_path / "rows.csv"
+    )
+    assert answered.exit_code == 4, answered.output
+    for message in (measured.output, answered.output):
         assert "not finite" in message or "NaN or infinite" in message
     assert not (tmp_path / "rows.csv").exists()
     fault(

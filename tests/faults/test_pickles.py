@@ -29,17 +29,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from faults_runs import without_pictures
-from hub_samples import CARD, hub, slept
+from forked_runs import disable_report_and_plots
+from hub_fixtures import CARD, hub, sleep_durations
 from hub_server import HubServer
 from PIL import Image
-from recipe_texts import tiny_text
+from recipe_texts import tiny_recipe_text
 
 from finetune.cli import main as cli
-from finetune.evaluation.features import read_cached
+from finetune.evaluation.feature_cache import read_cached_features
 from finetune.run.directory import RunDir
 
-__all__ = ["hub", "slept"]  # fixtures
+__all__ = ["hub", "sleep_durations"]  # fixtures
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NAMES = ("w.pt", "w.pth", "w.bin", "w.tar", "w.ckpt", "w.safetensors", "w.npz", "w.npy", "w.pkl")
@@ -48,7 +48,7 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin", "open_clip_model.safetensor
 ADVICE = re.compile(
     r"weights_only|allow_pickle|trust_remote|add_safe_globals|trust the source|trust it", re.I
 )
-RECIPE = tiny_text(
+RECIPE = tiny_recipe_text(
     "eval: 'resize(18) | center_crop', batch_size: 256",
     optim="lr: 3e-3, steps: 2",
     run="precision: fp32, save_every: 1",
@@ -158,7 +158,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     top = tmp_path_factory.mktemp("trained")
     (top / "r.yaml").write_text(RECIPE)
     with pytest.MonkeyPatch.context() as patch:
-        without_pictures(patch)
+        disable_report_and_plots(patch)
         assert cli.main(["train", str(top / "r.yaml"), "--out", str(top / "run")]) == 0
     return top / "run"
 
@@ -306,7 +306,9 @@ def _sign(folder: Path) -> None:
 def test_checkpoints(tried: Tried, run: Path, signed: bool, fault: Callable[..., None]) -> None:
     """Every file of every checkpoint in turn; with a manifest of the attacker's, too."""
     start = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    names = [p.name for p in RunDir(run).folder(2).iterdir() if p.name != "manifest.json"]
+    names = [
+        p.name for p in RunDir(run).checkpoint_folder(2).iterdir() if p.name != "manifest.json"
+    ]
     assert len(names) >= 4
     tries = 0
     for name in names:
@@ -316,8 +318,8 @@ def test_checkpoints(tried: Tried, run: Path, signed: bool, fault: Callable[...,
                 path.write_bytes(content)
             shutil.rmtree(run / "model")
             (run / "results.json").unlink()
-            for step in RunDir(run).steps():
-                folder = RunDir(run).folder(step)
+            for step in RunDir(run).checkpoint_steps():
+                folder = RunDir(run).checkpoint_folder(step)
                 (folder / name).write_bytes(traps(tried.canary)[kind])
                 if signed:
                     _sign(folder)
@@ -339,7 +341,7 @@ def test_a_cache_of_features(
         content = traps(tried.canary)[kind]
         path = folder / f"{key}-{hashlib.sha256(key.encode() + content).hexdigest()}.npy"
         path.write_bytes(content)
-        assert read_cached(folder, key, num_images=1) is None, kind
+        assert read_cached_features(folder, key, num_images=1) is None, kind
         assert not tried.canary.exists(), kind
         path.unlink(missing_ok=True)
     said = capsys.readouterr().err

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults_launch import REPOSITORY, Launch, launched, own_tracebacks, state_of
-from faults_runs import losses, weights
+from forked_runs import read_train_losses, read_weights
+from launches import REPOSITORY, Launch, finetune_tracebacks, launch_training, process_state
 from refusals import EXIT_CODES
 
 STEPS = 300
@@ -27,7 +27,9 @@ def whole_run(folder: Path, *, processes: int, **options: Any) -> Path:
     kind = "python" if processes == 1 else "accelerate"
     name = options.pop("name", "whole")
     words = options.pop("words", TO_THE_END)
-    with launched(folder, *words, kind=kind, processes=processes, name=name, **options) as launch:
+    with launch_training(
+        folder, *words, launcher=kind, num_processes=processes, name=name, **options
+    ) as launch:
         launch.wait_for_end()
         assert launch.process.returncode == 0, launch.text
     return launch.out
@@ -42,12 +44,12 @@ def pause(launch: Launch, pids: list[int]) -> None:
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         time.sleep(0.3)
-        assert [state_of(pid) for pid in pids] == ["T"] * len(pids)
-        done = len(losses(launch.out))
+        assert [process_state(pid) for pid in pids] == ["T"] * len(pids)
+        done = len(read_train_losses(launch.out))
         assert done < STEPS, "the run was over before the pause"
         time.sleep(PAUSE_SECONDS)
         # a rank that waits for the paused one may finish its step, and no more
-        assert len(losses(launch.out)) - done <= 1
+        assert len(read_train_losses(launch.out)) - done <= 1
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
@@ -65,16 +67,16 @@ def pause(launch: Launch, pids: list[int]) -> None:
 def test_a_pause(processes: int, paused: str, tmp_path: Path, fault: Any) -> None:
     whole = whole_run(tmp_path, processes=processes)
     kind = "python" if processes == 1 else "accelerate"
-    with launched(tmp_path, *TO_THE_END, kind=kind, processes=processes) as launch:
+    with launch_training(tmp_path, *TO_THE_END, launcher=kind, num_processes=processes) as launch:
         launch.wait_for_steps()
-        ranks = launch.ranks()
+        ranks = launch.rank_process_ids()
         assert len(ranks) == processes
         pause(launch, ranks if paused == "all" else [ranks[int(paused[-1])]])
         launch.wait_for_end()
         assert launch.process.returncode == 0, launch.text
-    assert len(losses(launch.out)) == STEPS
-    assert losses(launch.out) == losses(whole)
-    assert weights(launch.out) == weights(whole)
+    assert len(read_train_losses(launch.out)) == STEPS
+    assert read_train_losses(launch.out) == read_train_losses(whole)
+    assert read_weights(launch.out) == read_weights(whole)
     fault(
         f"SIGSTOP for {PAUSE_SECONDS:g} seconds and SIGCONT in training: one process, both, either",
         "the losses and the weights of the run that nobody paused, to the bit",
@@ -119,10 +121,10 @@ def test_another_hash_seed_for_each_rank(tmp_path: Path, fault: Any) -> None:
     whole = whole_run(tmp_path, processes=2, environment={"PYTHONHASHSEED": "0"})
     out, hashes = with_hashes(tmp_path, name="hashes")
     assert len(hashes) == 2  # the seeds have come into force
-    assert losses(out) == losses(whole)
-    assert weights(out) == weights(whole)
+    assert read_train_losses(out) == read_train_losses(whole)
+    assert read_weights(out) == read_weights(whole)
     careless, _ = with_hashes(tmp_path, name="careless", more=BY_A_SET)
-    assert losses(careless) != losses(whole)  # the control
+    assert read_train_losses(careless) != read_train_losses(whole)  # the control
     fault(
         "another PYTHONHASHSEED for each rank of two",
         "the same losses and weights; with images drawn by a hash they differ (the control)",
@@ -225,7 +227,7 @@ def test_no_memory_for_the_libraries(mebibytes: int, tmp_path: Path, fault: Any)
     begins, refuses = done.stderr.splitlines()  # what it begins, before torch is loaded
     assert "output in" in begins
     assert "ulimit" in refuses
-    assert not own_tracebacks(done.stderr)
+    assert not finetune_tracebacks(done.stderr)
     assert not (tmp_path / "run" / "run.json").exists()
     fault(
         "memory refused while libraries are mapped (ulimit -v)",

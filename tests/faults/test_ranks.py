@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults_launch import Launch, launched, own_tracebacks
+from launches import Launch, finetune_tracebacks, launch_training
 
 TIMEOUT_SECONDS = 20
 LAUNCHERS_PATIENCE = 30  # with a rank that does not heed its SIGTERM, before SIGKILL
@@ -44,7 +44,7 @@ def check_ended(launch: Launch, cause: str) -> None:
     assert launch.process.returncode != 0
     assert launch.text.count(cause) == 1, launch.text
     assert "internal error" not in launch.text.replace(cause, "")
-    assert not own_tracebacks(launch.text)
+    assert not finetune_tracebacks(launch.text)
 
 
 @pytest.mark.parametrize(
@@ -57,13 +57,13 @@ def check_ended(launch: Launch, cause: str) -> None:
     ],
 )
 def test_a_rank_is_killed(kind: str, rank: int, tmp_path: Path, fault: Any) -> None:
-    with launched(tmp_path, kind=kind) as launch:
+    with launch_training(tmp_path, launcher=kind) as launch:
         launch.wait_for_steps()
-        os.kill(launch.ranks()[rank], signal.SIGKILL)
+        os.kill(launch.rank_process_ids()[rank], signal.SIGKILL)
         seconds = launch.wait_for_end()
         check_ended(launch, f"rank {rank} of 2: ended without a word")
         if rank:
-            assert launch.record()["status"] == "failed (5)"
+            assert launch.read_record()["status"] == "failed (5)"
     fault(
         "SIGKILL to one rank of two",
         "the others end, the rank is named once, no process is left",
@@ -74,7 +74,7 @@ def test_a_rank_is_killed(kind: str, rank: int, tmp_path: Path, fault: Any) -> N
 ACTIONS = {
     "error of ours": ('raise DataError("cats/7.png: is gone; restore it")', "cats/7.png: is gone"),
     "error of another": ('raise KeyError("lost")', "internal error: KeyError"),
-    "sys.exit": ("os._exit(9)", "ended without a word"),
+    "sys.exit": ("os._exit(9)", "ended without an error message"),
 }
 
 
@@ -83,12 +83,12 @@ ACTIONS = {
 @pytest.mark.parametrize("action", list(ACTIONS))
 def test_a_rank_raises(action: str, rank: int, tmp_path: Path, fault: Any) -> None:
     code, cause = ACTIONS[action]
-    with launched(tmp_path, program=failing(tmp_path, rank, code)) as launch:
+    with launch_training(tmp_path, program=failing(tmp_path, rank, code)) as launch:
         launch.wait_for_end()
         check_ended(launch, cause)
         if rank:  # rank 0 writes the record, with the other one's reason
             expected = {"error of ours": 3, "error of another": 1, "sys.exit": 5}[action]
-            assert launch.record()["status"] == f"failed ({expected})"
+            assert launch.read_record()["status"] == f"failed ({expected})"
     fault(
         "one rank of two raises, or ends without a word",
         "all end, the cause is printed once, run.json has its exit code",
@@ -98,9 +98,9 @@ def test_a_rank_raises(action: str, rank: int, tmp_path: Path, fault: Any) -> No
 @pytest.mark.faults
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_hangs(rank: int, tmp_path: Path, fault: Any) -> None:
-    with launched(tmp_path, f"run.timeout_seconds={TIMEOUT_SECONDS}") as launch:
+    with launch_training(tmp_path, f"run.timeout_seconds={TIMEOUT_SECONDS}") as launch:
         launch.wait_for_steps()
-        os.kill(launch.ranks()[rank], signal.SIGSTOP)
+        os.kill(launch.rank_process_ids()[rank], signal.SIGSTOP)
         seconds = launch.wait_for_end()
         check_ended(launch, f"rank {rank} of 2: no answer within {TIMEOUT_SECONDS} seconds")
     fault(
@@ -117,18 +117,18 @@ def test_an_error_of_all_ranks_is_printed_once(
 ) -> None:
     (image_folder / "train" / "red" / "red-0.png").write_bytes(b"no image")
     overrides = [f"data.source=folder:{image_folder}", "data.batch_size=6"]
-    with launched(tmp_path, *overrides) as launch:
+    with launch_training(tmp_path, *overrides) as launch:
         launch.wait_for_end()
         check_ended(launch, "red-0.png")
-        assert launch.record()["status"] == "failed (3)"
+        assert launch.read_record()["status"] == "failed (3)"
     fault("an image that no rank can read", "the error is printed once, not once per rank")
 
 
 @pytest.mark.faults
 def test_a_folder_in_use_is_said_once(tmp_path: Path, fault: Any) -> None:
-    with launched(tmp_path, kind="python", name="first") as first:
+    with launch_training(tmp_path, launcher="python", name="first") as first:
         first.wait_for_steps()
-        with launched(tmp_path, out=first.out, name="second") as second:
+        with launch_training(tmp_path, out=first.out, name="second") as second:
             assert second.process.wait(240) != 0
             check_ended(second, f"in use by process {first.process.pid}")
         assert first.process.poll() is None

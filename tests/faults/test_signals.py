@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults_launch import RECIPE, Launch, intact, launched, own_tracebacks
+from launches import RECIPE, Launch, finetune_tracebacks, launch_training, verified_steps
 
 FAULT = "SIGTERM or SIGINT to one process or to the group, accelerate launch and torchrun"
 PROMISE = (
@@ -37,17 +37,17 @@ def send(launch: Launch, target: str, number: signal.Signals) -> None:
     elif target == "launcher":
         os.kill(launch.process.pid, number)
     else:
-        os.kill(launch.ranks()[int(target[-1])], number)
+        os.kill(launch.rank_process_ids()[int(target[-1])], number)
 
 
 def check_stopped(launch: Launch, codes: set[int]) -> None:
     """The run has stopped, saved one step, and said so once."""
-    assert launch.record()["status"] in {f"stopped ({code})" for code in codes}
-    (step,) = launch.steps()
-    assert intact(launch.out) == [step]
+    assert launch.read_record()["status"] in {f"stopped ({code})" for code in codes}
+    (step,) = launch.checkpoint_steps()
+    assert verified_steps(launch.out) == [step]
     assert launch.text.count(f"stopped at step {step} of") == 1, launch.text
     assert "no sign of life" not in launch.text
-    assert not own_tracebacks(launch.text)
+    assert not finetune_tracebacks(launch.text)
 
 
 def cells() -> list[Any]:
@@ -70,9 +70,9 @@ def cells() -> list[Any]:
 def test_a_signal_stops_every_rank_at_the_same_step(
     kind: str, count: int, target: str, number: signal.Signals, tmp_path: Path, fault: Any
 ) -> None:
-    with launched(tmp_path, kind=kind, processes=count) as launch:
+    with launch_training(tmp_path, launcher=kind, num_processes=count) as launch:
         launch.wait_for_steps()
-        assert len(launch.ranks()) == count
+        assert len(launch.rank_process_ids()) == count
         send(launch, target, number)
         launch.wait_for_end()
         codes = {128 + number}
@@ -90,9 +90,11 @@ def test_a_scheduler_signals_every_process(
     """Slurm sends it to torchrun, which passes it on, to its workers and to theirs."""
     handled = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
     options = ("--standalone", "--nproc_per_node", "2", "--signals_to_handle", handled)
-    with launched(tmp_path, "data.keep=none", kind="torchrun", options=options) as launch:
+    with launch_training(
+        tmp_path, "data.keep=none", launcher="torchrun", launcher_options=options
+    ) as launch:
         launch.wait_for_steps()
-        everyone = launch.tree()
+        everyone = launch.process_ids()
         assert len(everyone) > 3, "torchrun, two ranks, and workers that decode"
         for each in (signal.SIGCONT, number):
             for pid in everyone:
@@ -126,7 +128,7 @@ def test_the_terminal_is_closed(tmp_path: Path, fault: Any) -> None:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
     assert json.loads((out / "run.json").read_text())["status"] == "stopped (129)"
-    assert intact(out)
+    assert verified_steps(out)
     fault("the terminal is closed", "the run saves its state; run.json says 129")
 
 
@@ -134,15 +136,19 @@ def test_the_terminal_is_closed(tmp_path: Path, fault: Any) -> None:
 @pytest.mark.parametrize("kind", ["accelerate", "torchrun"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_launcher_is_killed(kind: str, count: int, tmp_path: Path, fault: Any) -> None:
-    with launched(tmp_path, *TO_THE_END, kind=kind, processes=count, name="whole") as whole:
+    with launch_training(
+        tmp_path, *TO_THE_END, launcher=kind, num_processes=count, name="whole"
+    ) as whole:
         whole.wait_for_end()
         assert whole.process.returncode == 0, whole.text
-    with launched(tmp_path, *TO_THE_END, kind=kind, processes=count) as launch:
+    with launch_training(tmp_path, *TO_THE_END, launcher=kind, num_processes=count) as launch:
         launch.wait_for_steps()
         send(launch, "launcher", signal.SIGKILL)
-        seconds = launch.wait_for_end(seconds=30)
+        seconds = launch.wait_for_end(timeout_seconds=30)
         check_stopped(launch, {143})
-    with launched(tmp_path, *TO_THE_END, "--resume", kind=kind, processes=count) as again:
+    with launch_training(
+        tmp_path, *TO_THE_END, "--resume", launcher=kind, num_processes=count
+    ) as again:
         again.wait_for_end()
         assert again.process.returncode == 0, again.text
     assert weights(again.out) == weights(whole.out)
@@ -169,7 +175,7 @@ def slowness() -> float:
 def test_a_second_signal_ends_at_once(
     numbers: tuple[signal.Signals, ...], tmp_path: Path, fault: Any
 ) -> None:
-    with launched(tmp_path, kind="python", processes=1) as launch:
+    with launch_training(tmp_path, launcher="python", num_processes=1) as launch:
         launch.wait_for_steps()
         os.kill(launch.process.pid, signal.SIGSTOP)  # so that both are there in the same step
         for number in numbers:
@@ -177,10 +183,12 @@ def test_a_second_signal_ends_at_once(
         os.kill(launch.process.pid, signal.SIGCONT)
         launch.wait_for_end()
         assert launch.process.returncode in (130, 143)
-        assert launch.record()["status"] == "running"
-        assert not launch.steps()
-        assert not own_tracebacks(launch.text)
-    with launched(tmp_path, "optim.steps=10", "--resume", kind="python", processes=1) as again:
+        assert launch.read_record()["status"] == "running"
+        assert not launch.checkpoint_steps()
+        assert not finetune_tracebacks(launch.text)
+    with launch_training(
+        tmp_path, "optim.steps=10", "--resume", launcher="python", num_processes=1
+    ) as again:
         again.wait_for_end()
         assert again.process.returncode == 0, again.text
     fault("a second signal", "ends the process at once, without saving")
@@ -188,11 +196,11 @@ def test_a_second_signal_ends_at_once(
 
 @pytest.mark.faults
 def test_a_signal_while_nothing_is_trained_yet(tmp_path: Path, fault: Any) -> None:
-    with launched(tmp_path, kind="accelerate", processes=2) as launch:
+    with launch_training(tmp_path, launcher="accelerate", num_processes=2) as launch:
         launch.wait_until(lambda: (launch.out / "run.json").exists(), "run.json")
         send(launch, "rank 1", signal.SIGTERM)
         launch.wait_for_end()
-        assert launch.record()["status"] == "stopped (143)"
+        assert launch.read_record()["status"] == "stopped (143)"
         assert "no sign of life" not in launch.text
-        assert not own_tracebacks(launch.text)
+        assert not finetune_tracebacks(launch.text)
     fault("SIGTERM before the first step", "the run stops at once, and run.json says 143")

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults_launch import (
-    PATIENCE,
+from launches import (
     RECIPE,
     REPOSITORY,
+    TIMEOUT_SECONDS,
     Launch,
-    command_of,
-    intact,
-    own_tracebacks,
-    started,
+    finetune_tracebacks,
+    process_command,
+    start_process,
+    verified_steps,
 )
 
 SCRIPT = REPOSITORY / "recipes" / "accelerate" / "slurm.sh"
@@ -63,8 +63,15 @@ def submit(tmp_path: Path) -> Callable[..., contextlib.AbstractContextManager[La
         counts = {"SLURM_NTASKS": str(tasks), "SLURM_NTASKS_PER_NODE": str(tasks)}
         own = {"PATH": f"{programs}:{os.environ['PATH']}", "ASKED": str(tmp_path / "asked")}
         own |= {"ACCELERATE_USE_CPU": "true", **allocation, **counts, **variables}
-        command = ["bash", str(SCRIPT), str(tmp_path / "recipe.yaml"), *words, "--out", str(out)]
-        with started(command, own, out=out, log=log) as launch:
+        command = [
+            "bash",
+            str(SCRIPT),
+            str(tmp_path / "recipe.yaml"),
+            *words,
+            "--out",
+            str(out),
+        ]
+        with start_process(command, own, out=out, log=log) as launch:
             yield launch
 
     return start
@@ -85,7 +92,7 @@ def test_only_a_run_that_saved_before_the_time_was_over_is_queued_again(
         python.write_text(f'#!/bin/bash\necho "$RANK/$WORLD_SIZE $MASTER_ADDR $*"\nexit {code}\n')
         python.chmod(0o755)
         with submit("run.seed=1") as launch:
-            assert launch.process.wait(PATIENCE) == (0 if code == 138 else code)
+            assert launch.process.wait(TIMEOUT_SECONDS) == (0 if code == 138 else code)
     assert asked(tmp_path) == ["requeue 4711"]
     lines = launch.text.splitlines()
     for rank in range(2):
@@ -95,7 +102,7 @@ def test_only_a_run_that_saved_before_the_time_was_over_is_queued_again(
 
 def tasks_of(launch: Launch) -> list[int]:
     """The processes that Slurm would signal: all of the step, and not the batch script."""
-    return [pid for pid in launch.tree() if "-m finetune train" in command_of(pid)]
+    return [pid for pid in launch.process_ids() if "-m finetune train" in process_command(pid)]
 
 
 def signal_all(launch: Launch, *numbers: signal.Signals) -> None:
@@ -114,22 +121,22 @@ def test_a_job_that_is_preempted_and_queued_again(submit: Any, tmp_path: Path, f
         first.wait_for_end()
         assert first.process.returncode == 0  # that of scontrol
         assert asked(tmp_path) == ["requeue 4711"]
-        assert first.record()["status"] == "stopped (138)"
-        (step,) = first.steps()
-        assert intact(first.out) == [step]
+        assert first.read_record()["status"] == "stopped (138)"
+        (step,) = first.checkpoint_steps()
+        assert verified_steps(first.out) == [step]
     with submit(*SETTINGS, tasks=1) as second:
         second.wait_for_steps(step + 5)
         signal_all(second, signal.SIGCONT, signal.SIGTERM)
         second.wait_for_end()
         assert second.process.returncode == 143
-        assert second.record()["status"] == "stopped (143)"
+        assert second.read_record()["status"] == "stopped (143)"
     with submit(*SETTINGS, tasks=3) as third:
         third.wait_for_end()
         assert third.process.returncode == 0, third.text
-    record = third.record()
+    record = third.read_record()
     assert (record["status"], record["num_processes"]) == ("done", 3)
     assert len(asked(tmp_path)) == 1
-    assert not own_tracebacks(third.text)
+    assert not finetune_tracebacks(third.text)
     fault(
         "Slurm's SIGUSR1 before the time is over, SIGCONT and SIGTERM of a preemption",
         "the run is saved and goes on with the next allocation, of 2, 1 and 3 processes; "

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub_samples import WRITE, model_folder
+from hub_fixtures import WRITE_TOKEN, write_model_folder
 from hub_server import HubServer, wait_until
 
 TRIALS = 20
@@ -56,9 +56,9 @@ class Push:
 
     def __init__(self, hub: HubServer, tmp_path: Path, *, apart: bool = True) -> None:
         self.hub = hub
-        self.folder = model_folder(tmp_path / "net")
+        self.folder = write_model_folder(tmp_path / "net")
         self.words = tmp_path / "words"
-        environment = {**hub.environment(tmp_path / "home", WRITE), "OMP_NUM_THREADS": "1"}
+        environment = {**hub.environment(tmp_path / "home", WRITE_TOKEN), "OMP_NUM_THREADS": "1"}
         environment.pop("HF_HUB_DISABLE_XET", None)
         start = ["-m", "finetune"] if apart else ["-c", HERE]
         self.answer = tmp_path / "answer"
@@ -119,7 +119,7 @@ class Push:
 def pushing(mood: str, tmp_path: Path, *, apart: bool = True) -> Iterator[Push]:
     faults, token = MOODS[mood]
     with HubServer(xet=token, xet_token=token) as hub:
-        hub.add_user("alice", token=WRITE)
+        hub.add_user("alice", token=WRITE_TOKEN)
         for pattern, kind, status in faults:
             hub.fail(pattern, kind=kind, status=status, times=None)
         push = Push(hub, tmp_path, apart=apart)

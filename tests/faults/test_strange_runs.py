@@ -14,36 +14,37 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from faults_runs import (
-    SMALL,
-    Ended,
-    Moments,
-    all_verified,
-    check_done,
-    check_refused,
-    copied,
-    digest,
-    in_child,
-    killed_before,
-    leftovers,
-    losses,
-    tiny,
-    weights,
+from forked_runs import (
+    SMALL_OVERRIDES,
+    ChildResult,
+    KillPoints,
+    check_all_checkpoints,
+    check_child_error,
+    check_child_success,
+    copy_run,
+    read_train_losses,
+    read_weights,
+    run_file_hashes,
+    run_in_child,
+    temporary_files,
+    tiny_recipe,
+    train_until_killed,
 )
 from hypothesis import HealthCheck, given, settings
+from logs import logged
 
 from finetune.errors import FinetuneError
-from finetune.publish.artifacts import refresh
-from finetune.report.page import report
+from finetune.publish.artifacts import rewrite_artifacts
+from finetune.report.page import write_report_pages
 from finetune.run.directory import RunDir
-from finetune.run.record import status_kept
-from finetune.training.resume import begin, note_plan
-from finetune.training.setup import TrainingSetup, open_setup
+from finetune.run.record import record_status
+from finetune.training.resume import record_plan, start_or_resume
+from finetune.training.setup import TrainingSetup, build_setup
 from finetune.training.train import train
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
-RECIPE = tiny(*SMALL)
+RECIPE = tiny_recipe(*SMALL_OVERRIDES)
 MOST_SECONDS = 60
 PIPES = "exit code 4 or 5, or passed over as other damage is; nobody waits, nothing is changed"
 LINKS = "exit code 5; what they lead to is as it was"
@@ -51,17 +52,17 @@ OTHERS = "exit code 5 and what is there; every file is as it was"
 VALUES = "an error of ours, or it is taken"
 
 
-def within(work: Callable[[], object]) -> Ended:
+def within(work: Callable[[], object]) -> ChildResult:
     """Run in a child that a signal ends if it waits: its code is then negative."""
 
     def timed() -> None:
         signal.alarm(MOST_SECONDS)
         work()
 
-    return in_child(timed)
+    return run_in_child(timed)
 
 
-def resumed(out: Path) -> Ended:
+def resumed(out: Path) -> ChildResult:
     return within(lambda: train(RECIPE, out, resume=True))
 
 
@@ -88,8 +89,8 @@ def make(path: Path, kind: str) -> None:
 def stopped(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run, killed in its last step but one."""
     out = tmp_path_factory.mktemp("stopped") / "run"
-    killed_before(7, RECIPE, out)
-    assert all_verified(out)[-2:] == [4, 6]
+    train_until_killed(7, RECIPE, out)
+    assert check_all_checkpoints(out)[-2:] == [4, 6]
     return out
 
 
@@ -102,14 +103,14 @@ def test_in_the_place_of_a_file(
     name: str, kind: str, stopped: Path, whole: Path, tmp_path: Path, fault
 ) -> None:
     started = whole if name == "results.json" else stopped  # which is read of a finished run
-    out = copied(started, tmp_path / "run")
+    out = copy_run(started, tmp_path / "run")
     make(out / name, kind)
-    before = {} if kind == "endless" else digest(out)
-    check_refused(resumed(out), "checkpoint.damaged", out / name)
-    assert kind == "endless" or digest(out) == before
-    reported = within(lambda: report([out]))
+    before = {} if kind == "endless" else run_file_hashes(out)
+    check_child_error(resumed(out), "checkpoint.damaged", out / name)
+    assert kind == "endless" or run_file_hashes(out) == before
+    reported = within(lambda: write_report_pages([out]))
     no_run = name == "run.json" and kind != "endless"
-    check_refused(reported, "recipe.not_a_run" if no_run else "checkpoint.damaged", out)
+    check_child_error(reported, "recipe.not_a_run" if no_run else "checkpoint.damaged", out)
     fault("a pipe, a folder or a file without end in the place of a run's file", PIPES)
 
 
@@ -117,39 +118,39 @@ def test_in_the_place_of_a_file(
 def test_in_the_place_of_a_manifest(
     kind: str, stopped: Path, whole: Path, tmp_path: Path, fault
 ) -> None:
-    out = copied(stopped, tmp_path / "run")
-    make(RunDir(out).folder(6) / "manifest.json", kind)
-    check_done(resumed(out), "checkpoint of step 6")
-    assert weights(out) == weights(whole)
-    assert losses(out) == losses(whole)
-    assert leftovers(out) == []
+    out = copy_run(stopped, tmp_path / "run")
+    make(RunDir(out).checkpoint_folder(6) / "manifest.json", kind)
+    check_child_success(resumed(out), "checkpoint of step 6")
+    assert read_weights(out) == read_weights(whole)
+    assert read_train_losses(out) == read_train_losses(whole)
+    assert temporary_files(out) == []
     fault("a pipe, a folder or a file without end in the place of a run's file", PIPES)
 
 
 def test_in_the_place_of_the_lock(stopped: Path, tmp_path: Path, fault) -> None:
     for kind in ("pipe", "folder", "device"):
-        out = copied(stopped, tmp_path / kind)
+        out = copy_run(stopped, tmp_path / kind)
         make(out / ".lock", kind)
-        before = digest(out)
-        check_refused(resumed(out), "setup.not_a_run", out / ".lock")
-        assert digest(out) == before
+        before = run_file_hashes(out)
+        check_child_error(resumed(out), "setup.not_a_run", out / ".lock")
+        assert run_file_hashes(out) == before
     fault("a pipe, a folder or a file without end in the place of a run's file", PIPES)
 
 
 def test_a_file_with_the_name_of_a_checkpoint(
     stopped: Path, whole: Path, tmp_path: Path, fault
 ) -> None:
-    out = copied(stopped, tmp_path / "run")
+    out = copy_run(stopped, tmp_path / "run")
     (out / "checkpoints" / "step-00000009").write_text("")
-    check_done(resumed(out), "checkpoint of step 9")
-    assert weights(out) == weights(whole)
-    assert leftovers(out) == []
+    check_child_success(resumed(out), "checkpoint of step 9")
+    assert read_weights(out) == read_weights(whole)
+    assert temporary_files(out) == []
     fault("a pipe, a folder or a file without end in the place of a run's file", PIPES)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "deep", "figures", "part"])
 def test_a_neighbour_is_in_nobodys_way(kind: str, whole: Path, tmp_path: Path, fault) -> None:
-    out, other = copied(whole, tmp_path / "run"), copied(whole, tmp_path / "other")
+    out, other = copy_run(whole, tmp_path / "run"), copy_run(whole, tmp_path / "other")
     recipe = (other / "recipe.yaml").read_text()
     assert "seed: 0" in recipe
     (other / "recipe.yaml").write_text(recipe.replace("seed: 0", "seed: 1"))
@@ -160,7 +161,7 @@ def test_a_neighbour_is_in_nobodys_way(kind: str, whole: Path, tmp_path: Path, f
     else:
         make(other / "run.json", kind)
         make(other / "results.json", kind)
-    check_done(within(lambda: refresh(RunDir(out))))
+    check_child_success(within(lambda: rewrite_artifacts(RunDir(out))))
     assert "seeds (" not in (out / "model" / "README.md").read_text()
     fault("a damaged run beside one that ends", "it is left out of the card, and nobody waits")
 
@@ -172,7 +173,7 @@ def test_a_neighbour_is_in_nobodys_way(kind: str, whole: Path, tmp_path: Path, f
     "name", [".lock", "checkpoints", "model", "run.json", "results.json", "metrics.jsonl"]
 )
 def test_links_in_a_run(name: str, whole: Path, tmp_path: Path, fault) -> None:
-    out = copied(whole, tmp_path / "run")
+    out = copy_run(whole, tmp_path / "run")
     elsewhere = tmp_path / "elsewhere"
     if name == ".lock":
         elsewhere.write_text("export PATH")
@@ -181,23 +182,23 @@ def test_links_in_a_run(name: str, whole: Path, tmp_path: Path, fault) -> None:
     (out / name).symlink_to(elsewhere)
     if elsewhere.is_dir():
         (elsewhere / ".bashrc").write_text("export PATH")
-    before, kept = digest(tmp_path), sorted(elsewhere.glob("**/*"))
-    check_refused(resumed(out), "setup.not_a_run", out / name, "--out")
-    assert digest(tmp_path) == before
+    before, kept = run_file_hashes(tmp_path), sorted(elsewhere.glob("**/*"))
+    check_child_error(resumed(out), "setup.not_a_run", out / name, "--out")
+    assert run_file_hashes(tmp_path) == before
     assert sorted(elsewhere.glob("**/*")) == kept
     fault("links in a run directory that lead elsewhere", LINKS)
 
 
 def test_a_left_over_that_is_a_link(stopped: Path, whole: Path, tmp_path: Path, fault) -> None:
-    out = copied(stopped, tmp_path / "run")
+    out = copy_run(stopped, tmp_path / "run")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "thesis.tex").write_text("mine")
     for name in (".run.json.1.tmp", ".model.1.tmp", ".model.old.1.tmp", "checkpoints/.doomed-9"):
         (out / name).symlink_to(elsewhere)
-    check_done(resumed(out))
-    assert weights(out) == weights(whole)
-    assert leftovers(out) == []
+    check_child_success(resumed(out))
+    assert read_weights(out) == read_weights(whole)
+    assert temporary_files(out) == []
     assert (elsewhere / "thesis.tex").read_text() == "mine"
     fault("links in a run directory that lead elsewhere", LINKS)
 
@@ -223,24 +224,24 @@ def test_a_folder_that_is_no_run(files: list[str], resume: bool, tmp_path: Path,
     for name in files:
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text('{"status": "done"}')
-    before, there = digest(out), sorted(out.rglob("*"))
+    before, there = run_file_hashes(out), sorted(out.rglob("*"))
     ended = within(lambda: train(RECIPE, out, resume=resume))
-    check_refused(ended, "setup.not_a_run", out, "--out")
-    assert (digest(out), sorted(out.rglob("*"))) == (before, there)
+    check_child_error(ended, "setup.not_a_run", out, "--out")
+    assert (run_file_hashes(out), sorted(out.rglob("*"))) == (before, there)
     fault("--out is a folder of something else", OTHERS)
 
 
 @pytest.fixture(scope="module")
 def setup() -> TrainingSetup:
-    return open_setup(RECIPE, device=torch.device("cpu"), notice=lambda text: None, progress=False)
+    return build_setup(RECIPE, device=torch.device("cpu"), show_progress=False)
 
 
 def started(run: RunDir, setup: TrainingSetup) -> int | None:
     """Start or resume as `train` does."""
-    facts: dict[str, Any] = {"precision": "fp32", "num_processes": 1, "notice": lambda text: None}
-    start = begin(run, setup, **facts, resume=True)
+    facts: dict[str, Any] = {"precision": "fp32", "num_processes": 1}
+    start = start_or_resume(run, setup, **facts, resume=True)
     if start is not None:
-        note_plan(run, setup, start=start)
+        record_plan(run, setup, start_step=start)
     return start
 
 
@@ -250,22 +251,22 @@ def test_a_killed_start_can_be_begun_again(setup: TrainingSetup, tmp_path: Path,
         out = tmp_path / str(moment)
 
         def work(at: int = moment, out: Path = out) -> None:
-            Moments(at).watch()
+            KillPoints(at).install()
             run = RunDir(out)
             run.open()
             started(run, setup)
 
         for _ in range(2):  # the second one finds what the first one left
-            ended = in_child(work)
-            assert ended.code in (0, -signal.SIGKILL), (moment, ended.said)
-        if ended.code == 0:
+            ended = run_in_child(work)
+            assert ended.exit_code in (0, -signal.SIGKILL), (moment, ended.output)
+        if ended.exit_code == 0:
             break
         killed += 1
         run = RunDir(out)
         run.open()
         assert started(run, setup) == 0, sorted(out.rglob("*"))
         run.close()
-        assert leftovers(out) == []
+        assert temporary_files(out) == []
     assert 20 < killed < 99, "each folder and file of a start, and the renames"
     fault("SIGKILL at every moment of a start", "the next start takes the folder for its own")
 
@@ -281,12 +282,12 @@ def test_a_killed_start_can_be_begun_again(setup: TrainingSetup, tmp_path: Path,
 def test_a_record_of_other_values(
     changes: dict[str, Any], stopped: Path, tmp_path: Path, fault
 ) -> None:
-    out = copied(stopped, tmp_path / "run")
+    out = copy_run(stopped, tmp_path / "run")
     record = json.loads((out / "run.json").read_text())
     (out / "run.json").write_text(json.dumps({**record, **changes}))
-    before = digest(out)
-    check_refused(resumed(out), "checkpoint.damaged", out / "run.json")
-    assert digest(out) == before
+    before = run_file_hashes(out)
+    check_child_error(resumed(out), "checkpoint.damaged", out / "run.json")
+    assert run_file_hashes(out) == before
     fault("run.json, manifest.json, state.json of any values", VALUES)
 
 
@@ -363,7 +364,7 @@ def saved(setup: TrainingSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert started(run, setup) == 0
     for step in (2, 4):
         counters = {"step": step, "best": 0.5, "best_step": 2, "pending": [1.0], "scaler": None}
-        run.save(step, state_writer(counters), needed=0)
+        run.save_checkpoint(step, state_writer(counters), num_bytes=0)
     return run
 
 
@@ -378,7 +379,7 @@ def test_records_of_any_values(number: int, setup: TrainingSetup, saved: RunDir,
     def run(tree: Any) -> None:
         (saved.path / "run.json").write_text(json.dumps(tree))
         started(saved, setup)
-        with status_kept(saved, main=True):
+        with record_status(saved, is_main_process=True):
             pass
 
     tried, taken = fuzz(record, number, run)
@@ -390,14 +391,14 @@ def test_records_of_any_values(number: int, setup: TrainingSetup, saved: RunDir,
 @pytest.mark.parametrize("name", ["manifest.json", "state.json"])
 @pytest.mark.parametrize("number", NUMBERS)
 def test_checkpoints_of_any_values(number: int, name: str, saved: RunDir, fault) -> None:
-    path = saved.folder(4) / name
+    path = saved.checkpoint_folder(4) / name
     tree = json.loads(path.read_text())
 
     def run(other: Any) -> None:
         path.write_text(json.dumps(other))
-        notices: list[str] = []
-        taken = saved.newest(notices.append) == 4
-        assert len(notices) == (not taken)
+        with logged() as messages:
+            taken = saved.newest_intact_step() == 4
+        assert len(messages) == (not taken)
         assert other == tree or not taken
 
     tried, taken = fuzz(tree, number, run)

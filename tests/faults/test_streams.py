@@ -11,15 +11,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faults_launch import REPOSITORY, own_tracebacks
-from faults_runs import check_done, command, in_child, weights, without_pictures
+from forked_runs import (
+    check_child_success,
+    disable_report_and_plots,
+    read_weights,
+    run_command_in_child,
+    run_in_child,
+)
+from launches import REPOSITORY, finetune_tracebacks
 from PIL import Image
-from recipe_texts import tiny_text
+from recipe_texts import tiny_recipe_text
 from refusals import EXIT_CODES
 
 from finetune.cli.main import main
 
-RECIPE = tiny_text(optim="lr: 3e-3, steps: 4", run="precision: fp32, log_every: 1, save_every: 2")
+RECIPE = tiny_recipe_text(
+    optim="lr: 3e-3, steps: 4", run="precision: fp32, log_every: 1, save_every: 2"
+)
 BROKEN_PIPE = 141  # what a shell reports of a program that SIGPIPE has ended
 
 # Stands before the command line: in every step a library prints, past Python's own streams.
@@ -41,7 +49,7 @@ from finetune.cli.main import main
 sys.exit(main())
 """
 # Python runs the program from a file: it knows of no closed stream that is opened late.
-LEFT_CLOSED = "import finetune.cli.runner as r; r._open_closed_streams = lambda: None"
+LEFT_CLOSED = "import finetune.cli.runner as r; r.open_closed_streams = lambda: None"
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +62,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(1500):  # their rows are more than a pipe holds, 64 KiB
         Image.fromarray(pixels).save(folder / "images" / f"image-{number:04}.png")
     with pytest.MonkeyPatch.context() as patch:
-        without_pictures(patch)
-        check_done(command("train", folder / "recipe.yaml", "--out", folder / "run"))
+        disable_report_and_plots(patch)
+        check_child_success(
+            run_command_in_child("train", folder / "recipe.yaml", "--out", folder / "run")
+        )
     return folder
 
 
@@ -103,9 +113,9 @@ def test_train_with_closed_streams(behind: str, place: Path, tmp_path: Path, fau
     program = printing(tmp_path)
     done = shell(tmp_path, f"train {place}/recipe.yaml --out run", behind, program=program)
     assert done.returncode == 0, done.stderr
-    assert weights(tmp_path / "run") == weights(place / "run")
+    assert read_weights(tmp_path / "run") == read_weights(place / "run")
     assert files_with(tmp_path / "run", b"from a library") == []
-    assert not own_tracebacks(done.stderr)
+    assert not finetune_tracebacks(done.stderr)
     fault(
         "standard streams that are closed (0<&- 1>&- 2>&-): train",
         "0, the same weights, and what libraries print is in no file of the run",
@@ -144,7 +154,7 @@ def test_verbs_with_closed_streams(
     done = shell(place, words.format(out=tmp_path), behind)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / written).stat().st_size > 1000
-    assert not own_tracebacks(done.stderr)
+    assert not finetune_tracebacks(done.stderr)
     fault("standard streams that are closed: predict, eval, report", "0, and the files are written")
 
 
@@ -207,7 +217,7 @@ def test_an_answer_is_whole_or_refused(
         with (tmp_path / "whole").open("w") as stream, contextlib.redirect_stdout(stream):
             raise SystemExit(main(words.split()))
 
-    check_done(in_child(work))
+    check_child_success(run_in_child(work))
     assert (tmp_path / "whole").stat().st_size > 200_000
     limit = "ulimit -f 100; trap '' XFSZ;"  # KiB
     ended = shell(place, words, f"> {part}", before=limit, unbuffered=unbuffered)

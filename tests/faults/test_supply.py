@@ -173,7 +173,7 @@ class TestTheDependencies:
         done = subprocess.run(
             [sys.executable, "-m", "pip", "check"], capture_output=True, text=True, check=False
         )
-        ours = [line for line in done.stdout.splitlines() if line.startswith("finetune ")]
+        ours = [line for line in done.stdout.splitlines() if line.startswith("finetune-vision ")]
         assert not ours
         fault("`pip check`", "what is installed fits together; .ci/run runs it", "")
 
@@ -231,10 +231,10 @@ class TestSecurityText:
 
     def test_its_limits_are_the_code_s(self) -> None:
         from finetune.data import decode
-        from finetune.recipe import yaml as recipe_yaml
+        from finetune.recipe import strict_yaml as recipe_yaml
 
         text = SECURITY.read_text(encoding="utf-8")
-        assert f"{decode.LIMIT_PIXELS:,} pixels" in text
+        assert f"{decode.MAX_PIXELS:,} pixels" in text
         assert f"{recipe_yaml.MAX_BYTES:,} bytes" in text
 
     def test_what_it_says_of_the_audit_is_so(self) -> None:

@@ -15,19 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults_runs import without_plots
-from hub_samples import slept
-from hub_server import HubServer, point_at
+from forked_runs import disable_plots
+from hub_fixtures import sleep_durations
+from hub_server import HubServer, point_clients_at
 from huggingface_hub import constants
 from PIL import Image
-from recipe_texts import tiny_text
+from recipe_texts import tiny_recipe_text
 from refusals import refused
 
 from finetune.cli import main as cli
-from finetune.errors import masked
+from finetune.errors import redact_secrets
 from finetune.recipe.load import parse_recipe
 
-__all__ = ["slept"]  # fixture
+__all__ = ["sleep_durations"]  # fixture
 
 TOKEN = "hf_CanaryThatMustBeSeenNowhere0123456"
 OTHERS = {
@@ -40,7 +40,7 @@ OTHERS = {
 IN_ADDRESS = "canary0address0f00d"
 SECRETS = (TOKEN, *OTHERS.values(), IN_ADDRESS)
 PUBLIC = "hf_publicPublicPublic"
-RECIPE = tiny_text(
+RECIPE = tiny_recipe_text(
     "eval: 'resize(18) | center_crop', batch_size: 256",
     optim="lr: 3e-3, steps: 2",
     run="precision: fp32, push_to: alice/net",
@@ -89,12 +89,14 @@ def verbs() -> Verbs:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slept: list[float]) -> Iterator[HubServer]:
+def hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleep_durations: list[float]
+) -> Iterator[HubServer]:
     """A hub where alice has the secret token, and this process is alice's."""
     with HubServer() as hub:
         hub.add_user("alice", token=TOKEN)
         hub.add_user("alice", token=PUBLIC, role="read")
-        point_at(hub, monkeypatch, tmp_path / "home", TOKEN)
+        point_clients_at(hub, monkeypatch, tmp_path / "home", TOKEN)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         for name, value in OTHERS.items():
             monkeypatch.setenv(name, value)
@@ -110,7 +112,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     top = tmp_path_factory.mktemp("trained")
     (top / "r.yaml").write_text(RECIPE.replace(", push_to: alice/net", ""))
     with pytest.MonkeyPatch.context() as patch:
-        without_plots(patch)
+        disable_plots(patch)
         assert cli.main(["train", str(top / "r.yaml"), "--out", str(top / "run")]) == 0
     return top / "run"
 
@@ -135,7 +137,7 @@ def test_training_with_a_push(
     monkeypatch: pytest.MonkeyPatch,
     fault: Callable[..., None],
 ) -> None:
-    without_plots(monkeypatch)
+    disable_plots(monkeypatch)
     verbs("train", "net.yaml", "--out", "run")
     assert not secrets_in(published(hub, "alice/net"))
     # the process that sends tries again at once
@@ -269,7 +271,7 @@ def test_the_recorded_command_line(
     from finetune.recipe.load import load_recipe
     from finetune.training.train import train
 
-    without_plots(monkeypatch)
+    disable_plots(monkeypatch)
     words = ["train", "net.yaml", f"--token={TOKEN}", f"https://alice:{IN_ADDRESS}@hub/x"]
     monkeypatch.setattr(sys, "argv", ["/usr/bin/finetune", *words, *OTHERS.values()])
     train(load_recipe("net.yaml", ["run.push_to=null"]), "kept")
@@ -300,7 +302,7 @@ def test_the_mask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("hf-hub:alice/net@v1, false, /some/where/token", None),
         ("http://127.0.0.1:80/alice@b hf_hub:alice/net hf_transfer", None),
     ):
-        assert masked(text) == (shown or text)
+        assert redact_secrets(text) == (shown or text)
 
 
 # --- in processes of their own -------------------------------------------------------------------

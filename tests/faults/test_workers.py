@@ -12,8 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults_launch import command_of, launched, own_tracebacks, parent_of, processes
-from recipe_texts import tiny_text
+from launches import (
+    finetune_tracebacks,
+    launch_training,
+    parent_process_id,
+    process_command,
+    running_process_ids,
+)
+from recipe_texts import tiny_recipe_text
 
 from finetune.cli.main import main
 from finetune.data import worker_pool
@@ -21,7 +27,7 @@ from finetune.data.source import Split
 
 FAULT = "a data worker is killed, crashes or hangs"
 PROMISE = "the run ends with 5 (3 where an image crashes the decoder) and names worker and image"
-TEXT = tiny_text(
+TEXT = tiny_recipe_text(
     "train: resize, eval: resize, batch_size: 6, keep: none, workers: 2",
     source="folder:FOLDER",
     optim="name: adamw, lr: 1e-3, steps: 100000, warmup_steps: 0",
@@ -32,7 +38,7 @@ TEXT = tiny_text(
 
 
 def children_of(parent: int) -> list[int]:
-    return [pid for pid in processes() if parent_of(pid) == parent]
+    return [pid for pid in running_process_ids() if parent_process_id(pid) == parent]
 
 
 def ended(
@@ -56,14 +62,14 @@ def ended(
         finally:
             os._exit(code)
     _, status = os.waitpid(child, 0)
-    left = [pid for pid in children_of(1) if str(out) in command_of(pid)]
+    left = [pid for pid in children_of(1) if str(out) in process_command(pid)]
     return os.waitstatus_to_exitcode(status), log.read_text(), left + children_of(child)
 
 
 def at_image(name: str, action: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Do something in the worker that reads an image, once training has begun."""
     parent = os.getpid()
-    read = Split.read
+    read = Split.decode
 
     def reads(self: Split, index: int, room: Any = None) -> Any:
         # the check before the first step reads it in the trainer itself
@@ -71,13 +77,13 @@ def at_image(name: str, action: Callable[[], None], monkeypatch: pytest.MonkeyPa
             action()
         return read(self, index, room)
 
-    monkeypatch.setattr(Split, "read", reads)
+    monkeypatch.setattr(Split, "decode", reads)
 
 
 CASES = {
-    "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), 5, "was ended by SIGKILL while it"),
+    "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), 5, "was killed by SIGKILL while it"),
     "crash": (lambda: os.kill(os.getpid(), signal.SIGSEGV), 3, "red-1.png: crashes the decoder"),
-    "exit": (lambda: os._exit(7), 5, "was ended with exit code 7 while it"),
+    "exit": (lambda: os._exit(7), 5, "ended with exit code 7 while it"),
     "hang": (lambda: time.sleep(600), 5, "no batch came within 1.5 seconds; worker"),
     "stop": (lambda: os.kill(os.getpid(), signal.SIGSTOP), 5, "no batch came within 1.5 seconds"),
 }
@@ -131,7 +137,7 @@ def test_workers_do_not_outlive_their_rank(
     assert workers
     until = time.monotonic() + 60
     try:
-        while left := set(workers) & set(processes()):
+        while left := set(workers) & set(running_process_ids()):
             assert time.monotonic() < until, f"outlived their rank: {left}"
             time.sleep(0.05)
     finally:
@@ -144,14 +150,14 @@ def test_workers_do_not_outlive_their_rank(
 @pytest.mark.faults
 def test_a_worker_of_another_rank_is_killed(image_folder: Path, tmp_path: Path, fault: Any) -> None:
     recipe = TEXT.replace("FOLDER", str(image_folder))
-    with launched(tmp_path, recipe=recipe) as launch:
+    with launch_training(tmp_path, recipe=recipe) as launch:
         launch.wait_for_steps()
-        ranks = launch.ranks()
+        ranks = launch.rank_process_ids()
         worker = children_of(ranks[1])[0]
         os.kill(worker, signal.SIGKILL)
         launch.wait_for_end()
-        assert launch.text.count("was ended by SIGKILL") == 1, launch.text
+        assert launch.text.count("was killed by SIGKILL") == 1, launch.text
         assert f"(process {worker})" in launch.text
-        assert launch.record()["status"] == "failed (5)"
-        assert not own_tracebacks(launch.text)
+        assert launch.read_record()["status"] == "failed (5)"
+        assert not finetune_tracebacks(launch.text)
     fault("a data worker of one rank of two is killed", "all ranks end, and it is said once")

@@ -25,9 +25,9 @@ from typing import Any
 def main(what: dict[str, Any]) -> int:
     import pytest
     import torch
-    from faults_runs import without_pictures
+    from forked_runs import disable_report_and_plots
 
-    without_pictures(pytest.MonkeyPatch())
+    disable_report_and_plots(pytest.MonkeyPatch())
     on_gpu = os.environ["FINETUNE_GPU_TESTS_ON"] == "cuda"
     if not on_gpu:
         os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -41,10 +41,10 @@ def main(what: dict[str, Any]) -> int:
         _die_before(step)
     if (backend := what.get("backend")) and on_gpu:
         os.environ["LOCAL_RANK"] = "0"  # all of them are on the first GPU
-        from finetune.training import launch
+        from finetune.training import accelerator
 
-        joined = functools.partial(launch.PartialState, backend=backend)
-        launch.PartialState = joined
+        joined = functools.partial(accelerator.PartialState, backend=backend)
+        accelerator.PartialState = joined
     if argv := what.get("argv"):
         from finetune.cli.main import main as command
 
@@ -66,7 +66,7 @@ def main(what: dict[str, Any]) -> int:
 def _die_before(step: int) -> None:
     from finetune.training.trainer_state import TrainerState
 
-    take = TrainerState.step
+    take = TrainerState.train_step
 
     def checked(trainer: TrainerState, *arguments: Any) -> None:
         if trainer.counters.step + 1 == step:
@@ -74,7 +74,7 @@ def _die_before(step: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         take(trainer, *arguments)
 
-    TrainerState.step = checked  # type: ignore[assignment, method-assign]
+    TrainerState.train_step = checked  # type: ignore[assignment, method-assign]
 
 
 if __name__ == "__main__":

@@ -79,13 +79,13 @@ def one_device(kind: str) -> Iterator[None]:
 
 def trained(out: Path, *overrides: str, text: str = NANO, on: str = DEVICE.type) -> dict[str, Any]:
     """Train in this process. Returns: results.json with "losses" of every logged step."""
-    from faults_runs import losses
+    from forked_runs import read_train_losses
 
     from finetune.training.train import train
 
     with one_device(on):
         results = train(recipe_of(text, *overrides), out)
-        return {**results, "losses": losses(out)}
+        return {**results, "losses": read_train_losses(out)}
 
 
 def apart(found: Sequence[Any], expected: Sequence[Any]) -> float:

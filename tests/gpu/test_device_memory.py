@@ -30,7 +30,7 @@ run: {precision: fp32, threads: 1, log_every: 1, test: false}
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_auto_at_the_edge_of_memory(precision: str, tmp_path: Path, figure: Any) -> None:
-    from faults_runs import losses
+    from forked_runs import read_train_losses
 
     strict_float32()
     wish, limit, out = f"run.precision={precision}", 2 * GIB, tmp_path / "auto"
@@ -55,7 +55,10 @@ def test_auto_at_the_edge_of_memory(precision: str, tmp_path: Path, figure: Any)
     fixed = trained(
         tmp_path / "fixed", wish, "data.batch_size=256", f"data.micro_batch={found}", text=TINY_224
     )["losses"]
-    against = {"whole": apart(losses(out), whole), "fixed": apart(losses(out), fixed)}
+    against = {
+        "whole": apart(read_train_losses(out), whole),
+        "fixed": apart(read_train_losses(out), fixed),
+    }
     figure(
         question,
         promise,

@@ -65,7 +65,7 @@ def photos(sizes: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("sizes", ["alike", "mixed", "mostly alike"])
 @pytest.mark.parametrize("kind", SENTENCES)
 def test_pixels_are_those_of_the_cpu(kind: str, sizes: str, figure: Any) -> None:
-    from finetune.data.device_copy import of_one_size, pack
+    from finetune.data.device_prefetch import as_dense, collate_ragged
     from finetune.transforms.pipeline import Pipeline, sample_keys
 
     settings: dict[str, Any] = {"image_size": SIZE, "mean": (0.5,) * 3, "std": (0.25,) * 3}
@@ -75,15 +75,15 @@ def test_pixels_are_those_of_the_cpu(kind: str, sizes: str, figure: Any) -> None
     given: Any = torch.stack(images) if sizes == "alike" else images
     if sizes == "mostly alike":  # as workers send them, with some images of another size
         arrays = [image.permute(1, 2, 0).numpy() for image in images]
-        given = of_one_size(pack(arrays, torch.device("cpu")), (64, 72))
+        given = as_dense(collate_ragged(arrays, torch.device("cpu")), (64, 72))
     targets = torch.eye(10)[torch.arange(IMAGES) % 10]
     partner = torch.arange(IMAGES) ^ 1
 
     def made(on: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         found = prepare(given, keys=keys, device=on)
-        if not prepare.mixes:
+        if not prepare.has_mixing:
             return found, targets
-        return prepare.mix(found, targets.to(on), keys, partner.to(on))
+        return prepare.mix_batch(found, targets.to(on), keys, partner.to(on))
 
     (theirs, their_targets), (mine, my_targets) = made(DEVICE), made(torch.device("cpu"))
     assert theirs.device.type == DEVICE.type
@@ -105,29 +105,28 @@ def test_pixels_are_those_of_the_cpu(kind: str, sizes: str, figure: Any) -> None
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_under_autocast_evaluation_is_resampled_in_float32(dtype: str, figure: Any) -> None:
-    from finetune.data.image_store import open_store
-    from finetune.data.loader import Loader
-    from finetune.data.source import open_source
+    from finetune.data.loader import ImageLoader
+    from finetune.data.open_source import open_source
+    from finetune.data.pixel_store import build_pixel_store
     from finetune.transforms.pipeline import Pipeline
 
     split = open_source("embedded:digits").splits["test"]
     prepare = Pipeline("resize", image_size=SIZE, mean=(0.5,) * 3, std=(0.25,) * 3)
     found = []
     for on in (DEVICE, torch.device("cpu")):
-        store = open_store(
+        store = build_pixel_store(
             split,
             keep="auto",
             device=on,
-            workers=0,
+            num_workers=0,
             unreadable="stop",
-            local_processes=1,
+            local_world_size=1,
             progress=False,
-            notice=print,
         )
-        loader = Loader(store, prepare, num_classes=10, device=on)
+        loader = ImageLoader(store, prepare, num_classes=10, device=on)
         half = getattr(torch, dtype)
         with torch.autocast(on.type, torch.bfloat16, enabled=half is torch.bfloat16):
-            found.append(next(iter(loader.once(batch_size=64))).images_BCHW)
+            found.append(next(iter(loader.eval_batches(batch_size=64))).images_BCHW)
     theirs, mine = (images.cpu() for images in found)
     difference = float((mine - theirs).abs().max()) * 255 * 0.25
     figure(
@@ -201,7 +200,7 @@ def test_features_once_or_passes(
     first = trained(tmp_path / "features", *head, wish)
     cached = trained(tmp_path / "cached", *head, wish)
     with monkeypatch.context() as patch:
-        patch.setattr(frozen, "_reason_for_images", lambda *_: "a test wants them")
+        patch.setattr(frozen, "_find_obstacle_to_caching", lambda *_: "a test wants them")
         passes = trained(tmp_path / "passes", *head, wish)
     bound = 1e-4 if precision == "fp32" else 3e-2
     difference = apart(first["losses"], passes["losses"])
@@ -231,7 +230,7 @@ def test_images_are_kept_on_the_device(
 
     def noted(trainer: TrainerState, *arguments: Any, **named: Any) -> None:
         init(trainer, *arguments, **named)
-        make_loader = trainer.loader
+        make_loader = trainer.build_loader
 
         def opened(*given: Any, **keys: Any) -> Any:
             loader = make_loader(*given, **keys)
@@ -239,7 +238,7 @@ def test_images_are_kept_on_the_device(
             places.append(str(images.device))
             return loader
 
-        trainer.loader = opened  # type: ignore[method-assign]
+        trainer.build_loader = opened  # type: ignore[method-assign]
 
     monkeypatch.setattr(TrainerState, "__init__", noted)
     short = ("optim.steps=2", "optim.warmup_steps=0")

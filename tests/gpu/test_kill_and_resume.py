@@ -48,7 +48,7 @@ def distance(one: Path, other: Path) -> tuple[bool, float]:
 def test_sigkill_and_resume(
     precision: str, deterministic: bool, network: str, tmp_path: Path, figure: Any
 ) -> None:
-    from faults_runs import losses
+    from forked_runs import read_train_losses
 
     question = "SIGKILL before a step, then --resume, against a run that nothing stopped: " + (
         "deterministic kernels" if deterministic else "any kernels"
@@ -72,7 +72,7 @@ def test_sigkill_and_resume(
             figure(question, promise, f"{network}, {precision}: {described(done)}")
         assert done.code == expected, done.err[-3000:]
     same, largest = distance(whole, killed)
-    found, expected_losses = losses(killed), losses(whole)
+    found, expected_losses = read_train_losses(killed), read_train_losses(whole)
     figure(
         question,
         promise,
@@ -113,7 +113,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(
     at, during = 4, []
     taken: dict[int, dict[str, torch.Tensor]] = {}
     counting: list[int] = []
-    save, take, write = TrainerState.save, TrainerState.step, Snapshot.write
+    save, take, write = TrainerState.save_checkpoint, TrainerState.train_step, Snapshot.write
 
     def saving(trainer: TrainerState, meter: Any) -> None:
         weights = trainer.accelerator.unwrap_model(trainer.model).state_dict()
@@ -134,8 +134,8 @@ def test_steps_go_on_while_a_checkpoint_is_written(
         write(snapshot, folder)
         counting.clear()
 
-    monkeypatch.setattr(TrainerState, "save", saving)
-    monkeypatch.setattr(TrainerState, "step", step)
+    monkeypatch.setattr(TrainerState, "save_checkpoint", saving)
+    monkeypatch.setattr(TrainerState, "train_step", step)
     monkeypatch.setattr(Snapshot, "write", slowly)
     out = tmp_path / "run"
     saves = ("optim.steps=60", "run.save_every=4", "run.keep_checkpoints=99")
@@ -170,7 +170,7 @@ def overflowing(monkeypatch: pytest.MonkeyPatch, scale: float) -> list[tuple[int
     from finetune.training.trainer_state import TrainerState
 
     seen: list[tuple[int, float, bool]] = []
-    init, take = TrainerState.__init__, TrainerState.step
+    init, take = TrainerState.__init__, TrainerState.train_step
 
     def begin(trainer: TrainerState, *arguments: Any, **named: Any) -> None:
         init(trainer, *arguments, **named)
@@ -187,7 +187,7 @@ def overflowing(monkeypatch: pytest.MonkeyPatch, scale: float) -> list[tuple[int
         seen.append((trainer.counters.step, scale, moved))
 
     monkeypatch.setattr(TrainerState, "__init__", begin)
-    monkeypatch.setattr(TrainerState, "step", step)
+    monkeypatch.setattr(TrainerState, "train_step", step)
     return seen
 
 
@@ -232,22 +232,22 @@ def test_resuming_restores_the_scaler(
     out = tmp_path / "stopped"
     with monkeypatch.context() as patch:
         before = overflowing(patch, 2.0**24)
-        save = TrainerState.save
+        save = TrainerState.save_checkpoint
 
         def stopped(trainer: TrainerState, meter: Any) -> None:
             save(trainer, meter)
             if trainer.counters.step == 16:
                 raise Interrupted("stopped", 15)
 
-        patch.setattr(TrainerState, "save", stopped)
+        patch.setattr(TrainerState, "save_checkpoint", stopped)
         with pytest.raises(Interrupted):
             train(recipe, out)
     with monkeypatch.context() as patch:
         after = overflowing(patch, 2.0**24)
         train(recipe, out, resume=True)
-    from faults_runs import losses
+    from forked_runs import read_train_losses
 
-    pairs = zip(losses(out), losses(tmp_path / "whole"), strict=True)
+    pairs = zip(read_train_losses(out), read_train_losses(tmp_path / "whole"), strict=True)
     both = [(a, b) for a, b in pairs if a is not None and b is not None]
     difference = apart([a for a, _ in both], [b for _, b in both])
     figure(

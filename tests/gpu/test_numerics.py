@@ -104,9 +104,9 @@ def test_micro_batches_give_the_same_losses(micro_batch: int, tmp_path: Path, fi
 def test_compiled_gives_the_same_losses(
     precision: str, bound: float, tmp_path: Path, figure: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from finetune.training.compile import _missing_to_compile
+    from finetune.training.compile import _missing_compile_dependency
 
-    if (missing := _missing_to_compile(DEVICE)) is not None:
+    if (missing := _missing_compile_dependency(DEVICE)) is not None:
         pytest.skip(f"torch.compile needs {missing}")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     strict_float32()

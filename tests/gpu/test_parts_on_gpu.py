@@ -17,7 +17,7 @@ def test_the_last_block_of_one_token(precision: str, bound: float, figure: Any) 
     """The logits and gradients of timm's own block, in relation to the largest of each tensor."""
     import timm
 
-    from finetune.models.fast_blocks import compute_class_token
+    from finetune.models.fast_layers import limit_last_block_to_class_token
 
     strict_float32()
     torch.manual_seed(0)
@@ -26,7 +26,7 @@ def test_the_last_block_of_one_token(precision: str, bound: float, figure: Any) 
         for parameter in whole.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
     short = copy.deepcopy(whole)
-    assert compute_class_token(short)
+    assert limit_last_block_to_class_token(short)
     images = torch.randn(16, 3, 96, 96)
     labels = torch.arange(16) % 10
 
@@ -64,7 +64,7 @@ def test_the_last_block_of_one_token(precision: str, bound: float, figure: Any) 
 def test_a_number_is_received_a_step_later(figure: Any) -> None:
     from finetune.training.trainer_state import DelayedScalars
 
-    numbers, value = DelayedScalars(DEVICE, late=True), torch.zeros(1, device=DEVICE)
+    numbers, value = DelayedScalars(DEVICE, delayed=True), torch.zeros(1, device=DEVICE)
     for step in range(3):
         numbers.send(value.fill_(step))
     early, rest = numbers.receive(), numbers.receive(wait=True)
@@ -100,7 +100,7 @@ def test_sending_waits_for_nothing(figure: Any) -> None:
 
 def test_logits_arrive_in_order(figure: Any) -> None:
     """Each batch of an evaluation is read while the next one is computed, and is whole then."""
-    from finetune.evaluation.evaluate import _on_host
+    from finetune.evaluation.evaluator import _copy_to_host
 
     computed: list[int] = []
 
@@ -114,7 +114,7 @@ def test_logits_arrive_in_order(figure: Any) -> None:
             yield logits + number, labels, np.full(512, number)
 
     early = 0
-    for number, (logits, labels, places) in enumerate(_on_host(batches())):
+    for number, (logits, labels, places) in enumerate(_copy_to_host(batches())):
         early += len(computed) - number - 1
         assert logits.device.type == labels.device.type == "cpu"
         for values in (logits, labels, torch.from_numpy(places)):
@@ -128,23 +128,23 @@ def test_logits_arrive_in_order(figure: Any) -> None:
 
 
 def test_counts_are_those_of_the_cpu(figure: Any) -> None:
-    from finetune.evaluation.metrics import Counts
+    from finetune.evaluation.metrics import ClassificationMetrics
 
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(300, 9, generator=generator)
     labels = torch.randint(9, (300,), generator=generator)
-    expected_counts = Counts(9)
-    expected_counts.add(logits, labels)
-    counts = Counts(9, device=DEVICE)
+    expected_counts = ClassificationMetrics(9)
+    expected_counts.update(logits, labels)
+    counts = ClassificationMetrics(9, device=DEVICE)
     on_device = logits.to(DEVICE), labels.to(DEVICE)
     if DEVICE.type == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:
-        counts.add(*on_device)
+        counts.update(*on_device)
     finally:
         if DEVICE.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
-    found, expected = counts.result(), expected_counts.result()
+    found, expected = counts.compute(), expected_counts.compute()
     differences = {key: abs(found.pop(key) - expected.pop(key)) for key in ("loss", "ece")}
     # the mean confidence of a bin
     bins = [row.pop("confidence") for row in found["calibration"]]
@@ -160,7 +160,7 @@ def test_counts_are_those_of_the_cpu(figure: Any) -> None:
 
 
 def test_batches_come_in_order_two_ahead(figure: Any) -> None:
-    from finetune.data.device_copy import Pixels, copy_ahead, pack
+    from finetune.data.device_prefetch import PixelBatch, collate_ragged, prefetch_to_device
 
     def batch(number: int) -> list[np.ndarray]:
         generator = np.random.default_rng(number)
@@ -169,16 +169,16 @@ def test_batches_come_in_order_two_ahead(figure: Any) -> None:
 
     asked: list[int] = []
 
-    def batches() -> Iterator[Pixels]:
+    def batches() -> Iterator[PixelBatch]:
         for number in range(6):
             asked.append(number)
-            images = pack(batch(number), torch.device("cpu"))
+            images = collate_ragged(batch(number), torch.device("cpu"))
             yield images
             images.pixels.zero_()  # as a slot that is used again
 
     compared = 0
     ahead = None if DEVICE.type == "cuda" else 2
-    for number, found in enumerate(copy_ahead(batches(), DEVICE, ahead=ahead)):
+    for number, found in enumerate(prefetch_to_device(batches(), DEVICE, num_prefetch=ahead)):
         assert asked == list(range(min(number + 3, 6)))
         for mine, other in zip(found, batch(number), strict=True):
             assert mine.device.type == DEVICE.type
@@ -193,14 +193,14 @@ def test_batches_come_in_order_two_ahead(figure: Any) -> None:
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "lion", "rmsprop"])
 def test_a_step_without_a_finite_gradient_moves_nothing(name: str, figure: Any) -> None:
     """As `TrainerState._update` does it: on the device where the optimiser can."""
-    from finetune.training.optim import build_optimizer, can_mask
+    from finetune.training.optim import build_optimizer, supports_found_inf
 
     alone = torch.nn.ParameterList([torch.ones(4, 3, device=DEVICE)])
     optimizer: Any = build_optimizer(alone, name=name, lr=0.1, weight_decay=0.1)
     alone[0].grad = torch.ones(4, 3, device=DEVICE)
     optimizer.step()
     moved = alone[0].detach().clone()
-    masks = can_mask(optimizer)
+    masks = supports_found_inf(optimizer)
     if masks:
         alone[0].grad = torch.full((4, 3), float("nan"), device=DEVICE)
         optimizer.grad_scale, optimizer.found_inf = None, torch.ones((), device=DEVICE)

@@ -51,7 +51,7 @@ def test_exported_from_a_gpu_s_run(format: str, run: Path, tmp_path: Path, figur
 
 
 def test_logits_of_the_published_model_here_and_there(run: Path, figure: Any) -> None:
-    from finetune.commands.predict import Classifier
+    from finetune.inference import Classifier
 
     images = torch.randn(32, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     torch.backends.cudnn.allow_tf32 = False
@@ -113,13 +113,13 @@ def test_corrupted_images_here_and_there(kind: str, run: Path, figure: Any) -> N
 
 def test_averaged_here_and_there(run: Path, tmp_path: Path, figure: Any) -> None:
     """Weights are averaged in float64 on the host, whichever device measures them."""
-    from finetune.commands.average import average
+    from finetune.commands.average import average_runs
 
     folders = {tmp_path / "average_of_cpu": "cpu", tmp_path / "average": DEVICE.type}
     top1 = []
     for folder, on in folders.items():
         with one_device(on):
-            top1.append(average([str(run)], out=str(folder), alphas=[0.5])["val"]["top1"])
+            top1.append(average_runs([str(run)], out=str(folder), alphas=[0.5])["val"]["top1"])
     on_cpu, here = [(folder / "model.safetensors").read_bytes() for folder in folders]
     figure(
         "a run averaged with its pretrained weights on the GPU and the CPU",
@@ -131,7 +131,7 @@ def test_averaged_here_and_there(run: Path, tmp_path: Path, figure: Any) -> None
 
 
 def test_predictions_here_and_there(run: Path, pictures: list[Path], figure: Any) -> None:
-    from finetune.commands.predict import Classifier
+    from finetune.inference import Classifier
 
     here, on_cpu = (Classifier.load(run, device=on).predict(pictures) for on in (DEVICE, "cpu"))
     first = [[row["predictions"][0] for row in rows] for rows in (here, on_cpu)]
@@ -209,7 +209,7 @@ def test_verbs(
 @needs_gpu
 def test_resumed_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figure: Any) -> None:
     """A run that a GPU began and a CPU ends."""
-    from faults_runs import losses
+    from forked_runs import read_train_losses
     from gpu_runs import apart, recipe_of, strict_float32
 
     from finetune.errors import Interrupted
@@ -219,19 +219,19 @@ def test_resumed_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fig
     strict_float32()
     more = ("run.save_every=8", "data.val_fraction=0")
     whole = trained(tmp_path / "whole", *more, text=NANO)
-    out, save = tmp_path / "moved", TrainerState.save
+    out, save = tmp_path / "moved", TrainerState.save_checkpoint
     with monkeypatch.context() as patch:
 
         def stopped(trainer: TrainerState, meter: Any) -> None:
             save(trainer, meter)
             raise Interrupted("stopped", 15)
 
-        patch.setattr(TrainerState, "save", stopped)
+        patch.setattr(TrainerState, "save_checkpoint", stopped)
         with pytest.raises(Interrupted):
             train(recipe_of(NANO, *more), out)
     with one_device("cpu"):
         train(recipe_of(NANO, *more), out, resume=True)
-    difference = apart(losses(out), whole["losses"])
+    difference = apart(read_train_losses(out), whole["losses"])
     figure(
         "begun on the GPU, resumed on the CPU, float32",
         "losses within 1e-4 of those of the GPU alone",

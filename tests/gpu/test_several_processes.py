@@ -82,7 +82,7 @@ def test_two_processes_on_one_gpu_over_gloo(
     more: tuple[str, ...], tmp_path: Path, figure: Any
 ) -> None:
     """NCCL refuses two ranks of one GPU; gloo carries its tensors."""
-    from faults_runs import losses
+    from forked_runs import read_train_losses
 
     kind, bound = ("sync_bn", 1e-3) if more else ("DDP", 1e-4)
     question = f"{kind}, two processes on one GPU (gloo), against one process"
@@ -93,7 +93,7 @@ def test_two_processes_on_one_gpu_over_gloo(
         figure(question, promise, described(done))
     assert done.code == 0, done.err[-3000:]
     record = json.loads((tmp_path / "run" / "run.json").read_text())
-    difference = apart(losses(tmp_path / "run"), alone(tmp_path, *more))
+    difference = apart(read_train_losses(tmp_path / "run"), alone(tmp_path, *more))
     figure(
         question,
         promise,
@@ -136,7 +136,7 @@ def test_more_processes_than_gpus(kind: str, tmp_path: Path, figure: Any) -> Non
 @needs_gpu
 def test_ddp_of_one_process(tmp_path: Path, figure: Any) -> None:
     """NCCL with a single rank, through torchrun."""
-    from faults_runs import losses
+    from forked_runs import read_train_losses
 
     question = "DDP, one process of torchrun (NCCL), against no launcher"
     promise = "the same losses within 1e-4"
@@ -145,7 +145,7 @@ def test_ddp_of_one_process(tmp_path: Path, figure: Any) -> None:
     if done.code:
         figure(question, promise, described(done))
     assert done.code == 0, done.err[-3000:]
-    difference = apart(losses(tmp_path / "run"), alone(tmp_path))
+    difference = apart(read_train_losses(tmp_path / "run"), alone(tmp_path))
     figure(question, promise, f"{difference:.1e}")
     assert difference < 1e-4
 
@@ -154,7 +154,7 @@ def test_ddp_of_one_process(tmp_path: Path, figure: Any) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_fsdp_of_one_process(precision: str, tmp_path: Path, figure: Any) -> None:
     """recipes/accelerate/fsdp.yaml on one GPU: sharding, saving and publishing as on eight."""
-    from faults_runs import losses
+    from forked_runs import read_train_losses
 
     question = "FSDP, one process (recipes/accelerate/fsdp.yaml, NCCL), against no launcher"
     promise = "the same losses within 1e-4 in float32, 3e-2 in bf16; model/ is published"
@@ -163,7 +163,7 @@ def test_fsdp_of_one_process(precision: str, tmp_path: Path, figure: Any) -> Non
     if done.code:
         figure(question, promise, f"{precision}: {described(done)}")
     assert done.code == 0, done.err[-3000:]
-    difference = apart(losses(tmp_path / "run"), alone(tmp_path, wish))
+    difference = apart(read_train_losses(tmp_path / "run"), alone(tmp_path, wish))
     steps = sorted(folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir())
     figure(question, promise, f"{precision}: {difference:.1e}; {', '.join(steps)}")
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
@@ -173,7 +173,7 @@ def test_fsdp_of_one_process(precision: str, tmp_path: Path, figure: Any) -> Non
 @needs_gpu
 def test_fsdp_is_resumed_without_it(tmp_path: Path, figure: Any) -> None:
     """A checkpoint of a sharded network goes on in one process without sharding."""
-    from faults_runs import losses
+    from forked_runs import read_train_losses
 
     from finetune.training.train import train
 
@@ -188,14 +188,14 @@ def test_fsdp_is_resumed_without_it(tmp_path: Path, figure: Any) -> None:
     assert saved, done.err[-3000:]
     strict_float32()
     train(recipe_of(NANO, *STEPS, *more), tmp_path / "run", resume=True)
-    difference = apart(losses(tmp_path / "run"), alone(tmp_path))
+    difference = apart(read_train_losses(tmp_path / "run"), alone(tmp_path))
     figure(question, promise, f"{difference:.1e} ({', '.join(saved)})")
     assert difference < 1e-4
 
 
 @needs_gpu
 def test_two_processes_of_fsdp_over_gloo(tmp_path: Path, figure: Any) -> None:
-    from faults_runs import losses
+    from forked_runs import read_train_losses
 
     question = "FSDP, two processes on one GPU (gloo), against one process"
     promise = "the same losses within 1e-4"
@@ -206,6 +206,6 @@ def test_two_processes_of_fsdp_over_gloo(tmp_path: Path, figure: Any) -> None:
     if done.code:
         figure(question, promise, described(done))
     assert done.code == 0, done.err[-3000:]
-    difference = apart(losses(tmp_path / "run"), alone(tmp_path))
+    difference = apart(read_train_losses(tmp_path / "run"), alone(tmp_path))
     figure(question, promise, f"{difference:.1e}, {done.seconds:.0f} s")
     assert difference < 1e-4

@@ -75,7 +75,7 @@ def watched(
     """Let a run call `begin` before its step FIRST and `end` after its step LAST."""
     from finetune.training.trainer_state import TrainerState
 
-    take = TrainerState.step
+    take = TrainerState.train_step
 
     def step(trainer: TrainerState, *arguments: Any) -> None:
         number = trainer.counters.step + 1
@@ -85,7 +85,7 @@ def watched(
         if number == LAST:
             end()
 
-    monkeypatch.setattr(TrainerState, "step", step)
+    monkeypatch.setattr(TrainerState, "train_step", step)
 
 
 def place() -> str:
@@ -135,15 +135,15 @@ def told(found: Counter[str]) -> str:
 
 def test_a_wait_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, figure: Any) -> None:
     """The control: a step that reads its loss from the device."""
-    from finetune.training.meter import Meter
+    from finetune.training.meter import TrainMeter
 
-    add = Meter.add
+    add = TrainMeter.update
 
-    def reading(meter: Meter, loss_sum: Any, *arguments: Any, **named: Any) -> None:
+    def reading(meter: TrainMeter, loss_sum: Any, *arguments: Any, **named: Any) -> None:
         loss_sum.item()
         add(meter, loss_sum, *arguments, **named)
 
-    monkeypatch.setattr(Meter, "add", reading)
+    monkeypatch.setattr(TrainMeter, "update", reading)
     main, _ = waits(monkeypatch, tmp_path / "run")
     number = sum(main.values()) / (LAST - FIRST + 1)
     figure(
@@ -189,7 +189,7 @@ def test_evaluation_waits_at_its_end(
     labels: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, figure: Any
 ) -> None:
     """Its sums are read once, however many batches there are, and logits one batch later."""
-    from finetune.evaluation import evaluate as evaluation
+    from finetune.evaluation import evaluator as evaluation
 
     found: Counter[str] = Counter()
 
@@ -277,13 +277,13 @@ def idle_milliseconds(
     Returns: milliseconds between the end of a step and the next forward pass, on the device: the
         lower quartile, since other processes share it, and the median.
     """
-    from finetune.data.loader import Loader
+    from finetune.data.loader import ImageLoader
     from finetune.training.trainer_state import TrainerState
 
     cycles = 80_000_000  # about 50 ms
     ends, starts = [], []
     with monkeypatch.context() as patch:
-        init, take, make = TrainerState.__init__, TrainerState.step, Loader._make
+        init, take, make = TrainerState.__init__, TrainerState.train_step, ImageLoader._build_batch
 
         def before(module: Any, inputs: Any) -> None:
             event = torch.cuda.Event(enable_timing=True)
@@ -301,14 +301,14 @@ def idle_milliseconds(
             event.record()
             ends.append(event)
 
-        def made(loader: Loader, *arguments: Any) -> Any:
+        def made(loader: ImageLoader, *arguments: Any) -> Any:
             if waiting:
                 torch.cuda.synchronize()
             return make(loader, *arguments)
 
         patch.setattr(TrainerState, "__init__", begin)
-        patch.setattr(TrainerState, "step", step)
-        patch.setattr(Loader, "_make", made)
+        patch.setattr(TrainerState, "train_step", step)
+        patch.setattr(ImageLoader, "_build_batch", made)
         from finetune.training.train import train
 
         overrides = (*STEPS, "data.val_fraction=0", "data.train=random_resized_crop | rand_augment")

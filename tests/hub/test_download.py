@@ -1,4 +1,4 @@
-"""hub/download.py against the loopback hub: versions, caches, each fault, each refusal."""
+"""hub/download.py against a local hub: revisions, the cache, every fault and every error."""
 
 from __future__ import annotations
 
@@ -14,418 +14,441 @@ import huggingface_hub.constants
 import pytest
 import timm
 import torch
-from hub_server import HubServer, point_at
+from hub_server import HubServer, point_clients_at
 from hub_store import git_sha1
-from networks import message, timm_folder
-from ranks import forked
+from networks import weights_error_message, write_timm_folder
+from ranks import fork_context
 from refusals import refused
 from safetensors.torch import load_file
 
 from finetune.errors import HubError
 from finetune.hub import client
-from finetune.hub.download import checked, fetch
+from finetune.hub.download import download_hub_file, verify_checksum
 from finetune.models.weights import resolve as weights_module
-from finetune.models.weights.resolve import resolve
+from finetune.models.weights.resolve import resolve_weights
 from finetune.recipe.load import parse_recipe
 from finetune.training.train import train
 
-Captured, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
-NET = "someone/net"
-ALICE = "hf_aliceAlice1234"
-CONFIG, WEIGHTS = r"GET /someone/net/resolve/.*/config\.json", r"GET /cdn/"
-HEADS = r"HEAD /someone/net/"
+Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
+REPO = "someone/net"
+TOKEN = "hf_aliceAlice1234"
+CONFIG_REQUEST, WEIGHTS_REQUEST = r"GET /someone/net/resolve/.*/config\.json", r"GET /cdn/"
+HEAD_REQUEST = r"HEAD /someone/net/"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return timm_folder(tmp_path / "net")
+    return write_timm_folder(tmp_path / "net")
 
 
-def content_of(folder: Path) -> dict[str, bytes]:
+def folder_content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture
 def hub(folder: Path, tmp_path: Path, monkeypatch: Patch) -> Iterator[HubServer]:
     monkeypatch.setattr(client, "FIRST_WAIT_SECONDS", 0.01)
-    monkeypatch.setattr(client, "_said", set())
     with HubServer() as hub:
-        hub.add_repo(NET, content_of(folder))
-        hub.tag(NET, "v1")
-        hub.add_user("someone", token=ALICE)
-        point_at(hub, monkeypatch, tmp_path / "home")
+        hub.add_repo(REPO, folder_content(folder))
+        hub.tag(REPO, "v1")
+        hub.add_user("someone", token=TOKEN)
+        point_clients_at(hub, monkeypatch, tmp_path / "home")
         yield hub
-        assert hub.mistakes == []
+        assert hub.server_errors == []
 
 
 def set_offline(monkeypatch: Patch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
 
-def hub_error(name: str) -> str:
+def hub_error_message(name: str) -> str:
     with pytest.raises(HubError) as caught:
-        resolve(name)
+        resolve_weights(name)
     assert caught.value.exit_code == 7
-    text = str(caught.value)
-    assert "\n" not in text
-    return text
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
 
 
-def blob_of(hub: HubServer, filename: str) -> Path:
-    """Path of a file's bytes in the cache."""
-    return fetch(NET, filename, None).path.resolve()
+def cached_blob(hub: HubServer, filename: str) -> Path:
+    """Return the path of the cached content of a file."""
+    return download_hub_file(REPO, filename, None).path.resolve()
 
 
-class TestVersions:
-    def test_a_repository_is_read_at_one_commit(self, hub: HubServer, folder: Path) -> None:
-        [commit, _] = hub.commits(NET)
-        hub.commit(NET, {"config.json": b"broken since"})
-        found = resolve(f"hf-hub:{NET}@v1")
-        local = resolve(str(folder))
-        assert found.state is not None
-        assert local.state is not None
-        assert all(torch.equal(found.state[k], local.state[k]) for k in local.state)
-        assert found.class_names == local.class_names
-        assert found.provenance == {
-            "source": f"hf-hub:{NET}@v1",
-            "repository": NET,
+class TestRevisions:
+    def test_reads_a_repository_at_one_commit(self, hub: HubServer, folder: Path) -> None:
+        [commit, _] = hub.commits(REPO)
+        hub.commit(REPO, {"config.json": b"broken since"})
+        from_hub = resolve_weights(f"hf-hub:{REPO}@v1")
+        from_folder = resolve_weights(str(folder))
+        assert from_hub.state is not None
+        assert from_folder.state is not None
+        assert all(
+            torch.equal(from_hub.state[name], from_folder.state[name]) for name in from_folder.state
+        )
+        assert from_hub.class_names == from_folder.class_names
+        assert from_hub.provenance == {
+            "source": f"hf-hub:{REPO}@v1",
+            "repository": REPO,
             "revision": commit,
             "file": "model.safetensors",
-            "sha256": local.provenance["sha256"],
-            "license": local.provenance["license"],
+            "sha256": from_folder.provenance["sha256"],
+            "license": from_folder.provenance["license"],
         }
-        weights = [path for _, path in hub.requests if path.endswith("model.safetensors")]
-        assert weights
-        assert all(commit in path for path in weights)
+        weight_requests = [path for _, path in hub.requests if path.endswith("model.safetensors")]
+        assert weight_requests
+        assert all(commit in path for path in weight_requests)
 
     def test_branches_and_commits(self, hub: HubServer) -> None:
-        [old, _] = hub.commits(NET)
-        new = hub.commit(NET, {"README.md": b"newer"}, revision="main")
-        names = {f"hf-hub:{NET}": new, f"hf-hub:{NET}@main": new, f"hf-hub:{NET}@{old}": old}
+        [old, _] = hub.commits(REPO)
+        new = hub.commit(REPO, {"README.md": b"newer"}, revision="main")
+        names = {f"hf-hub:{REPO}": new, f"hf-hub:{REPO}@main": new, f"hf-hub:{REPO}@{old}": old}
         for name, commit in names.items():
-            assert resolve(name).provenance["revision"] == commit
+            assert resolve_weights(name).provenance["revision"] == commit
 
-    def test_pickled_weights_are_the_second_choice(self, hub: HubServer, folder: Path) -> None:
+    def test_falls_back_to_pickled_weights(self, hub: HubServer, folder: Path) -> None:
         state = load_file(folder / "model.safetensors")
-        hub.commit(NET, {"model.safetensors": None})
-        assert "no weights file" in message(f"hf-hub:{NET}")
+        hub.commit(REPO, {"model.safetensors": None})
+        assert "no weights file" in weights_error_message(f"hf-hub:{REPO}")
         torch.save(state, folder / "pytorch_model.bin")
-        hub.commit(NET, {"pytorch_model.bin": (folder / "pytorch_model.bin").read_bytes()})
-        assert resolve(f"hf-hub:{NET}").provenance["file"] == "pytorch_model.bin"
+        hub.commit(REPO, {"pytorch_model.bin": (folder / "pytorch_model.bin").read_bytes()})
+        assert resolve_weights(f"hf-hub:{REPO}").provenance["file"] == "pytorch_model.bin"
 
-    def test_registry_names_come_by_the_same_road(self, hub: HubServer, monkeypatch: Patch) -> None:
+    def test_timm_names_use_the_same_download(self, hub: HubServer, monkeypatch: Patch) -> None:
         entry = timm.get_pretrained_cfg("vit_tiny_patch16_224")
         assert entry is not None
-        monkeypatch.setattr(entry, "hf_hub_id", NET)
+        monkeypatch.setattr(entry, "hf_hub_id", REPO)
         monkeypatch.setattr(weights_module.timm, "get_pretrained_cfg", lambda _: entry)
-        hub.fail(WEIGHTS, kind="corrupt")
-        found = resolve("vit_tiny_patch16_224")
-        assert found.state is not None
-        assert found.provenance["repository"] == NET
-        assert found.provenance["revision"] == hub.commits(NET)[0]
+        hub.fail(WEIGHTS_REQUEST, kind="corrupt")
+        weights = resolve_weights("vit_tiny_patch16_224")
+        assert weights.state is not None
+        assert weights.provenance["repository"] == REPO
+        assert weights.provenance["revision"] == hub.commits(REPO)[0]
         assert hub.count(r"config\.json") == 0
-        assert not {"hf_hub_id", "url", "file"} & found.config.keys()
+        assert not {"hf_hub_id", "url", "file"} & weights.config.keys()
 
 
 class TestCache:
-    def test_a_warm_cache_needs_no_request(
-        self, hub: HubServer, monkeypatch: Patch, capsys: Captured
+    def test_offline_uses_the_cache(
+        self, hub: HubServer, monkeypatch: Patch, capsys: Capture
     ) -> None:
-        first = resolve(f"hf-hub:{NET}")
+        first = resolve_weights(f"hf-hub:{REPO}")
         assert capsys.readouterr().err == ""
         set_offline(monkeypatch)
         hub.requests.clear()
-        assert resolve(f"hf-hub:{NET}").provenance == first.provenance
-        assert resolve(f"hf-hub:{NET}").provenance == first.provenance
+        assert resolve_weights(f"hf-hub:{REPO}").provenance == first.provenance
+        assert resolve_weights(f"hf-hub:{REPO}").provenance == first.provenance
         assert hub.requests == []
-        told = [line for line in capsys.readouterr().err.splitlines() if "using revision" in line]
-        assert len(told) == 1
-        assert str(first.provenance["revision"]) in told[0]
-        assert "HF_HUB_OFFLINE is set" in told[0]
+        messages = [
+            line for line in capsys.readouterr().err.splitlines() if "using revision" in line
+        ]
+        assert len(messages) == 1
+        assert str(first.provenance["revision"]) in messages[0]
+        assert "HF_HUB_OFFLINE is set" in messages[0]
 
-    def test_a_warm_cache_serves_when_nobody_answers(
-        self, hub: HubServer, capsys: Captured
-    ) -> None:
-        first = resolve(f"hf-hub:{NET}@v1")
+    def test_uses_the_cache_if_the_hub_is_down(self, hub: HubServer, capsys: Capture) -> None:
+        first = resolve_weights(f"hf-hub:{REPO}@v1")
         hub.stop()
         started = time.monotonic()
-        assert resolve(f"hf-hub:{NET}@v1").provenance == first.provenance
+        assert resolve_weights(f"hf-hub:{REPO}@v1").provenance == first.provenance
         assert time.monotonic() - started < 3
-        told = [line for line in capsys.readouterr().err.splitlines() if line]
-        assert len(told) == 1
-        assert "the hub cannot be reached" in told[0]
-        assert f"using revision {first.provenance['revision']} from the cache" in told[0]
+        messages = [line for line in capsys.readouterr().err.splitlines() if line]
+        assert len(messages) == 1
+        assert "the hub cannot be reached" in messages[0]
+        assert f"using revision {first.provenance['revision']} from the cache" in messages[0]
 
-    def test_a_warm_cache_serves_when_the_hub_is_out_of_order(
-        self, hub: HubServer, capsys: Captured
+    def test_uses_the_cache_if_the_hub_returns_errors(
+        self, hub: HubServer, capsys: Capture
     ) -> None:
-        first = resolve(f"hf-hub:{NET}")
+        first = resolve_weights(f"hf-hub:{REPO}")
         hub.fail(".", status=503, times=None)
-        assert resolve(f"hf-hub:{NET}").provenance == first.provenance
-        assert "the hub answered 503 (injected fault); using revision" in capsys.readouterr().err
+        assert resolve_weights(f"hf-hub:{REPO}").provenance == first.provenance
+        assert "the hub returned 503 (injected fault); using revision" in capsys.readouterr().err
 
-    def test_nothing_cached_and_nobody_there(self, hub: HubServer, monkeypatch: Patch) -> None:
-        monkeypatch.setattr(client, "FIRST_WAIT_SECONDS", 0.5)  # as it is
+    def test_fails_without_cache_and_hub(self, hub: HubServer, monkeypatch: Patch) -> None:
+        monkeypatch.setattr(client, "FIRST_WAIT_SECONDS", 0.5)  # the real value
         hub.stop()
         started = time.monotonic()
-        text = hub_error(f"hf-hub:{NET}")
+        message = hub_error_message(f"hf-hub:{REPO}")
         assert time.monotonic() - started < 4
-        assert "the hub cannot be reached" in text
+        assert "the hub cannot be reached" in message
         set_offline(monkeypatch)
-        text = hub_error(f"hf-hub:{NET}")
-        assert "HF_HUB_OFFLINE is set" in text
-        assert "not in the cache" in text
+        message = hub_error_message(f"hf-hub:{REPO}")
+        assert "HF_HUB_OFFLINE is set" in message
+        assert "not in the cache" in message
 
-    def test_a_file_known_to_be_missing(
+    def test_remembers_missing_files_offline(
         self, hub: HubServer, folder: Path, monkeypatch: Patch
     ) -> None:
         torch.save(load_file(folder / "model.safetensors"), folder / "w.bin")
         weights = (folder / "w.bin").read_bytes()
-        hub.commit(NET, {"model.safetensors": None, "pytorch_model.bin": weights})
-        first = resolve(f"hf-hub:{NET}")
+        hub.commit(REPO, {"model.safetensors": None, "pytorch_model.bin": weights})
+        first = resolve_weights(f"hf-hub:{REPO}")
         set_offline(monkeypatch)
-        assert resolve(f"hf-hub:{NET}").provenance == first.provenance
+        assert resolve_weights(f"hf-hub:{REPO}").provenance == first.provenance
 
     @pytest.mark.slow
     def test_three_processes_download_once(self, hub: HubServer, tmp_path: Path) -> None:
-        given = {"target": download, "args": (hub.url, tmp_path / "cold")}
-        running = [forked.Process(**given) for _ in range(3)]
-        for process in running:
+        options = {"target": download, "args": (hub.url, tmp_path / "cold")}
+        processes = [fork_context.Process(**options) for _ in range(3)]
+        for process in processes:
             process.start()
-        for process in running:
+        for process in processes:
             process.join()
-        assert [process.exitcode for process in running] == [0, 0, 0]
-        assert hub.count(CONFIG) == 1
-        assert hub.count(WEIGHTS) == 1
-        assert hub.count(HEADS) >= 3
+        assert [process.exitcode for process in processes] == [0, 0, 0]
+        assert hub.count(CONFIG_REQUEST) == 1
+        assert hub.count(WEIGHTS_REQUEST) == 1
+        assert hub.count(HEAD_REQUEST) >= 3
 
 
 def download(url: str, home: Path) -> None:
-    """In a process of its own."""
+    """Download in a separate process."""
     with Patch.context() as patch:
-        point_at(url, patch, home)
-        resolve(f"hf-hub:{NET}")
+        point_clients_at(url, patch, home)
+        resolve_weights(f"hf-hub:{REPO}")
 
 
-class TestPassingFaults:
-    @pytest.mark.parametrize("place", [HEADS, CONFIG, WEIGHTS])
+class TestTransientFaults:
+    @pytest.mark.parametrize("endpoint", [HEAD_REQUEST, CONFIG_REQUEST, WEIGHTS_REQUEST])
     @pytest.mark.parametrize("kind", ["503", "429", "reset", "lost"])
-    def test_it_is_tried_again(
-        self, hub: HubServer, place: str, kind: str, capsys: Captured
+    def test_retries_after_a_fault(
+        self, hub: HubServer, endpoint: str, kind: str, capsys: Capture
     ) -> None:
         if kind.isdigit():
-            hub.fail(place, status=int(kind), retry_after=0, times=2)
+            hub.fail(endpoint, status=int(kind), retry_after=0, times=2)
         else:
-            hub.fail(place, kind=kind)
-        assert resolve(f"hf-hub:{NET}").state is not None
-        told = capsys.readouterr().err
-        assert told.count("trying again") <= 1
-        assert "http://" not in told
+            hub.fail(endpoint, kind=kind)
+        assert resolve_weights(f"hf-hub:{REPO}").state is not None
+        stderr = capsys.readouterr().err
+        assert stderr.count("trying again") <= 1
+        assert "http://" not in stderr
         if kind.isdigit():
-            assert f"hf-hub:{NET}: the hub answered {kind} (injected fault); trying again" in told
+            assert (
+                f"hf-hub:{REPO}: the hub returned {kind} (injected fault); trying again" in stderr
+            )
 
-    def test_a_cut_connection_is_resumed(
+    def test_resumes_after_a_lost_connection(
         self, hub: HubServer, caplog: pytest.LogCaptureFixture
     ) -> None:
-        hub.fail(WEIGHTS, kind="truncate")
+        hub.fail(WEIGHTS_REQUEST, kind="truncate")
         with caplog.at_level(logging.WARNING):
-            assert resolve(f"hf-hub:{NET}").state is not None
-        assert hub.count(WEIGHTS) == 2
-        assert not [r for r in caplog.records if r.name.startswith("huggingface_hub")]
+            assert resolve_weights(f"hf-hub:{REPO}").state is not None
+        assert hub.count(WEIGHTS_REQUEST) == 2
+        assert not [
+            record for record in caplog.records if record.name.startswith("huggingface_hub")
+        ]
 
-    def test_a_busy_hub_is_left_alone_for_as_long_as_it_asks(
-        self, hub: HubServer, monkeypatch: Patch
-    ) -> None:
+    def test_waits_as_long_as_retry_after_says(self, hub: HubServer, monkeypatch: Patch) -> None:
         waits: list[float] = []
         monkeypatch.setattr(client.time, "sleep", waits.append)
-        hub.fail(HEADS, status=429, retry_after=3)
-        hub.fail(WEIGHTS, status=429, retry_after=3600)
-        assert resolve(f"hf-hub:{NET}").state is not None
-        assert waits == [3.0, client.LONGEST_WAIT_SECONDS]
+        hub.fail(HEAD_REQUEST, status=429, retry_after=3)
+        hub.fail(WEIGHTS_REQUEST, status=429, retry_after=3600)
+        assert resolve_weights(f"hf-hub:{REPO}").state is not None
+        assert waits == [3.0, client.MAX_WAIT_SECONDS]
 
-    @pytest.mark.parametrize("place", [HEADS, CONFIG, WEIGHTS])
+    @pytest.mark.parametrize("endpoint", [HEAD_REQUEST, CONFIG_REQUEST, WEIGHTS_REQUEST])
     @pytest.mark.parametrize("kind", ["status", "reset"])
-    def test_for_ever(self, hub: HubServer, place: str, kind: str) -> None:
-        hub.fail(place, kind=kind, times=None)
+    def test_fails_if_the_fault_is_permanent(
+        self, hub: HubServer, endpoint: str, kind: str
+    ) -> None:
+        hub.fail(endpoint, kind=kind, times=None)
         started = time.monotonic()
-        text = hub_error(f"hf-hub:{NET}")
+        message = hub_error_message(f"hf-hub:{REPO}")
         assert time.monotonic() - started < 15
-        assert text.startswith(f"hf-hub:{NET}")
-        assert "could not be fetched" in text
-        assert "try again later" in text
-        assert hub.count(place) >= client.TRIES
+        assert message.startswith(f"hf-hub:{REPO}")
+        assert "could not be fetched" in message
+        assert "try again later" in message
+        assert hub.count(endpoint) >= client.MAX_TRIES
 
-    def test_cut_for_ever(self, hub: HubServer, monkeypatch: Patch) -> None:
-        patient = {**vars(time), "sleep": lambda seconds: None}  # a second each time
-        monkeypatch.setattr("huggingface_hub.file_download.time", SimpleNamespace(**patient))
-        hub.fail(WEIGHTS, kind="truncate", times=None)
-        assert "the connection is cut again and again" in hub_error(f"hf-hub:{NET}")
-        assert hub.count(WEIGHTS) < 20
+    def test_fails_if_the_connection_is_always_lost(
+        self, hub: HubServer, monkeypatch: Patch
+    ) -> None:
+        fake_time = {
+            **vars(time),
+            "sleep": lambda seconds: None,
+        }  # it would sleep a second each time
+        monkeypatch.setattr("huggingface_hub.file_download.time", SimpleNamespace(**fake_time))
+        hub.fail(WEIGHTS_REQUEST, kind="truncate", times=None)
+        assert "the connection is dropped repeatedly" in hub_error_message(f"hf-hub:{REPO}")
+        assert hub.count(WEIGHTS_REQUEST) < 20
 
-    def test_the_client_keeps_its_ways(self, hub: HubServer) -> None:
+    def test_leaves_the_client_unchanged(self, hub: HubServer) -> None:
         session = huggingface_hub.get_session()
-        resolve(f"hf-hub:{NET}")
+        resolve_weights(f"hf-hub:{REPO}")
         assert "send" not in vars(session)
         assert not logging.getLogger("huggingface_hub.file_download").filters
 
 
-class TestOtherBytes:
-    """Same length, other content: nothing but the checksum can tell."""
+class TestCorruptBytes:
+    """The same length but other content: only the checksum detects it."""
 
-    @pytest.mark.parametrize("place", [CONFIG, WEIGHTS])
-    def test_they_are_fetched_again(
-        self, hub: HubServer, folder: Path, place: str, capsys: Captured
+    @pytest.mark.parametrize("endpoint", [CONFIG_REQUEST, WEIGHTS_REQUEST])
+    def test_fetches_corrupt_bytes_again(
+        self, hub: HubServer, folder: Path, endpoint: str, capsys: Capture
     ) -> None:
-        hub.fail(place, kind="corrupt", times=2)
-        found, local = resolve(f"hf-hub:{NET}"), resolve(str(folder))
-        assert found.state is not None
-        assert local.state is not None
-        assert all(torch.equal(found.state[k], local.state[k]) for k in local.state)
-        assert found.provenance["sha256"] == local.provenance["sha256"]
-        assert hub.count(place) == 3
-        assert "bytes that are not those of its checksum; trying again" in capsys.readouterr().err
+        hub.fail(endpoint, kind="corrupt", times=2)
+        from_hub, from_folder = resolve_weights(f"hf-hub:{REPO}"), resolve_weights(str(folder))
+        assert from_hub.state is not None
+        assert from_folder.state is not None
+        assert all(
+            torch.equal(from_hub.state[name], from_folder.state[name]) for name in from_folder.state
+        )
+        assert from_hub.provenance["sha256"] == from_folder.provenance["sha256"]
+        assert hub.count(endpoint) == 3
+        assert "arrived with a wrong checksum; trying again" in capsys.readouterr().err
 
-    @pytest.mark.parametrize("place", [CONFIG, WEIGHTS])
-    def test_for_ever(self, hub: HubServer, tmp_path: Path, place: str) -> None:
-        hub.fail(place, kind="corrupt", times=None)
-        assert "bytes that are not those of its checksum" in hub_error(f"hf-hub:{NET}")
-        left = [p for p in (tmp_path / "home/hub").rglob("blobs/*") if p.is_file()]
-        good = set(hub.files(NET).values())
-        assert all(path.read_bytes() in good for path in left)
+    @pytest.mark.parametrize("endpoint", [CONFIG_REQUEST, WEIGHTS_REQUEST])
+    def test_fails_if_bytes_stay_corrupt(
+        self, hub: HubServer, tmp_path: Path, endpoint: str
+    ) -> None:
+        hub.fail(endpoint, kind="corrupt", times=None)
+        assert "arrived with a wrong checksum" in hub_error_message(f"hf-hub:{REPO}")
+        remaining_blobs = [
+            path for path in (tmp_path / "home/hub").rglob("blobs/*") if path.is_file()
+        ]
+        valid_contents = set(hub.files(REPO).values())
+        assert all(path.read_bytes() in valid_contents for path in remaining_blobs)
 
     @pytest.mark.parametrize("filename", ["config.json", "model.safetensors"])
-    def test_in_the_cache(
+    def test_detects_and_replaces_corrupt_cached_files(
         self, hub: HubServer, folder: Path, filename: str, monkeypatch: Patch
     ) -> None:
-        blob = blob_of(hub, filename)
-        resolve(f"hf-hub:{NET}")
+        blob = cached_blob(hub, filename)
+        resolve_weights(f"hf-hub:{REPO}")
         damaged = bytearray(blob.read_bytes())
         damaged[-5] ^= 1
         blob.write_bytes(damaged)
-        with monkeypatch.context() as offline:
-            set_offline(offline)
-            text = message(f"hf-hub:{NET}")
-            assert f"{filename} in the cache is damaged" in text
-            assert f"delete {blob}, or connect" in text
-        sha256 = resolve(str(folder)).provenance["sha256"]
-        assert resolve(f"hf-hub:{NET}").provenance["sha256"] == sha256
+        with monkeypatch.context() as patch:
+            set_offline(patch)
+            message = weights_error_message(f"hf-hub:{REPO}")
+            assert f"{filename} in the cache is damaged" in message
+            assert f"delete {blob}, or connect" in message
+        sha256 = resolve_weights(str(folder)).provenance["sha256"]
+        assert resolve_weights(f"hf-hub:{REPO}").provenance["sha256"] == sha256
         assert blob.read_bytes() == (folder / filename).read_bytes()
         blob.write_bytes(damaged)
         hub.stop()
-        assert "in the cache is damaged" in message(f"hf-hub:{NET}")
+        assert "in the cache is damaged" in weights_error_message(f"hf-hub:{REPO}")
 
-    def test_without_links(self, hub: HubServer, monkeypatch: Patch) -> None:
+    def test_without_symlinks(self, hub: HubServer, monkeypatch: Patch) -> None:
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_SYMLINKS", True)
         monkeypatch.setattr(
             "huggingface_hub.file_download.are_symlinks_supported", lambda *_: False
         )
-        hub.fail(CONFIG, kind="corrupt", times=None)
+        hub.fail(CONFIG_REQUEST, kind="corrupt", times=None)
         with refused("hub.out_of_order", "checksum"):
-            fetch(NET, "config.json", None)
+            download_hub_file(REPO, "config.json", None)
 
 
-class TestRefusals:
-    def test_four_different_ones(self, hub: HubServer, monkeypatch: Patch) -> None:
-        texts = {message("hf-hub:nobody/net"), message(f"hf-hub:{NET}@v2")}
-        hub.commit(NET, {"config.json": None})
-        texts.add(message(f"hf-hub:{NET}"))
+class TestErrors:
+    def test_messages_distinguish_four_causes(self, hub: HubServer, monkeypatch: Patch) -> None:
+        messages = {
+            weights_error_message("hf-hub:nobody/net"),
+            weights_error_message(f"hf-hub:{REPO}@v2"),
+        }
+        hub.commit(REPO, {"config.json": None})
+        messages.add(weights_error_message(f"hf-hub:{REPO}"))
         monkeypatch.setenv("HF_TOKEN", "hf_wrongWrong1234")
-        texts.add(hub_error(f"hf-hub:{NET}"))
-        parts = (
+        messages.add(hub_error_message(f"hf-hub:{REPO}"))
+        expected_texts = (
             "nobody/net: no such repository, or it is private; check the name, or log in with",
-            "@v2: no such revision; leave '@v2' away",
+            "@v2: no such revision; remove '@v2' for the newest",
             "no file config.json",
-            "the hub refuses the token in HF_TOKEN (401); make a new one and `hf auth login`",
+            "the hub rejects the token in HF_TOKEN (401); create a new one and run `hf auth login`",
         )
-        for part in parts:
-            assert len([text for text in texts if part in text]) == 1, part
+        for expected in expected_texts:
+            assert len([message for message in messages if expected in message]) == 1, expected
 
-    def test_names_that_are_none(self, hub: HubServer) -> None:
-        assert "write hf-hub:owner/name" in message("hf-hub:a/b/c")
+    def test_rejects_invalid_names(self, hub: HubServer) -> None:
+        assert "write hf-hub:owner/name" in weights_error_message("hf-hub:a/b/c")
 
-    def test_a_wrong_token_is_told_although_there_is_a_copy(
+    def test_a_wrong_token_is_an_error_despite_a_cached_copy(
         self, hub: HubServer, monkeypatch: Patch
     ) -> None:
-        resolve(f"hf-hub:{NET}")
+        resolve_weights(f"hf-hub:{REPO}")
         monkeypatch.setenv("HF_TOKEN", "hf_wrongWrong1234")
-        assert "refuses the token in HF_TOKEN" in hub_error(f"hf-hub:{NET}")
+        assert "rejects the token in HF_TOKEN" in hub_error_message(f"hf-hub:{REPO}")
 
-    def test_private(self, hub: HubServer, folder: Path, monkeypatch: Patch) -> None:
-        hub.add_repo("someone/secret", content_of(folder), private=True)
-        assert "or it is private; check the name, or log in" in message("hf-hub:someone/secret")
+    def test_private_repository(self, hub: HubServer, folder: Path, monkeypatch: Patch) -> None:
+        hub.add_repo("someone/secret", folder_content(folder), private=True)
+        assert "or it is private; check the name, or log in" in weights_error_message(
+            "hf-hub:someone/secret"
+        )
         hub.add_user("other", token="hf_otherOther1234")
         monkeypatch.setenv("HF_TOKEN", "hf_otherOther1234")
-        assert "check the rights of your token" in message("hf-hub:someone/secret")
-        monkeypatch.setenv("HF_TOKEN", ALICE)
-        assert resolve("hf-hub:someone/secret").state is not None
+        assert "check the permissions of your token" in weights_error_message("hf-hub:someone/secret")
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        assert resolve_weights("hf-hub:someone/secret").state is not None
 
-    def test_gated(self, hub: HubServer, folder: Path, monkeypatch: Patch) -> None:
-        hub.add_repo("someone/gated", content_of(folder), gated=True)
-        assert "access must be granted first" in hub_error("hf-hub:someone/gated")
-        monkeypatch.setenv("HF_TOKEN", ALICE)
-        assert resolve("hf-hub:someone/gated").state is not None
+    def test_gated_repository(self, hub: HubServer, folder: Path, monkeypatch: Patch) -> None:
+        hub.add_repo("someone/gated", folder_content(folder), gated=True)
+        assert "access must be granted first" in hub_error_message("hf-hub:someone/gated")
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        assert resolve_weights("hf-hub:someone/gated").state is not None
 
     @pytest.mark.parametrize("status", [400, 403, 500])
-    @pytest.mark.parametrize("place", [HEADS, CONFIG, WEIGHTS])
-    def test_a_token_is_never_repeated(
-        self, hub: HubServer, place: str, status: int, monkeypatch: Patch, capsys: Captured
+    @pytest.mark.parametrize("endpoint", [HEAD_REQUEST, CONFIG_REQUEST, WEIGHTS_REQUEST])
+    def test_never_prints_the_token(
+        self, hub: HubServer, endpoint: str, status: int, monkeypatch: Patch, capsys: Capture
     ) -> None:
-        monkeypatch.setenv("HF_TOKEN", ALICE)
-        hub.fail(place, status=status, times=None, echo=True)
-        text = hub_error(f"hf-hub:{NET}")
-        assert str(status) in text
-        seen = capsys.readouterr()
-        assert ALICE not in text + seen.out + seen.err
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        hub.fail(endpoint, status=status, times=None, echo=True)
+        message = hub_error_message(f"hf-hub:{REPO}")
+        assert str(status) in message
+        output = capsys.readouterr()
+        assert TOKEN not in message + output.out + output.err
 
-    @pytest.mark.parametrize("address", ["localhost:8", "{cdn}/elsewhere"])
-    def test_what_answers_is_no_hub(
-        self, hub: HubServer, address: str, tmp_path: Path, monkeypatch: Patch
+    @pytest.mark.parametrize("url", ["localhost:8", "{cdn}/elsewhere"])
+    def test_rejects_a_server_that_is_not_a_hub(
+        self, hub: HubServer, url: str, tmp_path: Path, monkeypatch: Patch
     ) -> None:
-        point_at(address.format(cdn=hub.cdn), monkeypatch, tmp_path / "other")
-        assert "check HF_ENDPOINT" in hub_error(f"hf-hub:{NET}")
+        point_clients_at(url.format(cdn=hub.cdn), monkeypatch, tmp_path / "other")
+        assert "check HF_ENDPOINT" in hub_error_message(f"hf-hub:{REPO}")
 
-    def test_xet_names_the_switch(self, hub: HubServer, monkeypatch: Patch) -> None:
+    def test_xet_error_names_the_environment_variable(
+        self, hub: HubServer, monkeypatch: Patch
+    ) -> None:
         pytest.importorskip("hf_xet")
         hub.xet = True
-        assert "HF_HUB_DISABLE_XET=1" in hub_error(f"hf-hub:{NET}")
+        assert "HF_HUB_DISABLE_XET=1" in hub_error_message(f"hf-hub:{REPO}")
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
-        assert resolve(f"hf-hub:{NET}").state is not None
+        assert resolve_weights(f"hf-hub:{REPO}").state is not None
 
 
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.slow
-def test_damaged_weights_are_never_trained_on(hub: HubServer, folder: Path, tmp_path: Path) -> None:
-    """A run whose weights came with other bytes first is the run from the true ones, bit by bit."""
-    text = """
+def test_never_trains_on_corrupt_weights(hub: HubServer, folder: Path, tmp_path: Path) -> None:
+    """A run whose weights first arrived corrupt equals a run from the local weights, bit by bit."""
+    recipe_text = """
     model: {name: NAME}
     data: {source: "embedded:digits", train: resize, eval: resize, batch_size: 32}
     optim: {name: sgd, lr: 0.01, steps: 2}
     run: {precision: fp32, threads: 1, log_every: 1}
     """
-    hub.fail(WEIGHTS, kind="corrupt", times=2)
-    ends = []
-    for number, name in enumerate((f"hf-hub:{NET}@v1", str(folder))):
+    hub.fail(WEIGHTS_REQUEST, kind="corrupt", times=2)
+    final_weights = []
+    for number, name in enumerate((f"hf-hub:{REPO}@v1", str(folder))):
         run = tmp_path / str(number)
-        train(parse_recipe(text.replace("NAME", json.dumps(name))), run)
-        ends.append((run / "model" / "model.safetensors").read_bytes())
+        train(parse_recipe(recipe_text.replace("NAME", json.dumps(name))), run)
+        final_weights.append((run / "model" / "model.safetensors").read_bytes())
         record = json.loads((run / "run.json").read_text())
-        assert resolve(str(folder)).provenance["sha256"] in json.dumps(record)
-    assert hub.count(WEIGHTS) == 3
-    assert ends[0] == ends[1]
-    assert hub.commits(NET)[0] in (tmp_path / "0" / "run.json").read_text()
+        assert resolve_weights(str(folder)).provenance["sha256"] in json.dumps(record)
+    assert hub.count(WEIGHTS_REQUEST) == 3
+    assert final_weights[0] == final_weights[1]
+    assert hub.commits(REPO)[0] in (tmp_path / "0" / "run.json").read_text()
 
 
-class TestChecked:
+class TestVerifyChecksum:
     @pytest.mark.parametrize("name", ["sha256", "git"])
-    def test_by_the_name_in_the_cache(self, tmp_path: Path, name: str) -> None:
+    def test_by_the_file_name_in_the_cache(self, tmp_path: Path, name: str) -> None:
         content = b"some bytes"
         sha256 = hashlib.sha256(content).hexdigest()
         blob = tmp_path / (sha256 if name == "sha256" else git_sha1(content))
         blob.write_bytes(content)
         link = tmp_path / "file"
         link.symlink_to(blob.name)
-        assert checked(link) == (sha256 if name == "sha256" else "")
+        assert verify_checksum(link) == (sha256 if name == "sha256" else "")
         blob.write_bytes(b"some Bytes")
-        assert checked(link) is None
-        assert checked(blob) == ""  # a file without a link, of which nothing is known
-        assert checked(blob, etag=blob.name) is None
+        assert verify_checksum(link) is None
+        assert verify_checksum(blob) == ""  # without a symlink the checksum is unknown
+        assert verify_checksum(blob, etag=blob.name) is None

@@ -1,4 +1,4 @@
-"""Adapters: the logits of peft's own model, merged and not, and the layers that may have one."""
+"""Adapters: the same logits as peft, merged and unmerged, and the layers that may have one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ import torch
 from refusals import refused
 from torch import Tensor, nn
 
-from finetune.models.adapter import load_plain, merge_adapter, plain_state, save_adapter
-from finetune.models.build import build
-from finetune.models.saved import Built, save_model
+from finetune.models.build import build_model
+from finetune.models.lora import (
+    base_state_dict,
+    load_base_state_dict,
+    merge_adapter,
+    save_adapter,
+)
+from finetune.models.save import BuiltModel, save_model
 
 VIT = {"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
 NETWORKS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
@@ -26,11 +31,11 @@ NETWORKS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 }
 
 
-def built(network: str, kind: str = "lora", **settings: Any) -> Built:
+def build_with_adapter(network: str, kind: str = "lora", **settings: Any) -> BuiltModel:
     name, args, targets = NETWORKS[network]
     adapter = {"kind": kind, "rank": 4, "alpha": None, "targets": targets, "dropout": 0.0}
     torch.manual_seed(0)
-    return build(
+    return build_model(
         name,
         num_classes=3,
         pretrained=False,
@@ -40,100 +45,113 @@ def built(network: str, kind: str = "lora", **settings: Any) -> Built:
     )
 
 
-def moved(model: nn.Module) -> nn.Module:
-    """The network after some training of what it trains."""
-    draws = torch.Generator().manual_seed(1)
+def perturb_trainable(model: nn.Module) -> nn.Module:
+    """Change all trainable parameters, as training would."""
+    generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.data += 0.05 * torch.randn(parameter.shape, generator=draws)
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
     return model.eval()
 
 
-def logits(model: nn.Module) -> Tensor:
+def compute_logits(model: nn.Module) -> Tensor:
     images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         result: Tensor = model(images)
     return result
 
 
-def close(one: Tensor, other: Tensor) -> None:
-    assert one.std() > 0.01, "the logits tell something"
-    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.std() > 0.01, "the logits must not be constant"
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("network", NETWORKS)
-def test_merged_unmerged_and_pefts_own_give_the_same_logits(
+def test_merged_unmerged_and_peft_models_give_the_same_logits(
     network: str, kind: str, tmp_path: Path
 ) -> None:
-    made = built(network, kind)
-    model = made.model
-    base = timm.create_model(NETWORKS[network][0], num_classes=3, **made.model_args).eval()
-    base.load_state_dict(plain_state(model, model.state_dict()))
-    torch.testing.assert_close(logits(model.eval()), logits(base), rtol=0, atol=0)
-    before = {key: value.clone() for key, value in base.state_dict().items()}
-    expected = logits(moved(model))
+    built = build_with_adapter(network, kind)
+    model = built.model
+    base = timm.create_model(NETWORKS[network][0], num_classes=3, **built.model_args).eval()
+    base.load_state_dict(base_state_dict(model, model.state_dict()))
+    torch.testing.assert_close(compute_logits(model.eval()), compute_logits(base), rtol=0, atol=0)
+    base_before = {key: value.clone() for key, value in base.state_dict().items()}
+    expected = compute_logits(perturb_trainable(model))
     names = [f"c{number}" for number in range(3)]
     state = merge_adapter(model)
     save_model(
-        tmp_path, made, state, class_names=names, preprocessing=made.preprocessing, temperature=1.0
+        tmp_path,
+        built,
+        state,
+        class_names=names,
+        preprocessing=built.preprocessing,
+        temperature=1.0,
     )
-    save_adapter(tmp_path / "adapter", model, base="owner/name")
-    close(logits(model), expected)
-    alone = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
-    close(logits(alone), expected)
+    save_adapter(tmp_path / "adapter", model, base_model_name="owner/name")
+    assert_close(compute_logits(model), expected)
+    merged = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    assert_close(compute_logits(merged), expected)
     from peft import PeftModel
 
-    of_peft = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
-    assert of_peft.peft_config["default"].base_model_name_or_path == "owner/name"
-    close(logits(of_peft), expected)
-    of_peft.unload()
-    changed = [key for key, value in before.items() if not torch.equal(state[key], value)]
-    assert changed, "the adapter and the head are all that was changed"
+    peft_model = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
+    assert peft_model.peft_config["default"].base_model_name_or_path == "owner/name"
+    assert_close(compute_logits(peft_model), expected)
+    peft_model.unload()
+    changed = [key for key, value in base_before.items() if not torch.equal(state[key], value)]
+    assert changed, "some weights must have changed"
     layers = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
     for key in changed:
         assert key.startswith(("head", "classifier")) or key.removesuffix(".weight") in layers
 
 
-def test_only_the_adapter_and_the_head_are_trained() -> None:
-    model = built("vit").model
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+def test_trains_only_the_adapter_and_the_head() -> None:
+    model = build_with_adapter("vit").model
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert {"head.weight", "head.bias"} < trained
     assert len(trained) == 2 + 2 * 2 * 4, "A and B of qkv, proj, fc1, fc2 in two blocks"
     assert all("lora_" in name for name in trained - {"head.weight", "head.bias"})
 
 
-def test_gradients_reach_it_through_recomputed_blocks() -> None:
+def test_gradients_reach_the_adapter_with_gradient_checkpointing() -> None:
     for checkpointing in (False, True):
-        model = moved(built("vit").model).train()
+        model = perturb_trainable(build_with_adapter("vit").model).train()
         model.set_grad_checkpointing(checkpointing)  # type: ignore[operator]
         model(torch.ones(2, 3, 32, 32)).square().sum().backward()
-        missing = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        missing = [
+            name
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and parameter.grad is None
+        ]
         assert not missing
-        assert all(p.grad.any() for n, p in model.named_parameters() if "lora_B" in n)
+        assert all(
+            parameter.grad.any() for name, parameter in model.named_parameters() if "lora_B" in name
+        )
 
 
-def test_weights_by_their_plain_names_are_loaded_under_an_adapter() -> None:
-    model, other = built("vit").model, built("vit").model
-    moved(other)
+def test_loads_base_weights_under_an_adapter() -> None:
+    model, other = build_with_adapter("vit").model, build_with_adapter("vit").model
+    perturb_trainable(other)
     state = {key: value + 1 for key, value in merge_adapter(copy.deepcopy(other)).items()}
-    load_plain(model, state)
-    loaded = plain_state(model, model.state_dict())
+    load_base_state_dict(model, state)
+    loaded = base_state_dict(model, model.state_dict())
     assert loaded.keys() == state.keys()
     assert all(torch.equal(loaded[key], value) for key, value in state.items())
-    assert not any(p.any() for name, p in model.named_parameters() if "lora_B" in name)
+    assert not any(
+        parameter.any() for name, parameter in model.named_parameters() if "lora_B" in name
+    )
 
 
-def test_an_adapter_that_could_not_work_is_refused() -> None:
+def test_rejects_adapters_that_cannot_work() -> None:
     with refused("recipe.unknown_name", "'qvk'", "attn.qkv"):
-        built("vit", targets=["qvk"])
+        build_with_adapter("vit", targets=["qvk"])
     with refused("recipe.wrong_value", "model.adapter.rank", "33", "blocks.0.attn.qkv", "32"):
-        built("vit", rank=33)
+        build_with_adapter("vit", rank=33)
     with refused("recipe.unknown_name", "'attention'", "fc1"):
-        built("convnext", targets=["attention"])
+        build_with_adapter("convnext", targets=["attention"])
     with refused("recipe.unsupported", "grouped"):
-        built("convnext", targets=["conv_dw"])
-    # timm's BEiT and small EVA-02 read the weights of qkv, standardised convolutions change them
+        build_with_adapter("convnext", targets=["conv_dw"])
+    # timm's BEiT and small EVA-02 read the qkv weights; standardized convolutions change them
     for name, args, targets in (
         ("beit_base_patch16_224", {**VIT}, ["qkv"]),
         ("eva02_small_patch14_224", {**VIT}, ["attention"]),
@@ -141,9 +159,11 @@ def test_an_adapter_that_could_not_work_is_refused() -> None:
     ):
         adapter = {"kind": "lora", "rank": 2, "alpha": None, "targets": targets, "dropout": 0.0}
         with refused("recipe.unsupported", "model.adapter.targets"):
-            build(name, num_classes=3, pretrained=False, image_size=32, args=args, adapter=adapter)
+            build_model(
+                name, num_classes=3, pretrained=False, image_size=32, args=args, adapter=adapter
+            )
 
 
-def test_grouped_convolutions_are_left_out_with_a_notice(caplog: pytest.LogCaptureFixture) -> None:
-    built("convnext")
-    assert "grouped or dilated convolutions stay without one" in caplog.text
+def test_skips_grouped_convolutions_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    build_with_adapter("convnext")
+    assert "grouped or dilated convolutions get no adapter" in caplog.text

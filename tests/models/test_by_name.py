@@ -1,4 +1,4 @@
-"""Every family of the review by its timm name: loaded, resized and trained for two steps."""
+"""Every supported family by its timm name: loaded, resized and trained for two steps."""
 
 from __future__ import annotations
 
@@ -9,14 +9,21 @@ from typing import Any
 import pytest
 import timm
 import torch
-from networks import NAMES, TINY, images, logits, save, shuffle
+from networks import (
+    CLASS_NAMES,
+    TINY_ARGS,
+    compute_logits,
+    random_images,
+    randomize_head,
+    save_network,
+)
 
-from finetune.models.build import build
-from finetune.models.profile import count_parameters, survey
+from finetune.models.build import build_model
+from finetune.models.summary import count_parameters, summarize_model
 from finetune.recipe.load import parse_recipe
 from finetune.training.train import train
 
-# timm's own interpolation of relative positions
+# warnings of timm's interpolation of relative positions
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using a non-tuple sequence"),
     pytest.mark.filterwarnings("ignore:.*searchsorted"),
@@ -25,22 +32,22 @@ SWIN = {"embed_dim": 16, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4
 PVT = {"depths": [1, 1, 1, 1], "embed_dims": [8, 16, 32, 64], "num_heads": [1, 2, 4, 8]}
 TNT = {"embed_dim": 32, "inner_dim": 8, "depth": 2, "num_heads_inner": 2, "num_heads_outer": 2}
 BIT = {"channels": [128, 128, 256, 256], "stem_chs": 32}  # 32 groups in each norm
-# timm name, arguments that make it small, the size that it is saved at, and trained at
+# timm name, arguments that make it small, saved image size, training image size
 FAMILIES: dict[str, tuple[str, dict[str, Any], int, int]] = {
-    "deit_s": ("deit_small_patch16_224", TINY, 32, 48),
-    "deit_b": ("deit_base_patch16_224", TINY, 32, 48),
+    "deit_s": ("deit_small_patch16_224", TINY_ARGS, 32, 48),
+    "deit_b": ("deit_base_patch16_224", TINY_ARGS, 32, 48),
     "swin": ("swin_tiny_patch4_window7_224", SWIN, 32, 64),
     "pvt_v2": ("pvt_v2_b0", PVT, 35, 56),
     "tnt_s": ("tnt_s_patch16_224", TNT, 32, 48),
     "tnt_b": ("tnt_b_patch16_224", TNT, 32, 48),
     "bit": ("resnetv2_50x1_bit", BIT, 32, 64),
-    "vit_b": ("vit_base_patch16_224", TINY, 32, 48),
-    "vit_l": ("vit_large_patch16_224", TINY, 32, 48),
-    "vit_h": ("vit_huge_patch14_224", TINY, 32, 48),
+    "vit_b": ("vit_base_patch16_224", TINY_ARGS, 32, 48),
+    "vit_l": ("vit_large_patch16_224", TINY_ARGS, 32, 48),
+    "vit_h": ("vit_huge_patch14_224", TINY_ARGS, 32, 48),
     "efficientnet": ("test_efficientnet", {}, 32, 48),  # the blocks of EfficientNet-L2
 }
-# name, another image size, parameters at its own (millions, timm's tables)
-WHOLE: dict[str, tuple[int, float]] = {
+# name: another image size, parameters at its default size (millions, from timm's tables)
+FULL_SIZE_NETWORKS: dict[str, tuple[int, float]] = {
     "deit_small_patch16_224": (384, 22.05),
     "deit_base_patch16_224": (384, 86.57),
     "swin_base_patch4_window7_224": (384, 87.77),
@@ -60,45 +67,49 @@ WHOLE: dict[str, tuple[int, float]] = {
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("key", FAMILIES)
 def test_loads_resizes_and_trains(key: str, tmp_path: Path, image_folder: Path) -> None:
-    name, args, small, large = FAMILIES[key]
-    made = build(name, pretrained=False, num_classes=5, image_size=small, args=args)
-    shuffle(made.model)
-    folder = save(tmp_path / "weights", made, names=NAMES)
-    again = build(folder)
-    assert torch.equal(logits(again.model, x := images(small)), logits(made.model, x))
-    text = f"""
-model: {{name: "{folder}", image_size: {large}}}
+    name, args, saved_size, train_size = FAMILIES[key]
+    built = build_model(name, pretrained=False, num_classes=5, image_size=saved_size, args=args)
+    randomize_head(built.model)
+    folder = save_network(tmp_path / "weights", built, class_names=CLASS_NAMES)
+    loaded = build_model(folder)
+    assert torch.equal(
+        compute_logits(loaded.model, x := random_images(saved_size)), compute_logits(built.model, x)
+    )
+    recipe_text = f"""
+model: {{name: "{folder}", image_size: {train_size}}}
 data: {{source: "folder:{image_folder}", train: resize, eval: resize, batch_size: 12}}
 optim: {{name: sgd, lr: 0.1, steps: 2}}
 run: {{precision: fp32, threads: 1, log_every: 1}}
 """
-    train(parse_recipe(text), tmp_path / "run")
+    train(parse_recipe(recipe_text), tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     losses = [line["loss"] for line in lines if line["split"] == "train"]
     assert len(losses) == 2
     assert losses[0] == pytest.approx(1.0986, abs=1e-3)  # ln 3: the zero head
     assert losses[1] != losses[0]
-    trained = build(str(tmp_path / "run"))
-    assert trained.preprocessing.image_size == (large, large)
-    assert logits(trained.model, images(large)).shape == (2, 3)
+    trained = build_model(str(tmp_path / "run"))
+    assert trained.preprocessing.image_size == (train_size, train_size)
+    assert compute_logits(trained.model, random_images(train_size)).shape == (2, 3)
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_the_whole_network_at_another_size(name: str) -> None:
-    """Without memory for its tensors: the largest would take four gigabytes."""
-    size, millions = WHOLE[name]
+@pytest.mark.parametrize("name", FULL_SIZE_NETWORKS)
+def test_full_size_network_at_another_image_size(name: str) -> None:
+    """On the meta device: the largest network would take four gigabytes."""
+    size, millions = FULL_SIZE_NETWORKS[name]
     with torch.device("meta"):
-        own = build(name, pretrained=False)
-        made = build(name, pretrained=False, num_classes=10, image_size=size)
-    assert count_parameters(own.model.parameters()) / 1e6 == pytest.approx(millions, abs=0.006)
-    assert made.preprocessing.image_size == (size, size)
-    found = survey(made.model.eval(), (size, size))
-    assert found["macs"] > 0
-    assert found["layers"][-1]["output"] == [10]
+        default_built = build_model(name, pretrained=False)
+        built = build_model(name, pretrained=False, num_classes=10, image_size=size)
+    assert count_parameters(default_built.model.parameters()) / 1e6 == pytest.approx(
+        millions, abs=0.006
+    )
+    assert built.preprocessing.image_size == (size, size)
+    summary = summarize_model(built.model.eval(), (size, size))
+    assert summary["macs"] > 0
+    assert summary["layers"][-1]["output"] == [10]
 
 
-def test_each_small_network_is_of_the_family_it_stands_for() -> None:
+def test_small_networks_belong_to_their_families() -> None:
     for key, (name, *_) in FAMILIES.items():
         assert timm.is_model(name), key
     assert type(timm.create_model("test_efficientnet")).__name__ == "EfficientNet"
-    assert set(WHOLE) <= set(timm.list_models())
+    assert set(FULL_SIZE_NETWORKS) <= set(timm.list_models())

@@ -1,4 +1,4 @@
-"""models/fast_blocks.py: the same results as timm's blocks, and their gradients."""
+"""models/fast_layers.py: the same results as timm's blocks, and their gradients."""
 
 # B batch, N tokens, D width
 
@@ -18,15 +18,15 @@ from timm.layers import Attention
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune.models.attention import attention_maps
-from finetune.models.fast_blocks import (
-    compute_class_token,
-    computes_alike,
-    multiply_by_onednn,
-    multiply_plainly,
+from finetune.models.fast_layers import (
+    is_equivalent,
+    limit_last_block_to_class_token,
+    use_onednn_linear,
+    use_unfused_attention,
 )
-from finetune.models.features import accept_features, pre_logits
-from finetune.models.profile import survey
+from finetune.models.features import compute_pre_logits, enable_feature_input
+from finetune.models.interpretability import attention_maps
+from finetune.models.summary import summarize_model
 
 NUM_CLASSES, DEPTH, WIDTH, TOKENS = 7, 2, 48, 17
 SIZES: dict[str, Any] = {
@@ -63,7 +63,7 @@ def loss(model: nn.Module) -> Tensor:
 def shortened(model: nn.Module) -> Any:
     """A copy whose last block computes the class token alone."""
     twin = copy.deepcopy(model)
-    assert compute_class_token(twin)
+    assert limit_last_block_to_class_token(twin)
     return twin
 
 
@@ -117,9 +117,9 @@ def test_dropout_drops_what_it_does_in_the_whole_block(place: str) -> None:
 
 def test_a_block_is_nearly_free() -> None:
     whole = network(img_size=64, depth=4)  # 65 tokens
-    before = survey(whole.eval(), (64, 64))["macs"]
-    assert compute_class_token(whole)
-    assert 0.74 < survey(whole, (64, 64))["macs"] / before < 0.78
+    before = summarize_model(whole.eval(), (64, 64))["macs"]
+    assert limit_last_block_to_class_token(whole)
+    assert 0.74 < summarize_model(whole, (64, 64))["macs"] / before < 0.78
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_what_reads_more_or_computes_otherwise_is_left_alone(
     name: str, args: dict[str, Any] | None
 ) -> None:
     model = timm.create_model(name) if args is None else network(name, **args)
-    assert not compute_class_token(model)
+    assert not limit_last_block_to_class_token(model)
     assert all(
         type(module).__module__.startswith(("timm.", "torch.")) for module in model.modules()
     )
@@ -148,7 +148,7 @@ def test_what_reads_more_or_computes_otherwise_is_left_alone(
 
 def test_it_is_gone_with_its_last_reference() -> None:
     model = network()
-    assert compute_class_token(model)
+    assert limit_last_block_to_class_token(model)
     block = weakref.ref(model.blocks[-1])
     gc.disable()  # a block that held itself would keep its part of a GPU
     try:
@@ -162,10 +162,12 @@ def test_pre_logits_and_features_are_taken_as_before() -> None:
     whole = network().eval()
     short = shortened(whole)
     with torch.no_grad():
-        expected_BD = pre_logits(whole, images())
-        torch.testing.assert_close(pre_logits(short, images()), expected_BD, rtol=0, atol=1e-5)
+        expected_BD = compute_pre_logits(whole, images())
+        torch.testing.assert_close(
+            compute_pre_logits(short, images()), expected_BD, rtol=0, atol=1e-5
+        )
         logits_BK = whole(images())
-        assert accept_features(short, (32, 32), training=False) is None
+        assert enable_feature_input(short, (32, 32), training=False) is None
         torch.testing.assert_close(short(expected_BD), logits_BK)
         torch.testing.assert_close(short(images()), logits_BK, rtol=0, atol=1e-5)
 
@@ -174,7 +176,7 @@ def test_attention_is_not_shown_of_one_query() -> None:
     """Maps are of networks as they were published; these have one block less to show."""
     whole = network().eval()
     assert len(attention_maps(whole, images())) == DEPTH
-    assert compute_class_token(whole)
+    assert limit_last_block_to_class_token(whole)
     assert attention_maps(whole, images()) == []
 
 
@@ -200,7 +202,7 @@ def attention(**args: Any) -> Attention:
 def plainly(module: nn.Module) -> Any:
     """A copy whose attention is computed without timm's fused kernel."""
     twin = copy.deepcopy(module)
-    multiply_plainly(twin)
+    use_unfused_attention(twin)
     return twin
 
 
@@ -347,15 +349,15 @@ def without_bias(module: Any, tokens_BND: Tensor) -> Tensor:
 @pytest.mark.parametrize("grad", [True, False])
 def test_weights_do_not_hide_a_difference(grad: bool) -> None:
     with torch.set_grad_enabled(grad):
-        assert computes_alike(Scaled(), alike, 8)
-        assert computes_alike(Scaled(), first, 8)
-        assert not computes_alike(Scaled(), without_bias, 8)
+        assert is_equivalent(Scaled(), alike, 8)
+        assert is_equivalent(Scaled(), first, 8)
+        assert not is_equivalent(Scaled(), without_bias, 8)
 
 
 def test_a_module_that_was_changed_is_found_out() -> None:
     changed = Scaled()
     changed.register_forward_hook(lambda module, inputs, output: 1.1 * output)
-    assert not computes_alike(changed, alike, 8)
+    assert not is_equivalent(changed, alike, 8)
 
 
 def test_it_leaves_no_trace() -> None:
@@ -363,7 +365,7 @@ def test_it_leaves_no_trace() -> None:
     module.linear.eval()
     weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     state = torch.get_rng_state()
-    assert computes_alike(module, alike, 8)
+    assert is_equivalent(module, alike, 8)
     assert [one.training for one in module.modules()] == [True, False, True]
     assert all(torch.equal(weights[name], tensor) for name, tensor in module.state_dict().items())
     assert all(parameter.grad is None for parameter in module.parameters())
@@ -390,7 +392,7 @@ class Operations(TorchDispatchMode):
 def test_onednn_gives_the_same_logits(name: str) -> None:
     plain = network(name) if "vit" in name else timm.create_model(name, num_classes=NUM_CLASSES)
     twin = copy.deepcopy(plain.eval())
-    multiply_by_onednn(twin)
+    use_onednn_linear(twin)
     assert twin.state_dict().keys() == plain.state_dict().keys()
     with torch.inference_mode():
         expected_BK = plain(images())
@@ -407,7 +409,7 @@ def test_onednn_gives_the_same_logits(name: str) -> None:
 def test_gradients_do_not_come_from_onednn() -> None:
     plain = network()
     twin = copy.deepcopy(plain)
-    multiply_by_onednn(twin)
+    use_onednn_linear(twin)
     for model in (plain, twin):
         loss(model).backward()
     assert torch.equal(plain.head.weight.grad, twin.head.weight.grad)

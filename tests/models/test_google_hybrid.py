@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import timm
 import torch
-from networks import images, logits, save, shuffle
+from networks import compute_logits, random_images, randomize_head, save_network
 from refusals import refused
 from torch import Tensor
 
 from finetune.models.architectures.google_hybrid import convert_backbone
-from finetune.models.build import build
+from finetune.models.build import build_model
 from finetune.models.weights.read import read_tensors
-from finetune.models.weights.resize_posemb import resize_grid
+from finetune.models.weights.resize_posemb import resize_posemb
 
 # float32 here and in JAX through five convolutional units and three blocks.
 FEATURES = 2e-5
@@ -40,7 +40,7 @@ def distance(ours: Tensor, theirs: np.ndarray) -> float:
 
 @torch.no_grad()
 def test_parity_with_jax(checkpoint: str, oracle: dict[str, np.ndarray]) -> None:
-    model = build(checkpoint).model.eval()
+    model = build_model(checkpoint).model.eval()
     x = torch.from_numpy(oracle["images"]).permute(0, 3, 1, 2)
     backbone = model.patch_embed.backbone
     maps = {"conv_root": backbone.stem.conv(x)}
@@ -57,11 +57,11 @@ def test_parity_with_jax(checkpoint: str, oracle: dict[str, np.ndarray]) -> None
     assert distance(tokens, encoded) < FEATURES
     pooled = model.forward_head(tokens, pre_logits=True)
     assert distance(pooled, oracle["hybrid/pre_logits"]) < FEATURES
-    assert distance(logits(model, x), oracle["hybrid/logits"]) < FEATURES
+    assert distance(compute_logits(model, x), oracle["hybrid/logits"]) < FEATURES
 
 
 def test_sizes_are_read_off_the_tensors(checkpoint: str) -> None:
-    made = build(checkpoint, pretrained=False)
+    made = build_model(checkpoint, pretrained=False)
     expected = {"layers": [1, 2], "channels": [128, 256], "stem_chs": 32, "depth": 3}
     assert {key: made.model_args[key] for key in expected} == expected
     assert made.preprocessing.image_size == (64, 64)
@@ -79,27 +79,27 @@ def test_every_tensor_finds_its_place(checkpoint: str) -> None:
 @pytest.mark.parametrize("size", [96, 48])
 def test_the_same_position_and_head_code(checkpoint: str, size: int, tmp_path: Path) -> None:
     """Zero head, positions resized as the paper does, training moves both."""
-    made = build(checkpoint, num_classes=3, image_size=size)
-    model, x = made.model, images(size)
+    made = build_model(checkpoint, num_classes=3, image_size=size)
+    model, x = made.model, random_images(size)
     assert made.provenance["posemb"] == "paper"
     table = read_tensors(Path(checkpoint))["Transformer/posembed_input/pos_embedding"]
-    assert torch.equal(model.pos_embed, resize_grid(table, (size // 8, size // 8)))
-    assert torch.equal(logits(model, x), torch.zeros(2, 3))
+    assert torch.equal(model.pos_embed, resize_posemb(table, (size // 8, size // 8)))
+    assert torch.equal(compute_logits(model, x), torch.zeros(2, 3))
     step = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         step.zero_grad()
         torch.nn.functional.cross_entropy(model(x), torch.tensor([0, 2])).backward()
         step.step()
     assert model.patch_embed.backbone.stem.conv.weight.grad.abs().sum() > 0
-    folder = save(tmp_path / "saved", made, names=["a", "b", "c"])
-    assert torch.equal(logits(build(folder).model, x), logits(model, x))
+    folder = save_network(tmp_path / "saved", made, class_names=["a", "b", "c"])
+    assert torch.equal(compute_logits(build_model(folder).model, x), compute_logits(model, x))
     plain = timm.create_model(f"local-dir:{folder}", pretrained=True)
-    assert torch.equal(logits(plain, x), logits(model, x))
+    assert torch.equal(compute_logits(plain, x), compute_logits(model, x))
 
 
 def test_a_representation_layer_is_refused(checkpoint: str) -> None:
     with refused("weights.unsupported", checkpoint, "model.args.pre_logits"):
-        build(checkpoint, args={"pre_logits": True})
+        build_model(checkpoint, args={"pre_logits": True})
 
 
 def test_defaults_are_those_of_r50_b16() -> None:
@@ -113,16 +113,20 @@ def test_defaults_are_those_of_r50_b16() -> None:
 def test_timms_small_hybrid_is_resized_and_gets_a_zero_head(tmp_path: Path) -> None:
     """The named one with a small transformer; its ResNet has 26 layers."""
     args = {"embed_dim": 32, "depth": 1, "num_heads": 2}
-    made = build("vit_small_r26_s32_224", pretrained=False, num_classes=5, image_size=64, args=args)
-    shuffle(made.model)
-    folder = save(tmp_path / "small", made)
-    larger = build(folder, num_classes=3, image_size=96)
+    made = build_model(
+        "vit_small_r26_s32_224", pretrained=False, num_classes=5, image_size=64, args=args
+    )
+    randomize_head(made.model)
+    folder = save_network(tmp_path / "small", made)
+    larger = build_model(folder, num_classes=3, image_size=96)
     assert larger.model.pos_embed.shape == (1, 10, 32)
     assert larger.provenance["posemb"] == "paper"
-    assert torch.equal(logits(larger.model, images(96)), torch.zeros(2, 3))
+    assert torch.equal(compute_logits(larger.model, random_images(96)), torch.zeros(2, 3))
 
 
 def test_group_norms_divide_as_the_papers_code_does(checkpoint: str) -> None:
-    norms = [m for m in build(checkpoint).model.modules() if isinstance(m, torch.nn.GroupNorm)]
+    norms = [
+        m for m in build_model(checkpoint).model.modules() if isinstance(m, torch.nn.GroupNorm)
+    ]
     assert len(norms) > 8
     assert {(norm.eps, norm.num_groups) for norm in norms} == {(1e-6, 32)}

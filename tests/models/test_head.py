@@ -11,22 +11,31 @@ from typing import Any
 
 import pytest
 import torch
-from networks import NAMES, NETWORKS, TINY, built, images, logits, saved
+from networks import (
+    CLASS_NAMES,
+    NETWORKS,
+    TINY_ARGS,
+    build_network,
+    compute_logits,
+    random_images,
+    save_random_network,
+)
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from finetune.models.build import build
-from finetune.models.head import classifier_names, set_train_mode
-from finetune.models.saved import Built
-from finetune.models.weights.resolve import resolve
+from finetune.models.build import build_model
+from finetune.models.freeze import set_train_mode
+from finetune.models.head import classifier_names
+from finetune.models.save import BuiltModel
+from finetune.models.weights.resolve import resolve_weights
 
 
 class TestHead:
     @pytest.mark.parametrize("key", NETWORKS)
     def test_logits_are_zero_and_the_loss_is_ln_k(self, key: str) -> None:
-        made = built(key)
-        output = logits(made.model, images(NETWORKS[key][2]))
+        made = build_network(key)
+        output = compute_logits(made.model, random_images(NETWORKS[key][2]))
         assert output.shape == (2, 5)
         assert torch.equal(output, torch.zeros(2, 5))
         loss = nn.functional.cross_entropy(output, torch.tensor([0, 3]))
@@ -34,9 +43,9 @@ class TestHead:
 
     @pytest.mark.parametrize("key", NETWORKS)
     def test_the_head_can_learn(self, key: str) -> None:
-        made = built(key)
+        made = build_network(key)
         set_train_mode(made.model)
-        output = made.model(images(NETWORKS[key][2], 4))
+        output = made.model(random_images(NETWORKS[key][2], 4))
         nn.functional.cross_entropy(output, torch.tensor([0, 1, 2, 3])).backward()
         heads = classifier_names(made.model)
         assert heads
@@ -46,7 +55,7 @@ class TestHead:
             assert all(g is not None and bool(g.abs().sum() > 0) for g in gradients)
 
     def test_both_heads_of_a_distilled_network(self) -> None:
-        made = built("distilled")
+        made = build_network("distilled")
         assert classifier_names(made.model) == ["head", "head_dist"]
         for name in classifier_names(made.model):
             head = made.model.get_submodule(name)
@@ -55,21 +64,21 @@ class TestHead:
             assert not head.bias.any()
 
     def test_timms_own_initialisation(self) -> None:
-        made = built("vit", head_init="default")
+        made = build_network("vit", head_init="default")
         assert made.model.get_submodule("head").weight.any()
 
     def test_a_head_without_a_last_layer(self) -> None:
         with refused("recipe.unsupported", "model.head_init", "test_vit"):
-            build("test_vit", num_classes=0, pretrained=False)
+            build_model("test_vit", num_classes=0, pretrained=False)
 
     def test_own_classes_keep_their_head(self, tmp_path: Path) -> None:
-        folder = saved(tmp_path, "vit")
+        folder = save_random_network(tmp_path, "vit")
         weight = load_file(f"{folder}/model.safetensors")["head.weight"]
-        kept = build(folder)
+        kept = build_model(folder)
         assert torch.equal(kept.model.get_submodule("head").weight, weight)
-        assert kept.class_names == NAMES
+        assert kept.class_names == CLASS_NAMES
         # Asked for as many classes as there are: still another task.
-        new = build(folder, num_classes=5)
+        new = build_model(folder, num_classes=5)
         assert not new.model.get_submodule("head").weight.any()
         assert new.class_names is None
 
@@ -79,24 +88,24 @@ class TestKeptClasses:
 
     @pytest.mark.parametrize("key", NETWORKS)
     def test_the_same_names_in_another_order(self, key: str, tmp_path: Path) -> None:
-        folder, size = saved(tmp_path, key), NETWORKS[key][2]
-        x = images(size)
-        before = logits(build(folder).model, x)
-        names = NAMES[::-1]
-        again = build(folder, num_classes=5, class_names=names, head_init=None)
+        folder, size = save_random_network(tmp_path, key), NETWORKS[key][2]
+        x = random_images(size)
+        before = compute_logits(build_model(folder).model, x)
+        names = CLASS_NAMES[::-1]
+        again = build_model(folder, num_classes=5, class_names=names, head_init=None)
         assert again.provenance["kept_classes"] == 5
-        torch.testing.assert_close(logits(again.model, x), before.flip(1))
+        torch.testing.assert_close(compute_logits(again.model, x), before.flip(1))
         assert len(set(before[0].tolist())) == 5  # the columns can be told apart
 
     @pytest.mark.parametrize("key", ["vit", "distilled", "conv_classifier", "byobnet"])
     def test_more_and_other_classes(
         self, key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        folder, x = saved(tmp_path, key), images(NETWORKS[key][2])
-        before = logits(build(folder).model, x)
+        folder, x = save_random_network(tmp_path, key), random_images(NETWORKS[key][2])
+        before = compute_logits(build_model(folder).model, x)
         names = ["fox", "cat", "gnu", "ant", "hen", "ibis", "jay", "kiwi"]
-        made = build(folder, num_classes=8, class_names=names, head_init="keep")
-        after = logits(made.model, x)
+        made = build_model(folder, num_classes=8, class_names=names, head_init="keep")
+        after = compute_logits(made.model, x)
         torch.testing.assert_close(after[:, [1, 3]], before[:, [2, 0]])
         assert not after[:, [0, 2, 4, 5, 6, 7]].any()
         assert made.provenance["kept_classes"] == 2
@@ -106,9 +115,9 @@ class TestKeptClasses:
 
     @pytest.mark.parametrize("head_init", ["zeros", "default"])
     def test_a_new_head_is_had_for_the_asking(self, head_init: str, tmp_path: Path) -> None:
-        folder = saved(tmp_path, "vit")
-        before = build(folder).model.get_submodule("head").weight
-        made = build(folder, num_classes=5, class_names=NAMES, head_init=head_init)
+        folder = save_random_network(tmp_path, "vit")
+        before = build_model(folder).model.get_submodule("head").weight
+        made = build_model(folder, num_classes=5, class_names=CLASS_NAMES, head_init=head_init)
         head = made.model.get_submodule("head").weight
         assert bool(head.any()) == (head_init == "default")
         assert not torch.equal(head, before)
@@ -117,34 +126,36 @@ class TestKeptClasses:
     def test_weights_of_other_classes_start_from_zero(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        folder, names = saved(tmp_path, "vit"), ["fox", "gnu"]
-        made = build(folder, num_classes=2, class_names=names, head_init=None)
+        folder, names = save_random_network(tmp_path, "vit"), ["fox", "gnu"]
+        made = build_model(folder, num_classes=2, class_names=names, head_init=None)
         assert not made.model.get_submodule("head").weight.any()
         assert "kept_classes" not in made.provenance
         assert not caplog.records
         with refused("recipe.conflict", "model.head_init", folder):
-            build(folder, num_classes=2, class_names=names, head_init="keep")
+            build_model(folder, num_classes=2, class_names=names, head_init="keep")
 
     def test_names_of_a_registry_are_no_classes_of_ours(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        folder = saved(tmp_path, "vit")
-        weights = resolve(folder)  # as timm's ImageNet classifiers, which bring no config.json
+        folder = save_random_network(tmp_path, "vit")
+        weights = resolve_weights(
+            folder
+        )  # as timm's ImageNet classifiers, which bring no config.json
         registered = dataclasses.replace(weights, from_config=False)
         monkeypatch.setattr("finetune.models.build.resolve", lambda *_, **__: registered)
-        made = build(folder, num_classes=5, class_names=NAMES, head_init=None)
+        made = build_model(folder, num_classes=5, class_names=CLASS_NAMES, head_init=None)
         assert not made.model.get_submodule("head").weight.any()
 
     def test_weights_with_names_and_without_a_head(self, tmp_path: Path) -> None:
-        folder = saved(tmp_path, "vit")
+        folder = save_random_network(tmp_path, "vit")
         state = load_file(f"{folder}/model.safetensors")
         del state["head.weight"], state["head.bias"]
         save_file(state, f"{folder}/model.safetensors")
-        made = build(folder, num_classes=5, class_names=NAMES, head_init=None)
+        made = build_model(folder, num_classes=5, class_names=CLASS_NAMES, head_init=None)
         assert not made.model.get_submodule("head").weight.any()
 
 
-def frozen(made: Built) -> set[str]:
+def frozen(made: BuiltModel) -> set[str]:
     return {name for name, p in made.model.named_parameters() if not p.requires_grad}
 
 
@@ -161,7 +172,7 @@ def some_trained(module: nn.Module) -> bool:
 class TestFreezing:
     @pytest.mark.parametrize("key", NETWORKS)
     def test_backbone(self, key: str) -> None:
-        made = built(key, freeze="backbone")
+        made = build_network(key, freeze="backbone")
         heads = tuple(f"{name}." for name in classifier_names(made.model))
         names = [name for name, _ in made.model.named_parameters()]
         assert frozen(made) == {name for name in names if not name.startswith(heads)}
@@ -170,7 +181,7 @@ class TestFreezing:
     @pytest.mark.parametrize("blocks", [0, 1, 2])
     @pytest.mark.parametrize("key", ["vit", "distilled", "registers"])
     def test_first_blocks(self, key: str, blocks: int) -> None:
-        made = built(key, freeze=blocks)
+        made = build_network(key, freeze=blocks)
         stem = ("patch_embed.", "pos_embed", "cls_token", "dist_token", "reg_token")
         starts = stem + tuple(f"blocks.{index}." for index in range(blocks))
         names = [name for name, _ in made.model.named_parameters()]
@@ -178,7 +189,7 @@ class TestFreezing:
         assert "pos_embed" in frozen(made)
 
     def test_blocks_of_a_convolutional_network(self) -> None:
-        made = built("convnext", freeze=1)
+        made = build_network("convnext", freeze=1)
         assert any(name.startswith("stages.0.blocks.0.") for name in frozen(made))
         assert not any(name.startswith(("stages.3.", "head.")) for name in frozen(made))
 
@@ -187,9 +198,9 @@ class TestFreezing:
     def test_backward_ends_at_the_last_trained_block(self, key: str, checkpointing: bool) -> None:
         name, args, size, blocks = (
             {
-                "clip": ("vit_base_patch32_clip_224", TINY, 32, 1),  # a norm before its blocks
+                "clip": ("vit_base_patch32_clip_224", TINY_ARGS, 32, 1),  # a norm before its blocks
                 # learned frequencies that all blocks share
-                "rope": ("vit_small_patch16_rope_mixed_224", TINY, 32, 1),
+                "rope": ("vit_small_patch16_rope_mixed_224", TINY_ARGS, 32, 1),
                 # a change of resolution between its blocks
                 "densenet": ("densenet121", {"block_config": (1, 1), "growth_rate": 8}, 32, 2),
             }.get(key)
@@ -197,7 +208,7 @@ class TestFreezing:
         )
         settings = {"num_classes": 5, "pretrained": False, "image_size": size, "args": args}
         settings |= {"head_init": "default", "grad_checkpointing": checkpointing}
-        model = build(name, freeze=blocks, **settings).model
+        model = build_model(name, freeze=blocks, **settings).model
         kept = {n: m for n, m in model.named_modules() if n and all_frozen(m)}
         moved = {n: m for n, m in model.named_modules() if some_trained(m)}
         assert kept
@@ -216,7 +227,7 @@ class TestFreezing:
         for each, module in {**kept, **moved}.items():
             module.register_forward_hook(forward_hook(each))
         set_train_mode(model)
-        model(images(size)).square().sum().backward()
+        model(random_images(size)).square().sum().backward()
         assert len(kept.keys() & calls.keys()) > 3  # BEiT takes some weights without a call
         assert not graphs & kept.keys(), "no graph, so no activations are held"
         assert not backward & kept.keys()
@@ -230,26 +241,26 @@ class TestFreezing:
     def test_what_lies_between_frozen_blocks_is_frozen(self) -> None:
         args = {"block_config": (1, 1, 1), "growth_rate": 8}
         settings = {"num_classes": 5, "pretrained": False, "image_size": 64, "args": args}
-        made = build("densenet121", freeze=2, **settings)
+        made = build_model("densenet121", freeze=2, **settings)
         assert "features.transition1.conv.weight" in frozen(made)
         assert "features.transition2.conv.weight" not in frozen(made)
 
     def test_wrong_values(self) -> None:
-        with refused("recipe.wrong_value", "model.freeze: 3 of 2 blocks"):
-            built("vit", freeze=3)
+        with refused("recipe.wrong_value", "model.freeze: 3 blocks, but the network has 2"):
+            build_network("vit", freeze=3)
         with refused("recipe.unknown_name", "model.freeze", "'backbone'"):
-            built("vit", freeze="backbon")
+            build_network("vit", freeze="backbon")
 
     def test_frozen_statistics_stay(self) -> None:
-        made = built("resnet", freeze="backbone")
+        made = build_network("resnet", freeze="backbone")
         before = {k: v.clone() for k, v in made.model.state_dict().items() if "running" in k}
         assert before
         set_train_mode(made.model)
-        made.model(images(64))
+        made.model(random_images(64))
         after = made.model.state_dict()
         assert all(torch.equal(after[k], v) for k, v in before.items())
-        free = built("resnet")
+        free = build_network("resnet")
         set_train_mode(free.model)
-        free.model(images(64))
+        free.model(random_images(64))
         after = free.model.state_dict()
         assert not any(torch.equal(after[k], v) for k, v in before.items())

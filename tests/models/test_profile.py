@@ -1,4 +1,4 @@
-"""models/profile.py: counts against arithmetic by hand, and the network left as it was."""
+"""models/summary.py: counts against arithmetic by hand, and the network left as it was."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import timm
 import torch
-from networks import built, images, logits
+from networks import build_network, compute_logits, random_images
 from torch import nn
 
-from finetune.models.profile import count_parameters, depth, survey
+from finetune.models.summary import blocks_per_stage, count_parameters, summarize_model
 
 WIDTH, DEPTH, MLP, PATCH, CLASSES = 32, 2, 128, 8, 5
 
@@ -21,27 +21,27 @@ def test_macs_of_a_vit_are_what_a_hand_computes() -> None:
     embedding = patches * WIDTH * 3 * PATCH**2
     attention = tokens * WIDTH * 4 * WIDTH + 2 * tokens**2 * WIDTH
     block = attention + 2 * tokens * WIDTH * MLP
-    made = built("vit", image_size=(32, 48))
+    made = build_network("vit", image_size=(32, 48))
     for device in ("cpu", "meta"):
         for fused in (True, False):
             for layer in made.model.modules():
                 if hasattr(layer, "fused_attn"):
                     layer.fused_attn = fused  # type: ignore[assignment]
-            counted = survey(made.model.eval().to(device), (32, 48))["macs"]
+            counted = summarize_model(made.model.eval().to(device), (32, 48))["macs"]
             assert counted == embedding + DEPTH * block + WIDTH * CLASSES
 
 
 def test_layers_add_up_to_the_network() -> None:
     for key in ("vit", "distilled", "swin", "convnext", "resnet", "beit", "cait"):
-        model = built(key).model.eval()
-        found = survey(model, (64, 64) if key in ("convnext", "resnet") else (32, 32))
+        model = build_network(key).model.eval()
+        found = summarize_model(model, (64, 64) if key in ("convnext", "resnet") else (32, 32))
         rows = found["layers"]
         assert sum(row["parameters"] for row in rows) == count_parameters(model.parameters()), key
         assert sum(row["macs"] for row in rows) == found["macs"] > 0, key
 
 
 def test_rows_of_a_vit() -> None:
-    rows = survey(built("vit").model.eval(), (32, 32))["layers"]
+    rows = summarize_model(build_network("vit").model.eval(), (32, 32))["layers"]
     assert [row["name"] for row in rows] == [
         "cls_token, pos_embed",
         "patch_embed",
@@ -64,7 +64,7 @@ def test_rows_of_a_vit() -> None:
     ],
 )
 def test_tokens(key: str, total: int, grid: list[int], prefix: int) -> None:
-    found = survey(built(key).model.eval(), (32, 32))["tokens"]
+    found = summarize_model(build_network(key).model.eval(), (32, 32))["tokens"]
     assert found == {"total": total, "grid": grid, "prefix": prefix}
 
 
@@ -82,20 +82,20 @@ def test_tokens(key: str, total: int, grid: list[int], prefix: int) -> None:
 def test_tokens_and_blocks_of_other_families(name: str, total: int | None, blocks: Any) -> None:
     with torch.device("meta"):
         model = timm.create_model(name).eval()
-    tokens = survey(model, (224, 224))["tokens"]
+    tokens = summarize_model(model, (224, 224))["tokens"]
     assert (tokens and tokens["total"]) == total
-    assert depth(model) == blocks
+    assert blocks_per_stage(model) == blocks
 
 
 def test_it_leaves_the_network_as_it_was() -> None:
-    model = built("vit", freeze="backbone").model.eval()
+    model = build_network("vit", freeze="backbone").model.eval()
     learned = [name for name, p in model.named_parameters() if p.requires_grad]
-    before = logits(model, x := images(32))
-    survey(model, (32, 32))
+    before = compute_logits(model, x := random_images(32))
+    summarize_model(model, (32, 32))
     assert [name for name, p in model.named_parameters() if p.requires_grad] == learned
     assert learned == ["head.weight", "head.bias"]
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    assert torch.equal(logits(model, x), before)
+    assert torch.equal(compute_logits(model, x), before)
 
 
 def test_a_shared_tensor_counts_once() -> None:

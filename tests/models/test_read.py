@@ -15,20 +15,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from networks import timm_folder
+from networks import write_timm_folder
 from refusals import refused
 from safetensors.torch import load_file, save_file
 
 from finetune.models.weights import read as tensors
 from finetune.models.weights.read import read_tensors
-from finetune.models.weights.resolve import resolve
+from finetune.models.weights.resolve import resolve_weights
 
 MUCH = 80 * 2**20  # bytes, more than is read of any archive that is nothing but zeros
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return timm_folder(tmp_path / "net")
+    return write_timm_folder(tmp_path / "net")
 
 
 class Runs:
@@ -57,13 +57,13 @@ class TestDamage:
         state["blocks.0.attn.qkv.bias"][[1, 4]] = value
         save_file(state, folder / "model.safetensors")
         with refused("weights.not_finite", "'blocks.0.attn.qkv.bias'", " 2 "):
-            resolve(str(folder))
+            resolve_weights(str(folder))
 
     def test_pickled_weights_are_read_without_running_them(self, folder: Path) -> None:
         own = load_file(folder / "model.safetensors")
         (folder / "model.safetensors").unlink()
         torch.save({"state_dict": own}, folder / "pytorch_model.bin")
-        weights = resolve(str(folder))
+        weights = resolve_weights(str(folder))
         assert weights.state is not None
         assert torch.equal(weights.state["head.weight"], own["head.weight"])
 
@@ -184,7 +184,7 @@ class TestMoreThanThereIs:
     def test_zeros_among_weights_are_read(self, archive: Path) -> None:
         head = np.zeros(2**22, np.uint8)
         packed(archive, zipfile.ZIP_DEFLATED, head=head)
-        assert head.size > tensors.LARGEST_RATIO * archive.stat().st_size
+        assert head.size > tensors.MAX_UNPACK_RATIO * archive.stat().st_size
         assert torch.equal(read_tensors(archive)["head"], torch.from_numpy(head))
         rest = np.random.default_rng(0).integers(0, 256, 2**20, np.uint8)
         packed(archive, zipfile.ZIP_DEFLATED, head=np.zeros(MUCH, np.uint8), rest=rest)

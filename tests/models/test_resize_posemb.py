@@ -11,7 +11,7 @@ from refusals import refused
 from scipy.ndimage import zoom
 from timm.layers import resample_abs_pos_embed
 
-from finetune.models.weights.resize_posemb import resize_grid, square_grid
+from finetune.models.weights.resize_posemb import resize_posemb, square_grid
 
 # float32 in and out, float64 between: half a unit in the last place of values below 4.
 TOLERANCE = 1e-6
@@ -32,7 +32,7 @@ class TestPaper:
     def test_equals_googles_loading_at_square_sizes(self, shared: Path, size: int) -> None:
         with np.load(shared / "oracles" / "oracle_vit.npz") as oracle:
             source, expected = oracle["posemb14"], oracle[f"posemb14_to_{size}"]
-        resized = resize_grid(torch.from_numpy(source), (size, size))
+        resized = resize_posemb(torch.from_numpy(source), (size, size))
         assert resized.shape == expected.shape
         np.testing.assert_allclose(resized.numpy(), expected, atol=TOLERANCE, rtol=0)
 
@@ -41,13 +41,13 @@ class TestPaper:
         with np.load(shared / "oracles" / "oracle_vit.npz") as oracle:
             source = oracle["posemb14"]
             expected = oracle[f"posemb14_ext_{grid[0]}x{grid[1]}"]
-        resized = resize_grid(torch.from_numpy(source), grid)
+        resized = resize_posemb(torch.from_numpy(source), grid)
         np.testing.assert_allclose(resized.numpy(), expected, atol=TOLERANCE, rtol=0)
 
     def test_equals_googles_loading_without_a_class_token(self, shared: Path) -> None:
         with np.load(shared / "oracles" / "oracle_vit.npz") as oracle:
             source, expected = oracle["posemb14"][:, 1:], oracle["posemb14_notok_to_24"]
-        resized = resize_grid(torch.from_numpy(source), (24, 24), num_prefix=0)
+        resized = resize_posemb(torch.from_numpy(source), (24, 24), num_prefix_tokens=0)
         np.testing.assert_allclose(resized.numpy(), expected, atol=TOLERANCE, rtol=0)
 
     @pytest.mark.parametrize(
@@ -56,13 +56,13 @@ class TestPaper:
     )
     def test_equals_scipy(self, source: tuple[int, int], target: tuple[int, int]) -> None:
         posemb = embeddings(*source, num_prefix=0)
-        resized = resize_grid(posemb, target, num_prefix=0, source_grid=source)
+        resized = resize_posemb(posemb, target, num_prefix_tokens=0, source_grid=source)
         expected = zoomed(posemb, source, target)
         np.testing.assert_allclose(resized.numpy(), expected, atol=TOLERANCE, rtol=0)
 
     def test_corners_stay(self) -> None:
         posemb = embeddings(5, 5, num_prefix=0)
-        resized = resize_grid(posemb, (9, 13), num_prefix=0)
+        resized = resize_posemb(posemb, (9, 13), num_prefix_tokens=0)
         before, after = posemb.unflatten(1, (5, 5)), resized.unflatten(1, (9, 13))
         corners = [(0, 0), (0, -1), (-1, 0), (-1, -1)]
         assert all(torch.equal(before[0, i, j], after[0, i, j]) for i, j in corners)
@@ -70,7 +70,7 @@ class TestPaper:
     def test_computes_in_float64(self) -> None:
         # Large values: float32 arithmetic would miss by about 1e-1, float64 only rounds once.
         posemb = embeddings(7, 7, num_prefix=0) * 1e6
-        resized = resize_grid(posemb, (11, 11), num_prefix=0)
+        resized = resize_posemb(posemb, (11, 11), num_prefix_tokens=0)
         expected = torch.from_numpy(zoomed(posemb, (7, 7), (11, 11))).float()
         assert torch.equal(resized, expected)
 
@@ -80,14 +80,14 @@ class TestTimm:
     @pytest.mark.parametrize("num_prefix", [0, 1, 5])
     def test_equals_timm(self, grid: tuple[int, int], num_prefix: int) -> None:
         posemb = embeddings(14, 14, num_prefix=num_prefix)
-        resized = resize_grid(posemb, grid, method="timm", num_prefix=num_prefix)
+        resized = resize_posemb(posemb, grid, method="timm", num_prefix_tokens=num_prefix)
         expected = resample_abs_pos_embed(posemb, list(grid), num_prefix_tokens=num_prefix)
         assert torch.equal(resized, expected)
 
     def test_differs_from_paper(self) -> None:
         posemb = embeddings(14, 14)
-        paper = resize_grid(posemb, (24, 24), method="paper")
-        assert not torch.allclose(resize_grid(posemb, (24, 24), method="timm"), paper, atol=1e-3)
+        paper = resize_posemb(posemb, (24, 24), method="paper")
+        assert not torch.allclose(resize_posemb(posemb, (24, 24), method="timm"), paper, atol=1e-3)
 
 
 class TestBoth:
@@ -95,31 +95,31 @@ class TestBoth:
     @pytest.mark.parametrize("num_prefix", [1, 2, 5])
     def test_prefix_tokens_are_untouched(self, method: str, num_prefix: int) -> None:
         posemb = embeddings(14, 14, num_prefix=num_prefix)
-        resized = resize_grid(posemb, (6, 9), method=method, num_prefix=num_prefix)
+        resized = resize_posemb(posemb, (6, 9), method=method, num_prefix_tokens=num_prefix)
         assert resized.shape == (1, num_prefix + 54, 8)
         assert torch.equal(resized[:, :num_prefix], posemb[:, :num_prefix])
 
     @pytest.mark.parametrize("method", ["paper", "timm"])
     def test_the_same_grid_is_left_alone(self, method: str) -> None:
         posemb = embeddings(4, 6)
-        assert resize_grid(posemb, (4, 6), method=method, source_grid=(4, 6)) is posemb
+        assert resize_posemb(posemb, (4, 6), method=method, source_grid=(4, 6)) is posemb
 
     @pytest.mark.parametrize("method", ["paper", "timm"])
     def test_an_equal_count_is_not_an_equal_grid(self, method: str) -> None:
         posemb = embeddings(6, 6)
-        resized = resize_grid(posemb, (4, 9), method=method)
+        resized = resize_posemb(posemb, (4, 9), method=method)
         assert resized.shape == posemb.shape
         assert not torch.equal(resized, posemb)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
     def test_keeps_the_dtype(self, dtype: torch.dtype) -> None:
-        assert resize_grid(embeddings(4, 4).to(dtype), (6, 6)).dtype == dtype
+        assert resize_posemb(embeddings(4, 4).to(dtype), (6, 6)).dtype == dtype
 
     def test_unknown_grid(self) -> None:
         with refused("weights.wrong_shape", "24 position embeddings"):
-            resize_grid(embeddings(6, 4), (9, 9))
+            resize_posemb(embeddings(6, 4), (9, 9))
         with refused("weights.wrong_shape", "(5, 5)"):
-            resize_grid(embeddings(6, 4), (9, 9), source_grid=(5, 5))
+            resize_posemb(embeddings(6, 4), (9, 9), source_grid=(5, 5))
 
 
 def test_square_grid() -> None:

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import timm
 import torch
-from networks import SMALL, timm_folder
+from networks import SMALL_VIT_ARGS, write_timm_folder
 from refusals import refused
 from safetensors.torch import load_file
 
 from finetune.models.weights import resolve as weights_module
-from finetune.models.weights.resolve import locate, resolve
+from finetune.models.weights.resolve import locate_weights, resolve_weights
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return timm_folder(tmp_path / "net")
+    return write_timm_folder(tmp_path / "net")
 
 
 def edit(folder: Path, **changes: Any) -> None:
@@ -30,9 +30,9 @@ def edit(folder: Path, **changes: Any) -> None:
 
 class TestFolder:
     def test_everything_is_read(self, folder: Path) -> None:
-        weights = resolve(str(folder))
+        weights = resolve_weights(str(folder))
         assert weights.architecture == "vit_tiny_patch16_224"
-        assert weights.model_args == SMALL
+        assert weights.model_args == SMALL_VIT_ARGS
         assert weights.config["mean"] == [0.1, 0.2, 0.3]
         assert weights.class_names == ["ant", "bee", "cat"]
         assert weights.provenance["license"] == "mit"
@@ -44,25 +44,25 @@ class TestFolder:
         assert all(torch.equal(weights.state[k], own[k]) for k in own)
 
     def test_timms_own_prefix_for_folders(self, folder: Path) -> None:
-        assert resolve(f"local-dir:{folder}").model_args == SMALL
+        assert resolve_weights(f"local-dir:{folder}").model_args == SMALL_VIT_ARGS
 
     def test_a_run_directory_stands_for_its_model(self, tmp_path: Path, folder: Path) -> None:
         run = tmp_path / "run"
         run.mkdir()
         (run / "run.json").write_text("{}")
         with refused("weights.not_found", run, "--resume"):
-            resolve(str(run))
+            resolve_weights(str(run))
         folder.rename(run / "model")
-        assert locate(str(run)) == run / "model"
-        assert resolve(str(run)).class_names == ["ant", "bee", "cat"]
+        assert locate_weights(str(run)) == run / "model"
+        assert resolve_weights(str(run)).class_names == ["ant", "bee", "cat"]
 
     def test_without_weights_only_the_configuration_is_read(self, folder: Path) -> None:
         (folder / "model.safetensors").unlink()
-        weights = resolve(str(folder), pretrained=False)
+        weights = resolve_weights(str(folder), pretrained=False)
         assert weights.state is None
-        assert weights.model_args == SMALL
+        assert weights.model_args == SMALL_VIT_ARGS
         with refused("weights.not_found", folder, "model.safetensors"):
-            resolve(str(folder))
+            resolve_weights(str(folder))
 
     @pytest.mark.parametrize(
         "names, expected",
@@ -76,13 +76,13 @@ class TestFolder:
         self, folder: Path, names: Any, expected: list[str] | None
     ) -> None:
         edit(folder, label_names=names)
-        assert resolve(str(folder)).class_names == expected
+        assert resolve_weights(str(folder)).class_names == expected
 
     def test_an_old_flat_configuration(self, folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
         flat = {"architecture": config["architecture"], **config["pretrained_cfg"]}
         (folder / "config.json").write_text(json.dumps(flat))
-        weights = resolve(str(folder))
+        weights = resolve_weights(str(folder))
         assert weights.config["std"] == [0.4, 0.5, 0.6]
         assert weights.config["num_classes"] == 3
 
@@ -97,33 +97,37 @@ class TestNames:
         (package / "embedded").mkdir(parents=True)
         folder.rename(package / "embedded" / "net")
         monkeypatch.setattr(weights_module.resources, "files", lambda _: package)
-        assert resolve("embedded:net").provenance["source"] == "embedded:net"
+        assert resolve_weights("embedded:net").provenance["source"] == "embedded:net"
         with refused("weights.unknown_name", "embedded:nett", "'net'"):
-            resolve("embedded:nett")
+            resolve_weights("embedded:nett")
 
     def test_an_architecture_without_weights(self) -> None:
-        assert resolve("test_vit4", pretrained=False).config["input_size"]
+        assert resolve_weights("test_vit4", pretrained=False).config["input_size"]
         name = next(n for n in timm.list_models() if not timm.list_pretrained(f"{n}*"))
         with refused("weights.not_found", name, "model.pretrained=false"):
-            resolve(name)
+            resolve_weights(name)
 
 
 class TestFiles:
     def test_safetensors_with_a_configuration_beside(self, folder: Path) -> None:
-        assert resolve(str(folder / "model.safetensors")).class_names == ["ant", "bee", "cat"]
+        assert resolve_weights(str(folder / "model.safetensors")).class_names == [
+            "ant",
+            "bee",
+            "cat",
+        ]
 
     def test_safetensors_alone_need_an_architecture(self, folder: Path) -> None:
         (folder / "config.json").unlink()
         path = str(folder / "model.safetensors")
         with refused("weights.no_config", path, "model.args.architecture"):
-            resolve(path)
-        weights = resolve(path, args={"architecture": "vit_tiny_patch16_224"})
+            resolve_weights(path)
+        weights = resolve_weights(path, args={"architecture": "vit_tiny_patch16_224"})
         assert weights.architecture == "vit_tiny_patch16_224"
         with refused("weights.unknown_name", "'vit_tiny_patch16_224'"):
-            resolve(path, args={"architecture": "vit_tiny_patch16_24"})
+            resolve_weights(path, args={"architecture": "vit_tiny_patch16_24"})
 
     def test_code_is_refused_before_an_architecture_is_asked_for(self, tmp_path: Path) -> None:
         path = tmp_path / "alone.pth"
         torch.save({"x": Path.cwd}, path)
         with refused("weights.unsafe", "alone.pth"):
-            resolve(str(path))
+            resolve_weights(str(path))

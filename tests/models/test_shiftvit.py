@@ -14,16 +14,27 @@ import numpy.typing as npt
 import pytest
 import timm
 import torch
-from networks import NAMES, gelu, images, layer_norm, linear, logits, save, shuffle
+from networks import (
+    CLASS_NAMES,
+    compute_logits,
+    gelu,
+    layer_norm,
+    linear,
+    random_images,
+    randomize_head,
+    save_network,
+)
 from refusals import refused
 from torch import Tensor, nn
 
-from finetune.commands.predict import Classifier
-from finetune.models.architectures.shiftvit import SHIFTS, clear_edges, shift_channels
-from finetune.models.build import build
-from finetune.models.saved import Built
-from finetune.recipe.load import Recipe, load_recipe
-from finetune.training.optim import lr_at, param_groups
+from finetune.inference import Classifier
+from finetune.models.architectures.shiftvit import SHIFT_VERSIONS, shift_channels, zero_edges
+from finetune.models.build import build_model
+from finetune.models.save import BuiltModel
+from finetune.recipe.load import load_recipe
+from finetune.recipe.schema import Recipe
+from finetune.training.lr_schedule import lr_at
+from finetune.training.optim import param_groups
 from finetune.training.train import train
 from finetune.transforms.pipeline import Pipeline, sample_keys
 
@@ -33,16 +44,16 @@ NAME = "shiftvit_tiny_patch4_48"
 SMALL: dict[str, Any] = {"embed_dim": 48, "depths": [1, 2]}  # the narrowest of the document's
 
 Array = npt.NDArray[np.float64]
-SHIFT_FUNCTIONS = {"document": clear_edges, "paper": shift_channels}
+SHIFT_FUNCTIONS = {"document": zero_edges, "paper": shift_channels}
 
 
 def network(shift: str, **kwargs: Any) -> Any:
     return timm.create_model(NAME, shift=shift, **{"num_classes": 5, **SMALL, **kwargs})
 
 
-def small(shift: str = "document", **kwargs: Any) -> Built:
+def small(shift: str = "document", **kwargs: Any) -> BuiltModel:
     args = {**SMALL, "shift": shift}
-    return build(NAME, **{"num_classes": 5, "pretrained": False, "args": args, **kwargs})
+    return build_model(NAME, **{"num_classes": 5, "pretrained": False, "args": args, **kwargs})
 
 
 # --- plain references, one value after the other ------------------------------------------------
@@ -106,7 +117,7 @@ def reference(model: nn.Module, image_CHW: Array, shift: str, depths: list[int])
 # --- the network --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("shift", SHIFT_VERSIONS)
 def test_it_has_exactly_as_many_parameters(shift: str) -> None:
     model = timm.create_model(NAME, num_classes=10, shift=shift)
     count = lambda part: sum(p.numel() for p in part.parameters())  # noqa: E731
@@ -123,7 +134,7 @@ def test_it_has_exactly_as_many_parameters(shift: str) -> None:
     assert not any(isinstance(m, nn.LayerNorm) for m in model.head.modules())
 
 
-@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("shift", SHIFT_VERSIONS)
 @pytest.mark.parametrize("size", [(3, 4), (5, 2), (1, 3), (2, 1), (1, 1)])
 def test_the_shift_is_the_loop(shift: str, size: tuple[int, int]) -> None:
     x_BHWC = torch.randn(2, *size, 50)
@@ -136,7 +147,7 @@ def test_the_shift_is_the_loop(shift: str, size: tuple[int, int]) -> None:
 
 def test_the_document_moves_nothing() -> None:
     x_BHWC = torch.rand(1, 4, 4, 60) + 1
-    cleared = clear_edges(x_BHWC, 12)
+    cleared = zero_edges(x_BHWC, 12)
     assert torch.equal(cleared[cleared != 0], x_BHWC[cleared != 0])
     places = [(cleared[0, :, :, 12 * group] == 0).nonzero().tolist() for group in range(5)]
     line = range(4)
@@ -162,12 +173,12 @@ def test_how_many_channels_each_block_shifts() -> None:
         shift: [
             stage.blocks[0].group_width for stage in timm.create_model(NAME, shift=shift).stages
         ]
-        for shift in SHIFTS
+        for shift in SHIFT_VERSIONS
     }
     assert widths == {"document": [12, 12, 12, 12], "paper": [8, 16, 32, 64]}
 
 
-@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("shift", SHIFT_VERSIONS)
 def test_the_logits_are_those_of_plain_loops(shift: str) -> None:
     depths = [2, 1, 1]
     model = network(shift, depths=depths).double().eval()
@@ -178,7 +189,7 @@ def test_the_logits_are_those_of_plain_loops(shift: str) -> None:
     images_BCHW = torch.rand(2, 3, 20, 28, dtype=torch.float64)
     images_BCHW[1] /= 50  # so that the norms' epsilon shows
     expected = [reference(model, image.numpy(), shift, depths) for image in images_BCHW]
-    logits_BK = logits(model, images_BCHW).numpy()
+    logits_BK = compute_logits(model, images_BCHW).numpy()
     assert np.abs(expected[0] - expected[1]).max() > 1e-3
     # float64 rounding; tanh for erf, or another epsilon, is off by more than 1e-6
     np.testing.assert_allclose(logits_BK, np.stack(expected), rtol=0, atol=1e-11)
@@ -205,7 +216,7 @@ def test_where_stochastic_depth_grows() -> None:
 def test_stochastic_depth_leaves_out_whole_samples() -> None:
     block = network("document", drop_path_rate=0.5).stages[1].blocks[1]
     x_BHWC = torch.randn(64, 3, 3, 96)
-    start = clear_edges(x_BHWC, 12)
+    start = zero_edges(x_BHWC, 12)
     with torch.no_grad():
         change = block.eval()(x_BHWC) - start
         torch.manual_seed(0)
@@ -240,10 +251,10 @@ def test_values_that_do_not_go_together_are_refused() -> None:
 # --- built, saved and trained -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("shift", SHIFT_VERSIONS)
 def test_what_timm_asks_of_a_network(shift: str) -> None:
     model = network(shift).eval()
-    x = images(48)
+    x = random_images(48)
     with torch.no_grad():
         features_BHWC = model.forward_features(x)
         pooled = model.forward_head(features_BHWC, pre_logits=True)
@@ -253,12 +264,12 @@ def test_what_timm_asks_of_a_network(shift: str) -> None:
     assert model.num_classes == 5
     assert model.num_features == model.head_hidden_size == 96
     model.reset_classifier(3)
-    assert logits(model, x).shape == (2, 3)
+    assert compute_logits(model, x).shape == (2, 3)
     assert model.num_classes == 3
     model.reset_classifier(0)
-    assert torch.allclose(logits(model, x), pooled, atol=1e-6)
+    assert torch.allclose(compute_logits(model, x), pooled, atol=1e-6)
     model.reset_classifier(0, global_pool="")
-    assert logits(model, x).shape == (2, 6, 6, 96)
+    assert compute_logits(model, x).shape == (2, 6, 6, 96)
     assert model.no_weight_decay() == set()
     assert [place["num_chs"] for place in model.feature_info] == [48, 96]
     assert [place["reduction"] for place in model.feature_info] == [4, 8]
@@ -279,7 +290,7 @@ def test_freezing() -> None:
     # merging is frozen with the block that follows it
     second = {n for n in everything if n.startswith(("stages.1.downsample", "stages.1.blocks.0."))}
     assert everything - trainable(2) == stem | first | second
-    with refused("recipe.wrong_value", "model.freeze: 4 of 3 blocks"):
+    with refused("recipe.wrong_value", "model.freeze: 4 blocks, but the network has 3"):
         trainable(4)
 
 
@@ -299,25 +310,28 @@ def test_the_rate_falls_from_block_to_block() -> None:
     assert decays["stages.1.downsample.reduction.weight"] == 0.1
 
 
-@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("shift", SHIFT_VERSIONS)
 def test_it_is_saved_with_its_shift_and_moves_to_other_sizes(shift: str, tmp_path: Path) -> None:
     made = small(shift, dropout=0.1, drop_path=0.1)
-    shuffle(made.model)
-    folder = save(tmp_path / "net", made)
+    randomize_head(made.model)
+    folder = save_network(tmp_path / "net", made)
     config = json.loads((tmp_path / "net" / "config.json").read_text())
     assert config["model_args"] == {**SMALL, "shift": shift}
-    assert config["label_names"] == NAMES
-    x, odd = images(48), images((36, 44))
-    for again in (timm.create_model(f"local-dir:{folder}", pretrained=True), build(folder).model):
-        assert torch.equal(logits(again, x), logits(made.model, x))
-        assert torch.equal(logits(again, odd), logits(made.model, odd))
+    assert config["label_names"] == CLASS_NAMES
+    x, odd = random_images(48), random_images((36, 44))
+    for again in (
+        timm.create_model(f"local-dir:{folder}", pretrained=True),
+        build_model(folder).model,
+    ):
+        assert torch.equal(compute_logits(again, x), compute_logits(made.model, x))
+        assert torch.equal(compute_logits(again, odd), compute_logits(made.model, odd))
     other = timm.create_model(
-        f"local-dir:{folder}", pretrained=True, shift=SHIFTS[shift == SHIFTS[0]]
+        f"local-dir:{folder}", pretrained=True, shift=SHIFT_VERSIONS[shift == SHIFT_VERSIONS[0]]
     )
-    assert not torch.allclose(logits(other, x), logits(made.model, x), atol=1e-4)
-    moved = build(folder, num_classes=3, image_size=(32, 64))
+    assert not torch.allclose(compute_logits(other, x), compute_logits(made.model, x), atol=1e-4)
+    moved = build_model(folder, num_classes=3, image_size=(32, 64))
     assert moved.preprocessing.image_size == (32, 64)
-    assert logits(moved.model, images((32, 64))).shape == (2, 3)
+    assert compute_logits(moved.model, random_images((32, 64))).shape == (2, 3)
     body = {k: v for k, v in made.model.state_dict().items() if not k.startswith("head.")}
     assert all(torch.equal(moved.model.state_dict()[key], value) for key, value in body.items())
     with refused("recipe.wrong_size", "model.image_size: 50 px", "4 px"):
@@ -381,7 +395,7 @@ def test_the_learning_rate_is_the_documents() -> None:
         settings = {name: getattr(keys, name) for name in names}
         warmup = round(keys.warmup_epochs * per_epoch)
         return lr_at(
-            step, steps=math.ceil(keys.epochs * per_epoch), warmup_steps=warmup, **settings
+            step, total_steps=math.ceil(keys.epochs * per_epoch), warmup_steps=warmup, **settings
         )
 
     total, warmup = 15_625, 2_343  # int(40000 / 256 * 100) and 15 % of it, rounded down
@@ -439,4 +453,6 @@ def test_two_steps_and_the_model_comes_back(tmp_path: Path) -> None:
     again = Classifier.load(str(tmp_path / "run"))
     plain = timm.create_model(f"local-dir:{tmp_path / 'run/model'}", pretrained=True)
     x = torch.rand(2, 3, 48, 48)
-    torch.testing.assert_close(logits(again.network, x), logits(plain, x), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        compute_logits(again.network, x), compute_logits(plain, x), rtol=0, atol=1e-5
+    )

@@ -10,22 +10,22 @@ from typing import Any
 
 import pytest
 import timm
-from networks import timm_folder
+from networks import write_timm_folder
 from refusals import refused
 
-from finetune.models.weights.resolve import resolve
+from finetune.models.weights.resolve import resolve_weights
 from finetune.models.weights.timm_config import (
-    CHECKS,
+    CONFIG_CHECKS,
     CONTROL_ARGS,
-    LARGEST_JSON,
+    MAX_JSON_BYTES,
     Weights,
-    read_config,
+    read_timm_config,
 )
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return timm_folder(tmp_path / "net")
+    return write_timm_folder(tmp_path / "net")
 
 
 def edit(folder: Path, section: str | None, **changes: Any) -> None:
@@ -36,7 +36,7 @@ def edit(folder: Path, section: str | None, **changes: Any) -> None:
 
 
 def read(folder: Path) -> Weights:
-    return read_config(folder / "config.json", "net")
+    return read_timm_config(folder / "config.json", "net")
 
 
 class TestConfig:
@@ -59,9 +59,9 @@ class TestConfig:
 
     def test_as_much_as_is_allowed_is_read(self, folder: Path) -> None:
         text = (folder / "config.json").read_text()
-        (folder / "config.json").write_text(text.ljust(LARGEST_JSON))
+        (folder / "config.json").write_text(text.ljust(MAX_JSON_BYTES))
         assert read(folder).architecture
-        (folder / "config.json").write_text(text.ljust(LARGEST_JSON + 1))
+        (folder / "config.json").write_text(text.ljust(MAX_JSON_BYTES + 1))
         with refused("weights.wrong_format", "8,388,608"):
             read(folder)
 
@@ -114,17 +114,17 @@ class TestConfig:
     @pytest.mark.parametrize("name", timm.list_pretrained()[::40])
     def test_timms_own_configurations_pass(self, name: str) -> None:
         entry = vars(timm.get_pretrained_cfg(name))
-        checked = {key for key in CHECKS if entry[key] is not None}
+        checked = {key for key in CONFIG_CHECKS if entry[key] is not None}
         assert checked
-        assert all(CHECKS[key][1](entry[key]) for key in checked)
+        assert all(CONFIG_CHECKS[key][1](entry[key]) for key in checked)
 
 
 class TestTemperature:
     def test_it_comes_with_the_weights(self, folder: Path) -> None:
-        assert resolve(str(folder)).temperature is None
+        assert resolve_weights(str(folder)).temperature is None
         edit(folder, None, calibration={"temperature": 2, "split": "val"})
-        assert resolve(str(folder)).temperature == 2.0
-        assert resolve(str(folder / "model.safetensors")).temperature == 2.0
+        assert resolve_weights(str(folder)).temperature == 2.0
+        assert resolve_weights(str(folder / "model.safetensors")).temperature == 2.0
 
     @pytest.mark.parametrize("value", [0, -1.5, float("nan"), float("inf"), "1.5", None, True, [1]])
     def test_values_of_no_use(self, folder: Path, value: Any) -> None:

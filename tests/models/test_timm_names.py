@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from finetune.models.weights.timm_names import imagenet_names, suggest
+from finetune.models.weights.timm_names import imagenet_class_names, suggest_model_name
 
 
 def test_the_nearest_name() -> None:
-    assert "did you mean 'vit_base_patch16_224'" in suggest("vit_bse_patch16_224")
-    assert "'vit_base_patch16_224.augreg_in21k'" in suggest("vit_base_patch16_224.augreg_in21")
-    assert "hf-hub:" in suggest("nothing_like_it_at_all_1234")
+    assert "did you mean 'vit_base_patch16_224'" in suggest_model_name("vit_bse_patch16_224")
+    assert "'vit_base_patch16_224.augreg_in21k'" in suggest_model_name(
+        "vit_base_patch16_224.augreg_in21"
+    )
+    assert "hf-hub:" in suggest_model_name("nothing_like_it_at_all_1234")
 
 
 def test_families_that_timm_does_not_have() -> None:
-    assert "transformers has it" in suggest("cvt_13")
-    assert "'deit_small_patch16_224'" in suggest("t2t_vit_14")
-    assert "not in timm" not in suggest("pvt_v2_b9")
+    assert "transformers has it" in suggest_model_name("cvt_13")
+    assert "'deit_small_patch16_224'" in suggest_model_name("t2t_vit_14")
+    assert "not in timm" not in suggest_model_name("pvt_v2_b9")
 
 
 def test_imagenets_class_names_are_distinct() -> None:
-    names = imagenet_names(1000)
+    names = imagenet_class_names(1000)
     assert names is not None
     assert len(set(names)) == 1000
     assert names[0].startswith("tench")
-    assert imagenet_names(7) is None
+    assert imagenet_class_names(7) is None

@@ -1,4 +1,4 @@
-"""models/architectures/transformers_adapter.py: tiny networks saved by transformers."""
+"""models/architectures/transformers_classifier.py: tiny networks saved by transformers."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from networks import NAMES, images, logits, save, shuffle
+from networks import CLASS_NAMES, compute_logits, random_images, randomize_head, save_network
 from PIL import Image
 from refusals import refused
 from torch import nn
 
-from finetune.models.architectures import transformers_adapter as adapter
-from finetune.models.build import build
-from finetune.models.saved import Built
+from finetune.models.architectures import transformers_classifier as adapter
+from finetune.models.build import build_model
+from finetune.models.save import BuiltModel
 from finetune.models.weights.read import read_tensors
-from finetune.models.weights.transformers_hub import describe
-from finetune.transforms.evaluation import make_pipeline
+from finetune.models.weights.transformers_config import resolve_classifier
+from finetune.transforms.eval_transforms import build_pipeline
 
 transformers = pytest.importorskip("transformers")
 
@@ -56,7 +56,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 def folder(tmp_path: Path, kind: str) -> str:
     """Written by transformers alone."""
     name, values = KINDS[kind]
-    config = getattr(transformers, name)(**values, num_labels=5, id2label=dict(enumerate(NAMES)))
+    config = getattr(transformers, name)(
+        **values, num_labels=5, id2label=dict(enumerate(CLASS_NAMES))
+    )
     model = transformers.AutoModelForImageClassification.from_config(config)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2)
@@ -73,27 +75,27 @@ def reference(path: str) -> Any:
     return transformers.AutoModelForImageClassification.from_pretrained(path).eval()
 
 
-def made(path: object, **kwargs: Any) -> Built:
-    return build(f"transformers:{path}", **kwargs)
+def made(path: object, **kwargs: Any) -> BuiltModel:
+    return build_model(f"transformers:{path}", **kwargs)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_transformers_own(tmp_path: Path, kind: str) -> None:
     path = folder(tmp_path, kind)
-    built, x = made(path), images(64)
+    built, x = made(path), random_images(64)
     with torch.no_grad():
         expected = reference(path)(pixel_values=x).logits
     assert expected.std() > 0
-    assert torch.equal(logits(built.model, x), expected)
-    assert built.class_names == NAMES
+    assert torch.equal(compute_logits(built.model, x), expected)
+    assert built.class_names == CLASS_NAMES
     assert built.preprocessing.image_size == (64, 64)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_steps_at_another_size_then_saved_and_loaded(tmp_path: Path, kind: str) -> None:
     built = made(folder(tmp_path, kind), num_classes=3, image_size=96)
-    model, x, labels = built.model, images(96), torch.tensor([0, 2])
-    assert torch.equal(logits(model, x), torch.zeros(2, 3))  # the zero head
+    model, x, labels = built.model, random_images(96), torch.tensor([0, 2])
+    assert torch.equal(compute_logits(model, x), torch.zeros(2, 3))  # the zero head
     model.train()
     step = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
@@ -103,19 +105,19 @@ def test_two_steps_at_another_size_then_saved_and_loaded(tmp_path: Path, kind: s
     parameters = dict(model.named_parameters())
     reached = [name for name, p in parameters.items() if p.grad is not None and p.grad.any()]
     assert len(reached) > 0.9 * len(parameters)
-    saved = save(tmp_path / "ours", built, names=["a", "b", "c"])
-    again = build(saved)
-    assert torch.equal(logits(again.model, x), logits(model, x))
+    saved = save_network(tmp_path / "ours", built, class_names=["a", "b", "c"])
+    again = build_model(saved)
+    assert torch.equal(compute_logits(again.model, x), compute_logits(model, x))
     assert again.class_names == ["a", "b", "c"]
 
 
 def test_a_file_with_too_few_tensors(tmp_path: Path) -> None:
-    weights, path, _ = describe(f"transformers:{folder(tmp_path, 'pvt')}")
+    weights, path, _ = resolve_classifier(f"transformers:{folder(tmp_path, 'pvt')}")
     assert path is not None
     tensors = read_tensors(path)
     tensors.pop("classifier.bias")
     with refused("weights.missing_tensors", "it", "1 tensors", "classifier.bias"):
-        adapter.named(tensors, weights.model_args, source="it")
+        adapter.convert_state_dict(tensors, weights.model_args, source="it")
 
 
 def test_head_and_features(tmp_path: Path) -> None:
@@ -123,9 +125,9 @@ def test_head_and_features(tmp_path: Path) -> None:
     assert model.num_features == 32
     assert model.get_classifier().out_features == model.num_classes == 5
     model.reset_classifier(7)
-    assert logits(model, images(64)).shape == (2, 7)
+    assert compute_logits(model, random_images(64)).shape == (2, 7)
     model.reset_classifier(0)
-    assert logits(model, images(64)).shape == (2, 32)
+    assert compute_logits(model, random_images(64)).shape == (2, 32)
 
 
 def test_freezing_leaves_the_head(tmp_path: Path) -> None:
@@ -142,7 +144,7 @@ def test_images_are_prepared_as_their_processor_does(tmp_path: Path, kind: str) 
     pixels = np.array(coarse.resize((200, 150), Image.Resampling.BICUBIC))
     processor = transformers.AutoImageProcessor.from_pretrained(path)
     theirs = processor(Image.fromarray(pixels), return_tensors="pt")["pixel_values"]
-    pipeline = make_pipeline(made(path).preprocessing)
+    pipeline = build_pipeline(made(path).preprocessing)
     ours = pipeline(torch.from_numpy(pixels).permute(2, 0, 1)[None], device=torch.device("cpu"))
     assert ours.shape == theirs.shape
     assert float((ours - theirs).abs().mean()) < 0.02  # rounding to bytes between the two resizes
@@ -152,8 +154,8 @@ def test_random_weights_need_no_file(tmp_path: Path) -> None:
     path = folder(tmp_path, "cvt")
     (Path(path) / "model.safetensors").unlink()
     built = made(path, pretrained=False, num_classes=4)
-    shuffle(built.model)
-    assert logits(built.model, images(64)).std() > 0
+    randomize_head(built.model)
+    assert compute_logits(built.model, random_images(64)).std() > 0
     with refused("weights.not_found", path, "model.safetensors"):
         made(path)
 

@@ -1,4 +1,4 @@
-"""models/weights/transformers_hub.py: names, classes, and processors in timm's words."""
+"""models/weights/transformers_config.py: names, classes, and processors in timm's words."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from refusals import refused
 
-from finetune.models.weights.transformers_hub import describe
+from finetune.models.weights.transformers_config import resolve_classifier
 
 pytest.importorskip("transformers")
 
@@ -38,23 +38,23 @@ def written(folder: Path, processor: dict[str, Any] | None, **config: Any) -> st
 )
 def test_sizes_of_a_processor(tmp_path: Path, processor: Any, expected: Any) -> None:
     name = written(tmp_path, {**processor, **EVEN, "resample": 2})
-    config = describe(name, pretrained=False)[0].config
+    config = resolve_classifier(name, pretrained=False)[0].config
     assert (config["input_size"], config["crop_pct"], config["crop_mode"]) == expected
     assert (config["mean"], config["std"]) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     assert config["interpolation"] == "bilinear"
 
 
 def test_class_names_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    weights, path, _ = describe(written(tmp_path, None), pretrained=False)
+    weights, path, _ = resolve_classifier(written(tmp_path, None), pretrained=False)
     assert path is None
     assert weights.class_names == ["a", "b"]
     assert weights.config["num_classes"] == 2
     assert weights.model_args == {"transformers_config": {"model_type": "cvt"}}
     numbered = written(tmp_path, None, id2label={"0": "LABEL_0", "1": "LABEL_1"})
-    assert describe(numbered, pretrained=False)[0].class_names is None
+    assert resolve_classifier(numbered, pretrained=False)[0].class_names is None
 
 
 @pytest.mark.parametrize("name", ["transformers:nowhere", "transformers:./nowhere/at/all"])
 def test_places_that_are_none(name: str) -> None:
     with refused("weights.unknown_name", name, "transformers:owner/name"):
-        describe(name)
+        resolve_classifier(name)

@@ -10,23 +10,33 @@ import numpy as np
 import pytest
 import timm
 import torch
-from networks import gelu, images, layer_norm, linear, logits, save, shuffle
+from networks import (
+    compute_logits,
+    gelu,
+    layer_norm,
+    linear,
+    random_images,
+    randomize_head,
+    save_network,
+)
 from refusals import refused
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import finetune
-from finetune.models.architectures.position_embeddings import KINDS, PLACES
-from finetune.models.attention import attention_maps
-from finetune.models.build import build
-from finetune.models.weights.resize_posemb import resize_grid
+from finetune.models.architectures.position_embeddings import POSITION_KINDS, POSITION_LOCATIONS
+from finetune.models.build import build_model
+from finetune.models.interpretability import attention_maps
+from finetune.models.weights.resize_posemb import resize_posemb
 from finetune.recipe.load import load_recipe, parse_recipe
 from finetune.training.optim import param_groups
 
 NAME = "vit_scratch_large_patch8_32"
 TINY = {"embed_dim": 24, "depth": 2, "num_heads": 3, "mlp_ratio": 2}
 # every kind at every place that it can have
-STUDY = [(k, p) for k in KINDS for p in PLACES if (k, p) != ("relative", "stem")]
+STUDY = [
+    (k, p) for k in POSITION_KINDS for p in POSITION_LOCATIONS if (k, p) != ("relative", "stem")
+]
 
 
 def tiny(**args: Any) -> Any:
@@ -158,8 +168,8 @@ class TestForward:
         expected = np.stack(
             [by_hand(image, weights, kind, where) for image in images_BCHW.double().numpy()]
         )
-        single = logits(model, images_BCHW).double().numpy()
-        double = logits(model.double(), images_BCHW.double()).numpy()
+        single = compute_logits(model, images_BCHW).double().numpy()
+        double = compute_logits(model.double(), images_BCHW.double()).numpy()
         # float64 leaves only the order of the sums; float32 a few of its roundings
         largest = np.abs(expected).max()
         assert np.abs(double - expected).max() < 2**-52 * 32 * largest
@@ -167,23 +177,23 @@ class TestForward:
 
     def test_features_and_head_make_the_logits(self) -> None:
         model = tiny().eval()
-        x = images(32)
+        x = random_images(32)
         tokens_BND = model.forward_features(x)
         assert tokens_BND.shape == (2, 17, 24)
         assert torch.equal(model.forward_head(tokens_BND, pre_logits=True), tokens_BND[:, 0])
         assert torch.equal(model.forward_head(tokens_BND), model(x))
         assert model.get_classifier() is model.head
-        assert tiny(num_classes=0)(images(32)).shape == (2, 24)
+        assert tiny(num_classes=0)(random_images(32)).shape == (2, 24)
 
     def test_places_differ_where_they_should(self) -> None:
-        x, seen = images(32), {}
-        for where in PLACES:
+        x, seen = random_images(32), {}
+        for where in POSITION_LOCATIONS:
             torch.manual_seed(1)
-            seen[where] = logits(tiny(position="sinusoidal", where=where), x)
+            seen[where] = compute_logits(tiny(position="sinusoidal", where=where), x)
         # a fixed table cannot differ between layers, so sharing it changes nothing
         assert torch.equal(seen["every_layer"], seen["every_layer_shared"])
         assert not torch.allclose(seen["stem"], seen["every_layer"])
-        sizes = {w: count(tiny(position="learned_1d", where=w)) for w in PLACES}
+        sizes = {w: count(tiny(position="learned_1d", where=w)) for w in POSITION_LOCATIONS}
         assert sizes["stem"] == sizes["every_layer_shared"]
         assert sizes["every_layer"] - sizes["stem"] == 17 * 24
         assert count(tiny(position="sinusoidal")) == count(tiny(position="none"))
@@ -220,7 +230,7 @@ class TestDraws:
 
 @pytest.mark.parametrize("kind, where", STUDY)
 def test_both_paths_of_the_attention_agree(kind: str, where: str | None) -> None:
-    model, x = tiny(position=kind, where=where), images(32)
+    model, x = tiny(position=kind, where=where), random_images(32)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2)  # learned positions and biases start at zero
     outputs, slopes = [], []
@@ -235,7 +245,7 @@ def test_both_paths_of_the_attention_agree(kind: str, where: str | None) -> None
 
 class TestDropout:
     def test_in_the_head_only(self) -> None:
-        model, x = tiny(drop_rate=0.5), images(32)
+        model, x = tiny(drop_rate=0.5), random_images(32)
         calm = model.eval().forward_features(x)
         assert torch.equal(model.train().forward_features(x), calm)
         assert len([m for m in model.modules() if isinstance(m, nn.Dropout) and m.p]) == 1
@@ -261,22 +271,22 @@ class TestDropout:
         torch.testing.assert_close(steady, torch.ones_like(steady))
 
     def test_a_recipe_reaches_both_places_and_no_other(self) -> None:
-        made = build(NAME, pretrained=False, dropout=0.1, attention_dropout=0.2, args=TINY)
+        made = build_model(NAME, pretrained=False, dropout=0.1, attention_dropout=0.2, args=TINY)
         rates = {n: m.p for n, m in made.model.named_modules() if isinstance(m, nn.Dropout) and m.p}
         layers = {f"blocks.{number}.attn.attn_drop": 0.2 for number in (0, 1)}
         assert rates == {"head.drop": 0.1, **layers}
         with refused("recipe.unsupported", "model.drop_path"):
-            build(NAME, pretrained=False, drop_path=0.1, args=TINY)
+            build_model(NAME, pretrained=False, drop_path=0.1, args=TINY)
 
 
 class TestBuilt:
     def made(self, **kwargs: Any) -> Any:
         kwargs = {"num_classes": 5, "pretrained": False, **kwargs}
-        return build(NAME, **{**kwargs, "args": {**TINY, **kwargs.get("args", {})}})
+        return build_model(NAME, **{**kwargs, "args": {**TINY, **kwargs.get("args", {})}})
 
     def test_zero_head_gives_ln_k_and_learns(self) -> None:
         model, labels = self.made().model, torch.tensor([0, 4])
-        loss = nn.functional.cross_entropy(model.eval()(images(32)), labels)
+        loss = nn.functional.cross_entropy(model.eval()(random_images(32)), labels)
         assert loss.item() == torch.tensor(5.0).log().item()
         loss.backward()
         assert model.head.fc.weight.grad.abs().max() > 0
@@ -289,7 +299,7 @@ class TestBuilt:
 
         head = {"head.fc.weight", "head.fc.bias", "head.norm.weight", "head.norm.bias"}
         assert trainable(freeze="backbone") == head
-        for place in PLACES:
+        for place in POSITION_LOCATIONS:
             names = trainable(freeze=1, args={"position": "learned_2d", "where": place})
             starts = {".".join(name.split(".")[:2]) for name in names}
             assert starts == {"blocks.1", "norm.weight", "norm.bias", "head.fc", "head.norm"}
@@ -320,26 +330,26 @@ class TestBuilt:
     @pytest.mark.parametrize("kind, where", STUDY)
     def test_saved_and_loaded_by_timm(self, kind: str, where: str, tmp_path: Path) -> None:
         made = self.made(args={"position": kind, "where": where})
-        shuffle(made.model)
-        folder, x = save(tmp_path / "net", made), images(32)
+        randomize_head(made.model)
+        folder, x = save_network(tmp_path / "net", made), random_images(32)
         plain = timm.create_model(f"local-dir:{folder}", pretrained=True)
-        assert torch.equal(logits(plain, x), logits(made.model, x))
+        assert torch.equal(compute_logits(plain, x), compute_logits(made.model, x))
         other = timm.create_model(f"local-dir:{folder}", pretrained=True, num_classes=3)
         assert torch.equal(other.eval().forward_features(x), plain.forward_features(x))
-        assert torch.equal(build(folder).model.eval()(x), plain(x))
+        assert torch.equal(build_model(folder).model.eval()(x), plain(x))
 
     @pytest.mark.parametrize("kind, where", STUDY)
     def test_another_image_size(
         self, kind: str, where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         made = self.made(args={"position": kind, "where": where})
-        folder = save(tmp_path / "net", made)
+        folder = save_network(tmp_path / "net", made)
         if kind == "relative":
             with refused("weights.wrong_shape", "pos_embed.offsets (33, 8) for (73, 8)"):
-                build(folder, num_classes=3, image_size=48)
+                build_model(folder, num_classes=3, image_size=48)
             return
-        moved = build(folder, num_classes=3, image_size=48)
-        assert torch.equal(logits(moved.model, images(48)), torch.zeros(2, 3))
+        moved = build_model(folder, num_classes=3, image_size=48)
+        assert torch.equal(compute_logits(moved.model, random_images(48)), torch.zeros(2, 3))
         before, after = made.model.state_dict(), moved.model.state_dict()
         same = [n for n in before if "pos_embed" not in n and not n.startswith("head.")]
         assert len(same) == 2 * 12 + 5
@@ -350,7 +360,7 @@ class TestBuilt:
         assert moved.provenance["posemb"] == posemb
         assert ("timm's own resizing was used" in caplog.text) == (posemb == "timm")
         if own_way:
-            assert torch.equal(after["pos_embed"], resize_grid(before["pos_embed"], (6, 6)))
+            assert torch.equal(after["pos_embed"], resize_posemb(before["pos_embed"], (6, 6)))
         fresh = self.made(image_size=48, args={"position": kind, "where": where}).model
         if kind == "sinusoidal" and where == "stem":
             assert torch.equal(moved.model.pos_embed, fresh.pos_embed)
@@ -373,14 +383,14 @@ class TestBuilt:
     def test_exported_for_any_batch(self, kind: str) -> None:
         model = self.made(head_init="default", args={"position": kind}).model.eval()
         batch = {0: torch.export.Dim("batch", min=1, max=64)}
-        program = torch.export.export(model, (images(32),), dynamic_shapes=(batch,))
-        x = images(32, 5)
+        program = torch.export.export(model, (random_images(32),), dynamic_shapes=(batch,))
+        x = random_images(32, 5)
         torch.testing.assert_close(program.module()(x), model(x))
 
     def test_its_attention_maps(self) -> None:
         for kind in ("sinusoidal", "relative"):
             model = self.made(args={"position": kind}).model.eval()
-            maps = attention_maps(model, images(32))
+            maps = attention_maps(model, random_images(32))
             assert [tuple(m.shape) for m in maps] == [(2, 3, 17, 17)] * 2
             torch.testing.assert_close(maps[0].sum(-1), torch.ones(2, 3, 17))
 
@@ -388,7 +398,7 @@ class TestBuilt:
         "args, code, named",
         [
             ({"position": "learned"}, "wrong_value", "position: unknown 'learned'"),
-            ({"num_heads": 5}, "wrong_value", "num_heads: 5 does not divide embed_dim, 24"),
+            ({"num_heads": 5}, "wrong_value", "num_heads: 5 does not divide embed_dim=24"),
             ({"global_pool": "avg"}, "unknown_key", "'global_pool'"),
             ({"position": "relative", "where": "stem"}, "wrong_value", "every_layer"),
         ],
@@ -444,5 +454,5 @@ class TestRecipes:
         assert len(rest) == 1
         # a fixed table shared by the layers is the same network as one that is not
         left_out = {("sinusoidal", "every_layer_shared"), ("relative", "every_layer_shared")}
-        left_out |= {("none", place) for place in PLACES}
+        left_out |= {("none", place) for place in POSITION_LOCATIONS}
         assert seen == {*STUDY, ("none", None)} - left_out

@@ -9,18 +9,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faults_runs import without_pictures
+from forked_runs import disable_report_and_plots
 from PIL import Image
-from recipe_texts import tiny_text
+from recipe_texts import tiny_recipe_text
 from refusals import refused
 
-from finetune.files import sha256_of
-from finetune.publish.artifacts import PUBLISHED, _publishable_results, publishable, refresh
+from finetune.files import file_sha256
+from finetune.publish.artifacts import (
+    PUBLISHED_FILES,
+    _publishable_results,
+    publishable_recipe,
+    rewrite_artifacts,
+)
 from finetune.recipe.load import load_recipe, parse_recipe
 from finetune.run.directory import RunDir
 from finetune.training.train import train
 
-RECIPE = tiny_text("eval: 'resize(18) | center_crop'", optim="lr: 3e-3, steps: 6")
+RECIPE = tiny_recipe_text("eval: 'resize(18) | center_crop'", optim="lr: 3e-3, steps: 6")
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +38,14 @@ def runs(tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         for name, change in (("a", "run.seed=0"), ("b", "run.seed=1"), ("c", "optim.lr=1e-3")):
             train(parse_recipe(RECIPE, overrides=[change]), folder / name)
-            without_pictures(patch)
+            disable_report_and_plots(patch)
     return folder
 
 
 def test_a_run_ends_with_all_the_evidence(runs: Path) -> None:
     model = runs / "a" / "model"
-    assert sorted(os.listdir(model)) == sorted(PUBLISHED)
-    for name in PUBLISHED:
+    assert sorted(os.listdir(model)) == sorted(PUBLISHED_FILES)
+    for name in PUBLISHED_FILES:
         if name.endswith(".png"):
             with Image.open(model / name) as picture:
                 assert min(picture.size) > 200
@@ -48,20 +53,20 @@ def test_a_run_ends_with_all_the_evidence(runs: Path) -> None:
     assert json.loads((model / "results.json").read_text()) == results
     config = json.loads((model / "config.json").read_text())
     assert config["calibration"] == {"temperature": results["temperature"], "split": "val"}
-    assert sha256_of(model / "model.safetensors") in (model / "README.md").read_text()
+    assert file_sha256(model / "model.safetensors") in (model / "README.md").read_text()
 
 
 def test_refreshing_finds_the_other_seeds_and_names_the_repository(runs: Path) -> None:
     model = runs / "a" / "model"
-    weights = sha256_of(model / "model.safetensors")
-    refresh(RunDir(runs / "a"), repository="alice/digits")
+    weights = file_sha256(model / "model.safetensors")
+    rewrite_artifacts(RunDir(runs / "a"), repository="alice/digits")
     card = (model / "README.md").read_text()
     assert "mean ± std of 2 seeds (0, 1)" in card
     assert "hf-hub:alice/digits" in card
-    assert sha256_of(model / "model.safetensors") == weights
-    first = {path.name: sha256_of(path) for path in model.iterdir()}
-    refresh(RunDir(runs / "a"), repository="alice/digits")
-    assert {path.name: sha256_of(path) for path in model.iterdir()} == first
+    assert file_sha256(model / "model.safetensors") == weights
+    first = {path.name: file_sha256(path) for path in model.iterdir()}
+    rewrite_artifacts(RunDir(runs / "a"), repository="alice/digits")
+    assert {path.name: file_sha256(path) for path in model.iterdir()} == first
 
 
 def test_a_broken_neighbour_is_left_alone(runs: Path) -> None:
@@ -69,7 +74,7 @@ def test_a_broken_neighbour_is_left_alone(runs: Path) -> None:
     shutil.copytree(runs / "b", broken)
     (broken / "results.json").write_text("{")
     try:
-        refresh(RunDir(runs / "a"))
+        rewrite_artifacts(RunDir(runs / "a"))
     finally:
         shutil.rmtree(broken)
 
@@ -93,7 +98,7 @@ def test_a_neighbour_that_may_not_be_looked_at_costs_nothing(
 
     monkeypatch.setattr(Path, "is_file", is_file)
     monkeypatch.setattr(Path, "iterdir", iterdir)
-    refresh(RunDir(runs / "a"))
+    rewrite_artifacts(RunDir(runs / "a"))
     assert "mean ± std" not in (runs / "a" / "model" / "README.md").read_text()
 
 
@@ -102,7 +107,7 @@ def test_without_a_finished_model_there_is_nothing_to_refresh(runs: Path, tmp_pa
     shutil.copytree(runs / "c", copy)
     (copy / "results.json").unlink()
     with refused("checkpoint.not_finished", "--resume"):
-        refresh(RunDir(copy))
+        rewrite_artifacts(RunDir(copy))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +127,7 @@ def test_without_a_finished_model_there_is_nothing_to_refresh(runs: Path, tmp_pa
 )
 def test_the_published_recipe_knows_no_folders(source: str, shown: str) -> None:
     recipe = parse_recipe(RECIPE, overrides=[f"data.source={source}", "run.push_to=alice/x"])
-    published = publishable(recipe)
+    published = publishable_recipe(recipe)
     assert published.data.source == shown
     assert published.run.push_to is None
     assert published.optim == recipe.optim
@@ -141,7 +146,7 @@ def test_the_published_recipe_knows_no_folders(source: str, shown: str) -> None:
 )
 def test_the_published_recipe_names_weights_without_their_place(name: str, shown: str) -> None:
     recipe = parse_recipe(RECIPE, overrides=[f"model.name={name}"])
-    assert publishable(recipe).model.name == shown
+    assert publishable_recipe(recipe).model.name == shown
 
 
 @pytest.mark.parametrize("split", ["val", "test"])
@@ -160,7 +165,7 @@ def test_nothing_published_tells_where_it_was_made(
     start = tmp_path / "first"
     changes = [f"data.source=folder:{image_folder}", "optim.steps=2", "data.batch_size=4"]
     with pytest.MonkeyPatch.context() as patch:
-        without_pictures(patch)
+        disable_report_and_plots(patch)
         train(parse_recipe(RECIPE, overrides=changes), start)
     again = [*changes, f"model.name={start}", "model.args={}", "model.pretrained=true"]
     out = tmp_path / "second"

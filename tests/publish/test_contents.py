@@ -7,64 +7,73 @@ import os
 from pathlib import Path
 
 import pytest
-from hub_samples import CARD, WRITE, folder, hub, model_folder, slept
+from hub_fixtures import CARD, WRITE_TOKEN, folder, hub, sleep_durations, write_model_folder
 from hub_server import HubServer
 from refusals import refused
 from safetensors.torch import save_file
 from torch import zeros
 
 from finetune.errors import HubError
-from finetune.publish.artifacts import PUBLISHED
-from finetune.publish.contents import check_card, is_run, published, refuse_secrets
-from finetune.publish.repository import Hub
+from finetune.publish.artifacts import PUBLISHED_FILES
+from finetune.publish.push_checks import check_card, check_no_secrets, files_to_push, is_run_dir
+from finetune.publish.repo_client import RepoClient
 
 Captured, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 
-__all__ = ["folder", "hub", "slept"]  # fixtures
+__all__ = ["folder", "hub", "sleep_durations"]  # fixtures
 
 
 class TestPublished:
     def test_the_list_and_nothing_else(self, folder: Path, capsys: Captured) -> None:
-        for name in (*PUBLISHED[3:], ".lock", ".env", "optimizer.pt", "recipe.yaml~", "notes.md"):
+        for name in (
+            *PUBLISHED_FILES[3:],
+            ".lock",
+            ".env",
+            "optimizer.pt",
+            "recipe.yaml~",
+            "notes.md",
+        ):
             (folder / name).write_text("x")
         (folder / "checkpoints").mkdir()
         (folder / "checkpoints" / "model.safetensors").write_text("x")
-        assert published(folder) == {name: folder / name for name in PUBLISHED}
+        assert files_to_push(folder) == {name: folder / name for name in PUBLISHED_FILES}
         shown = capsys.readouterr().err
         assert shown.count("\n") == 1
         assert "optimizer.pt, recipe.yaml~" in shown
 
     def test_nothing_is_said_when_nothing_is_left_out(self, folder: Path, capsys: Captured) -> None:
-        assert set(published(folder)) == {"config.json", "model.safetensors", "README.md"}
+        assert set(files_to_push(folder)) == {"config.json", "model.safetensors", "README.md"}
         assert capsys.readouterr().err == ""
 
     def test_links(self, folder: Path, tmp_path: Path) -> None:
         (folder / "weights").write_bytes((folder / "model.safetensors").read_bytes())
         (folder / "model.safetensors").unlink()
         (folder / "model.safetensors").symlink_to("weights")
-        assert "model.safetensors" in published(folder), "a link inside is a file of the folder"
+        assert "model.safetensors" in files_to_push(folder), "a link inside is a file of the folder"
         (tmp_path / "secret.txt").write_text("secret")
         (folder / "results.json").symlink_to(tmp_path / "secret.txt")
         with refused("hub.not_pushable", "link"):
-            published(folder)
+            files_to_push(folder)
         (folder / ".env").write_text("secret")
         (folder / "results.json").unlink()
         (folder / "results.json").symlink_to(".env")
         with refused("hub.not_pushable", "link"):
-            published(folder)
+            files_to_push(folder)
 
     def test_a_folder_reached_by_a_link(self, folder: Path, tmp_path: Path) -> None:
         (tmp_path / "latest").symlink_to(folder)
-        assert len(published(tmp_path / "latest")) == 3
+        assert len(files_to_push(tmp_path / "latest")) == 3
 
     def test_a_folder_of_that_name_is_no_file(self, folder: Path) -> None:
         (folder / "results.json").mkdir()
-        assert "results.json" not in published(folder)
+        assert "results.json" not in files_to_push(folder)
 
 
 class TestSecrets:
     def search(self, folder: Path, text: str = "message") -> None:
-        refuse_secrets(published(folder), text, folder.parent / "run", Hub("alice/net"))
+        check_no_secrets(
+            files_to_push(folder), text, folder.parent / "run", RepoClient("alice/net")
+        )
 
     @pytest.mark.usefixtures("hub")
     def test_a_clean_folder(self, folder: Path) -> None:
@@ -75,7 +84,7 @@ class TestSecrets:
 
     @pytest.mark.usefixtures("hub")
     @pytest.mark.parametrize("name", ["README.md", "recipe.yaml", "results.json", "curves.png"])
-    @pytest.mark.parametrize("secret", [WRITE, "hf_" + "Ab1" * 11])
+    @pytest.mark.parametrize("secret", [WRITE_TOKEN, "hf_" + "Ab1" * 11])
     def test_tokens(self, folder: Path, name: str, secret: str) -> None:
         (folder / name).write_bytes(b"\x89PNG\xff " + secret.encode() + b"\n")
         with refused("hub.holds_secret", f"{name}: ") as caught:
@@ -85,9 +94,9 @@ class TestSecrets:
     @pytest.mark.usefixtures("hub")
     def test_tokens_in_the_message_and_in_the_head_of_the_weights(self, folder: Path) -> None:
         with refused("hub.holds_secret", "the message: "):
-            self.search(folder, f"mine is {WRITE}")
+            self.search(folder, f"mine is {WRITE_TOKEN}")
         weights = folder / "model.safetensors"
-        save_file({"a": zeros(3)}, weights, metadata={"note": WRITE})
+        save_file({"a": zeros(3)}, weights, metadata={"note": WRITE_TOKEN})
         with refused("hub.holds_secret", "model.safetensors: "):
             self.search(folder)
 
@@ -104,7 +113,7 @@ class TestSecrets:
     @pytest.mark.usefixtures("hub")
     def test_as_json_writes_them(self, tmp_path: Path, monkeypatch: Patch) -> None:
         monkeypatch.setenv("HOME", "/homes/zoë")
-        folder = model_folder(tmp_path / "net", results__json=json.dumps("/homes/zoë/images"))
+        folder = write_model_folder(tmp_path / "net", results__json=json.dumps("/homes/zoë/images"))
         assert "zoë" not in (folder / "results.json").read_text()
         with refused("hub.holds_path", "/homes/zoë"):
             self.search(folder)
@@ -118,7 +127,7 @@ class TestSecrets:
 
 class TestCard:
     def check(self, folder: Path) -> None:
-        check_card(Hub("alice/net"), published(folder))
+        check_card(RepoClient("alice/net"), files_to_push(folder))
 
     def test_a_valid_card_and_none(self, hub: HubServer, folder: Path) -> None:
         self.check(folder)
@@ -142,7 +151,7 @@ class TestCard:
         with pytest.raises(HubError, match=f"does not accept this card: .*({words})") as caught:
             self.check(folder)
         assert "\n" not in str(caught.value)
-        assert "mend its head" in str(caught.value)
+        assert "fix its YAML header" in str(caught.value)
 
     def test_bytes_that_are_no_text(self, hub: HubServer, folder: Path) -> None:
         (folder / "README.md").write_bytes(b"---\nlicense: mit\n---\n\xff\xfe")
@@ -152,11 +161,11 @@ class TestCard:
     def test_remarks_are_passed_on(self, hub: HubServer, folder: Path, capsys: Captured) -> None:
         (folder / "README.md").write_text("# No head\n")
         self.check(folder)
-        assert "the hub remarks: empty or missing yaml" in capsys.readouterr().err
+        assert "the hub warns: empty or missing yaml" in capsys.readouterr().err
 
 
 def test_a_run_and_a_model_are_told_apart(folder: Path, tmp_path: Path) -> None:
-    assert is_run(folder) is False
+    assert is_run_dir(folder) is False
     os.rename(folder, tmp_path / "model")
     (tmp_path / "run.json").write_text('{"status": "done"}')
-    assert is_run(tmp_path) is True
+    assert is_run_dir(tmp_path) is True

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hub_server import HubServer, point_at
+from hub_server import HubServer, point_clients_at
 from huggingface_hub import ModelCard, constants
 from PIL import Image
 
 from finetune import Classifier, load_recipe, train
-from finetune.publish.artifacts import PUBLISHED
+from finetune.publish.artifacts import PUBLISHED_FILES
 from finetune.publish.push import push
 
 pytestmark = pytest.mark.slow
@@ -110,7 +110,7 @@ def pushed(tmp_path_factory: pytest.TempPathFactory, no_pictures: None) -> Itera
     pixels_BCHW = torch.from_numpy(np.asarray(Image.open(image)).copy()).permute(2, 0, 1)[None]
     with pytest.MonkeyPatch.context() as patch, HubServer() as hub:
         hub.add_user("alice", token=TOKEN)
-        point_at(hub, patch, top / "home", TOKEN)
+        point_clients_at(hub, patch, top / "home", TOKEN)
         patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         first = push(runs[0], "alice/digits")
         push(runs[0], "alice/secret", private=True)
@@ -130,14 +130,14 @@ def pushed(tmp_path_factory: pytest.TempPathFactory, no_pictures: None) -> Itera
             prepared={name: model.pipeline(pixels_BCHW)[0] for name, model in of.items()},
             first=first,
         )
-        assert hub.mistakes == []
+        assert hub.server_errors == []
 
 
 @pytest.fixture(scope="module")
 def loaded(pushed: Pushed, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Load each of MODELS with each client, one after the other, in a process of their own."""
     home = tmp_path_factory.mktemp("loaded")
-    script = Path(__file__).parents[1] / "hub_loaders.py"
+    script = Path(__file__).parents[1] / "hub_clients.py"
     told = subprocess.run(
         [sys.executable, str(script), str(pushed.setup), str(home / "out.json")],
         env={**pushed.hub.environment(home / "cache", TOKEN), "PYTHONPATH": str(REPOSITORY)},
@@ -200,8 +200,8 @@ def test_the_models_can_be_told_apart(pushed: Pushed) -> None:
 
 def test_what_was_pushed(pushed: Pushed) -> None:
     files = pushed.hub.files("alice/digits", pushed.first["commit"])
-    assert set(files) == {*PUBLISHED, ".gitattributes"}
-    assert set(pushed.first["files"]) == set(PUBLISHED)
+    assert set(files) == {*PUBLISHED_FILES, ".gitattributes"}
+    assert set(pushed.first["files"]) == set(PUBLISHED_FILES)
     card = ModelCard(files["README.md"].decode())
     assert card.data.to_dict()["library_name"] == "timm"
     assert 'create_model("hf-hub:alice/digits"' in files["README.md"].decode()

@@ -1,6 +1,7 @@
 """The recipes of ImageNet-21k weights, as they stand, from timm's name to the push.
 
-The hub is on loopback (`in21k_hub.py`). A step is smaller than the recipe's: 2 images, once or
+The hub is on loopback (`imagenet21k_hub.py`).
+A step is smaller than the recipe's: 2 images, once or
 twice. They train in forked processes, and the weights have two of their twelve blocks. In the long
 run these have all of them, and one recipe is launched as its header says.
 """
@@ -24,21 +25,29 @@ import numpy as np
 import pytest
 import timm
 import torch
-from faults_launch import REPOSITORY, launched
-from faults_runs import check_done, in_child, without_pictures
-from hub_server import HubServer, point_at
+from forked_runs import check_child_success, disable_report_and_plots, run_in_child
+from hub_server import HubServer, point_clients_at
 from huggingface_hub import constants, get_session, hf_hub_download
-from in21k_hub import CIFAR10, CLASSES, ROWS, cifar10_files, name_of, redirect, weight_files
+from imagenet21k_hub import (
+    CIFAR10,
+    CLASSES,
+    ROWS,
+    cifar10_repo_files,
+    redirect_small_files,
+    timm_name,
+    weight_repo_files,
+)
+from launches import REPOSITORY, launch_training
 from safetensors.torch import load, load_file
 from scipy.ndimage import zoom
 from torch import Tensor
 
 from finetune import Classifier
 from finetune.cli.main import main
-from finetune.evaluation.claims import wording
-from finetune.hub.client import watching
-from finetune.models.build import build
-from finetune.publish.artifacts import PUBLISHED
+from finetune.evaluation.claims import format_claim
+from finetune.hub.client import monitor_requests
+from finetune.models.build import build_model
+from finetune.publish.artifacts import PUBLISHED_FILES
 from finetune.recipe.load import load_recipe
 
 TOKEN = "hf_writewritewrite"
@@ -67,7 +76,7 @@ class Case:
 
     @property
     def source(self) -> str:
-        return f"timm/{name_of(self.tag)}"
+        return f"timm/{timm_name(self.tag)}"
 
 
 CASES = {
@@ -91,7 +100,7 @@ def backbone(depth: int) -> int:
 def as_the_hub_answers() -> Iterator[None]:
     """Small files come from another address of the hub's own."""
     with pytest.MonkeyPatch.context() as patch:
-        redirect(patch)
+        redirect_small_files(patch)
         yield
 
 
@@ -112,11 +121,11 @@ def hub(depth: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubSer
     with HubServer(xet=True) as hub:
         hub.add_user("alice", token=TOKEN)
         for tag in CLASSES:
-            hub.add_repo(f"timm/{name_of(tag)}", weight_files(tag, depth=depth))
-        data = cifar10_files(tmp_path_factory.mktemp("cifar10"))
+            hub.add_repo(f"timm/{timm_name(tag)}", weight_repo_files(tag, depth=depth))
+        data = cifar10_repo_files(tmp_path_factory.mktemp("cifar10"))
         hub.add_repo("uoft-cs/cifar10", data, kind="dataset")
         yield hub
-        assert hub.mistakes == []
+        assert hub.server_errors == []
 
 
 @pytest.fixture
@@ -129,8 +138,8 @@ def place(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.slow
 def test_the_repositories_are_those_that_timm_registers(hub: HubServer, depth: int) -> None:
     for tag, classes in CLASSES.items():
-        registered = timm.get_pretrained_cfg(name_of(tag))
-        assert registered.hf_hub_id == f"timm/{name_of(tag)}"
+        registered = timm.get_pretrained_cfg(timm_name(tag))
+        assert registered.hf_hub_id == f"timm/{timm_name(tag)}"
         assert registered.num_classes == classes
         held = hub.files(registered.hf_hub_id)
         told = json.loads(held["config.json"])["pretrained_cfg"]
@@ -147,12 +156,12 @@ def test_the_repositories_are_those_that_timm_registers(hub: HubServer, depth: i
 def test_both_names_give_the_weights_with_the_head_that_they_have(
     hub: HubServer, depth: int, place: Path, monkeypatch: pytest.MonkeyPatch, tag: str
 ) -> None:
-    point_at(hub, monkeypatch, place / "home")
+    point_clients_at(hub, monkeypatch, place / "home")
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    served = load(hub.files(f"timm/{name_of(tag)}")["model.safetensors"])
+    served = load(hub.files(f"timm/{timm_name(tag)}")["model.safetensors"])
     assert ("head.weight" in served) == bool(CLASSES[tag])
-    for name in (name_of(tag), f"hf-hub:timm/{name_of(tag)}"):
-        built = build(name, args={"depth": depth})
+    for name in (timm_name(tag), f"hf-hub:timm/{timm_name(tag)}"):
+        built = build_model(name, args={"depth": depth})
         state = built.model.state_dict()
         assert state.keys() == served.keys()
         assert all(torch.equal(state[key], served[key]) for key in served)
@@ -193,14 +202,14 @@ def test_what_the_client_asks_besides_may_fail_after_a_redirect(
     """A file's other address is the hub's own, which makes no store of files of it."""
     with HubServer() as hub:
         hub.add_repo("timm/some", {"config.json": b"{}"})
-        point_at(hub, monkeypatch, tmp_path / "home")
+        point_clients_at(hub, monkeypatch, tmp_path / "home")
         hub.fail("GET /api/telemetry", times=None)
-        with watching() as watch:
+        with monitor_requests() as watch:
             path = hf_hub_download("timm/some", "config.json")
             answer = get_session().get(f"{hub.url}/api/telemetry/some")
         assert Path(path).read_bytes() == b"{}"
         assert hub.count("GET /api/resolve-cache/") == 1
-        assert (answer.status_code, watch.fault) == (503, None)
+        assert (answer.status_code, watch.last_error) == (503, None)
 
 
 def text_of(recipe: str) -> str:
@@ -218,7 +227,7 @@ def launch(hub: HubServer, place: Path, recipe: str, *overrides: str) -> tuple[P
     environment = hub.environment(place / "home", TOKEN)
     environment |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "CUDA_VISIBLE_DEVICES": ""}
     options: dict[str, Any] = {"recipe": text_of(recipe), "options": (), "environment": environment}
-    with launched(place, *overrides, **options) as ended:
+    with launch_training(place, *overrides, **options) as ended:
         ended.wait_for_end()
     assert ended.process.returncode == 0, ended.text
     assert "Traceback" not in ended.text
@@ -235,13 +244,13 @@ def run(hub: HubServer, place: Path, recipe: str, *overrides: str) -> tuple[Path
             raise SystemExit(main(["train", str(path), *overrides, "--out", str(out)]))
 
     with pytest.MonkeyPatch.context() as patch:
-        point_at(hub, patch, place / "home", TOKEN)
+        point_clients_at(hub, patch, place / "home", TOKEN)
         patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        without_pictures(patch)
-        ended = in_child(work)
-    check_done(ended)
-    assert "Traceback" not in ended.said
-    return out, ended.said
+        disable_report_and_plots(patch)
+        ended = run_in_child(work)
+    check_child_success(ended)
+    assert "Traceback" not in ended.output
+    return out, ended.output
 
 
 def check_source(
@@ -252,7 +261,7 @@ def check_source(
     sha256 = hashlib.sha256(content).hexdigest()
     grid = case.image_size // 16
     expected = {
-        "source": name_of(case.tag),
+        "source": timm_name(case.tag),
         "tag": case.tag,
         "repository": case.source,
         "revision": hub.commits(case.source)[0],
@@ -313,7 +322,7 @@ def check_claims(case: Case, out: Path, said: str) -> None:
     assert tuple(row["measured"] is not None for row in answers) == case.measured
     for row in answers:
         assert (row["verdict"] == "not measured") == (row["measured"] is None)
-        what, _, measured = wording(row)
+        what, _, measured = format_claim(row)
         start = f"claim {what}: {row['verdict']}: "
         (line,) = {line for line in said.splitlines() if line.startswith(start)}
         assert (row["how"] if row["measured"] is None else measured) in line
@@ -326,7 +335,7 @@ def check_push(hub: HubServer, destination: str, out: Path, record: dict[str, An
     assert record["pushed"]["commit"] == commit
     held = hub.files(destination)
     held.pop(".gitattributes")
-    assert held.keys() == set(PUBLISHED)
+    assert held.keys() == set(PUBLISHED_FILES)
     assert held == {path.name: path.read_bytes() for path in (out / "model").iterdir()}
     card = held["README.md"].decode()
     for line in (f"base_model: {record['plan']['weights']['repository']}", "- uoft-cs/cifar10"):
@@ -342,7 +351,7 @@ def check_timm(
     image_size: int,
 ) -> None:
     """timm alone loads what was pushed, and gives the same logits."""
-    point_at(hub, monkeypatch, place / "elsewhere")
+    point_clients_at(hub, monkeypatch, place / "elsewhere")
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     network = timm.create_model(f"hf-hub:{destination}", pretrained=True).eval()
     told = timm.data.resolve_model_data_config(network)

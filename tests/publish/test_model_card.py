@@ -9,9 +9,10 @@ import yaml
 from hub_store import check_card
 from huggingface_hub import ModelCard
 
-from finetune.evaluation.intervals import wilson
-from finetune.publish.model_card import Facts, licence_keys, write_card
-from finetune.recipe.load import Recipe, parse_recipe
+from finetune.evaluation.confidence_intervals import wilson_interval
+from finetune.publish.model_card import CardContent, license_metadata, render_card
+from finetune.recipe.load import parse_recipe
+from finetune.recipe.schema import Recipe
 
 RECIPE = parse_recipe(
     "model: {name: vit_base_patch16_224.augreg_in21k}\n"
@@ -28,7 +29,7 @@ WEIGHTS = {
 }
 
 
-def facts(**changes: Any) -> Facts:
+def facts(**changes: Any) -> CardContent:
     known: dict[str, Any] = {
         "recipe": RECIPE,
         "record": {
@@ -57,11 +58,11 @@ def facts(**changes: Any) -> Facts:
         "weights": WEIGHTS,
         "repository": "alice/my-vit",
     }
-    return Facts(**{**known, **changes})
+    return CardContent(**{**known, **changes})
 
 
 def test_the_head_says_what_the_hub_asks_for() -> None:
-    head, _ = write_card(facts()).split("---\n", 2)[1:]
+    head, _ = render_card(facts()).split("---\n", 2)[1:]
     found = yaml.safe_load(head)
     index = found.pop("model-index")
     assert found == {
@@ -86,14 +87,14 @@ def test_the_head_says_what_the_hub_asks_for() -> None:
 
 
 def test_the_clients_own_reader_takes_the_card() -> None:
-    card = ModelCard(write_card(facts()))
+    card = ModelCard(render_card(facts()))
     assert card.data.eval_results[0].metric_value == TEST["top1"]
     assert card.data.license == "apache-2.0"
 
 
 def test_the_figures_are_the_runs_and_seeds_have_a_spread() -> None:
     other = {"test": {**TEST, "top1": 0.96755}}
-    text = write_card(facts(seeds=[(0, {"test": TEST}), (1, other)]))
+    text = render_card(facts(seed_results=[(0, {"test": TEST}), (1, other)]))
     assert "| test | 355 | 0.9877 | 1.0000 | 0.1000 | 0.0200 |" in text
     assert "| test, mean ± std of 2 seeds (0, 1) | 355 | 0.9776 ± 0.0142 |" in text
     assert "| val |" not in text
@@ -106,7 +107,7 @@ def test_thresholds_of_several_labels_that_were_never_fitted() -> None:
     row = dict.fromkeys(("ap", "precision", "recall", "f1")) | {"support": 0, "threshold": 0.5}
     test = {"map": 0.4, "macro_f1": 0.3, "micro_f1": 0.2, "loss": 0.1, "examples": 355}
     results = {"steps": 5, "best_step": 4, "test": {**test, "per_class": [row] * 40}}
-    text = write_card(facts(recipe=several, results=results))
+    text = render_card(facts(recipe=several, results=results))
     assert "| test | 355 | 0.4000 | 0.3000 | 0.2000 | 0.1000 |" in text
     assert "| class 29 | 0.5000 | – | – | – | – |" in text
     assert "class 30" not in text, "results.json has them"
@@ -117,19 +118,19 @@ def test_thresholds_of_several_labels_that_were_never_fitted() -> None:
 def test_figures_on_few_images_carry_their_uncertainty() -> None:
     few = {**TEST, "top1": 0.75, "examples": 20}
     many = {**TEST, "examples": 1000}
-    text = write_card(facts(results={"steps": 5, "best_step": 4, "val": few, "test": TEST}))
-    low, high = (f"{100 * end:.1f}" for end in wilson(15, 20))
+    text = render_card(facts(results={"steps": 5, "best_step": 4, "val": few, "test": TEST}))
+    low, high = (f"{100 * end:.1f}" for end in wilson_interval(15, 20))
     assert f"{low}–{high} % (validation)" in text
     assert "97.1–99.6 % (test)" in text
-    assert "> **Too few images** to judge the model by: 20 images of validation." in text
+    assert "> **Too few images** to judge the model: 20 images of validation." in text
     assert "No test split" not in text
-    alone = write_card(facts(results={"steps": 5, "best_step": 4, "val": many}))
+    alone = render_card(facts(results={"steps": 5, "best_step": 4, "val": many}))
     assert "95 % interval" not in alone
     assert "Too few images" not in alone
     assert "No test split was measured." in alone
     assert "images like those of the validation split" in alone
     last = parse_recipe(RECIPE.to_yaml(), overrides=["run.best=last"])
-    unchosen = write_card(facts(recipe=last, results={"steps": 5, "best_step": 5, "val": many}))
+    unchosen = render_card(facts(recipe=last, results={"steps": 5, "best_step": 5, "val": many}))
     assert "chose the weights" in alone
     assert "chose the weights" not in unchosen
 
@@ -137,7 +138,7 @@ def test_figures_on_few_images_carry_their_uncertainty() -> None:
 @pytest.mark.parametrize("num_classes", [2, 5, 6])
 def test_five_classes_have_no_top5(num_classes: int) -> None:
     config = {**facts().config, "label_names": [f"class {i}" for i in range(num_classes)]}
-    text = write_card(facts(config=config))
+    text = render_card(facts(config=config))
     assert ("top-5" in text) == (num_classes > 5)
     assert "| test | 355 | 0.9877 |" in text
 
@@ -145,9 +146,9 @@ def test_five_classes_have_no_top5(num_classes: int) -> None:
 def test_a_temperature_that_does_harm_is_advised_against() -> None:
     scaled = {"temperature": 0.05, "ece": 0.03, "loss": 0.4}
     results = {"steps": 5, "best_step": 4, "test": {**TEST, "calibrated": scaled}}
-    text = write_card(facts(results=results))
+    text = render_card(facts(results=results))
     assert "Do not divide the logits by 0.05" in text
-    assert "0.4000 in place of 0.1000" in text
+    assert "0.4000 instead of 0.1000" in text
     assert "Dividing the logits" not in text
 
 
@@ -168,7 +169,7 @@ def test_a_reader_finds_what_he_needs_to_judge_and_to_repeat() -> None:
             }
         ],
     }
-    text = write_card(facts(results=results, pictures=["curves.png", "confusion.png"]))
+    text = render_card(facts(results=results, plots=["curves.png", "confusion.png"]))
     for part in (
         'timm.create_model("hf-hub:alice/my-vit", pretrained=True)',
         'finetune.Classifier.load("hf-hub:alice/my-vit")',
@@ -177,7 +178,7 @@ def test_a_reader_finds_what_he_needs_to_judge_and_to_repeat() -> None:
         "and the calibration error from 0.0200 to 0.0110",
         "| test.top1 | A paper, table 5 | 98.95 % ± 0.15 % | 98.77 % | not met |",
         "- val: 100 images; they alone chose the weights",
-        "- test: 355 images, read once",
+        "- test: 355 images, evaluated once",
         "bf16 on 2 processes (A processor)",
         "](curves.png)",
         "](confusion.png)",
@@ -191,14 +192,14 @@ def test_a_reader_finds_what_he_needs_to_judge_and_to_repeat() -> None:
 
 
 def test_the_recipe_in_the_card_is_the_recipe() -> None:
-    text = write_card(facts()).split("```yaml\n")[1].split("```")[0]
+    text = render_card(facts()).split("```yaml\n")[1].split("```")[0]
     assert parse_recipe(text) == RECIPE
 
 
 @pytest.mark.parametrize("name", ["<script>x</script>", "a|b", "two\nlines", "[x](javascript:1)"])
 def test_class_names_are_text_and_no_markup(name: str) -> None:
     config = {**facts().config, "label_names": [name, "other"]}
-    text = write_card(facts(config=config))
+    text = render_card(facts(config=config))
     line = next(line for line in text.splitlines() if line.startswith("Classes (2)"))
     assert "<" not in line
     assert "](" not in line
@@ -207,7 +208,7 @@ def test_class_names_are_text_and_no_markup(name: str) -> None:
 
 @pytest.mark.parametrize("licence", ["dinov3-license", "NVIDIA Open Model"])
 def test_a_licence_that_the_hub_does_not_know_is_named(licence: str) -> None:
-    text = write_card(facts(weights={**WEIGHTS, "license": licence}))
+    text = render_card(facts(weights={**WEIGHTS, "license": licence}))
     found = yaml.safe_load(text.split("---\n")[1])
     assert (found["license"], found["license_name"]) == ("other", licence.lower().replace(" ", "-"))
     assert check_card(text, "model") == ([], [])
@@ -216,7 +217,7 @@ def test_a_licence_that_the_hub_does_not_know_is_named(licence: str) -> None:
 @pytest.mark.parametrize("name", ["my photos", "ph|ot`os <b>", "..", "-a--b..c-"])
 def test_a_folder_of_any_name_makes_a_card_that_the_hub_takes(name: str) -> None:
     data = RECIPE.data.model_copy(update={"source": f"folder:{name}"})
-    text = write_card(facts(recipe=RECIPE.model_copy(update={"data": data})))
+    text = render_card(facts(recipe=RECIPE.model_copy(update={"data": data})))
     assert check_card(text, "model") == ([], [])
 
 
@@ -225,7 +226,7 @@ def test_random_weights_have_no_base_and_local_data_a_name() -> None:
         "model: {name: vit_tiny_patch16_224, pretrained: false}\n"
         "data: {source: 'folder:photos'}\noptim: {lr: 1, steps: 5}\n"
     )
-    text = write_card(
+    text = render_card(
         facts(
             recipe=recipe,
             weights={},
@@ -239,14 +240,14 @@ def test_random_weights_have_no_base_and_local_data_a_name() -> None:
     assert "model-index" not in head  # nothing was tested
     assert head["datasets"] == ["photos"]
     assert "trained from random weights on photos" in text
-    assert "licence of the weights that it started from is not recorded" in text
+    assert "license of the pretrained weights is not recorded" in text
 
 
 def test_what_must_be_known_first_stands_first() -> None:
     recipe = RECIPE.model_copy(
         update={"run": RECIPE.run.model_copy(update={"note": "not <b>the</b> experiment"})}
     )
-    body = write_card(facts(recipe=recipe)).split("---\n", 2)[2]
+    body = render_card(facts(recipe=recipe)).split("---\n", 2)[2]
     lines = [line for line in body.splitlines() if line]
     assert lines[1] == "> not &lt;b&gt;the&lt;/b&gt; experiment"
 
@@ -264,4 +265,4 @@ def test_what_must_be_known_first_stands_first() -> None:
     ],
 )
 def test_licence_keys(licence: str | None, keys: dict[str, str]) -> None:
-    assert licence_keys(licence) == keys
+    assert license_metadata(licence) == keys

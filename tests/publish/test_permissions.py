@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hub_samples import OTHER, READ, WRITE, hub, slept
+from hub_fixtures import OTHER_TOKEN, READ_TOKEN, WRITE_TOKEN, hub, sleep_durations
 from hub_server import HubServer
 from huggingface_hub import HfApi, constants
 from refusals import refused
@@ -15,7 +15,7 @@ from finetune.publish.permissions import check_rights
 
 Patch = pytest.MonkeyPatch
 
-__all__ = ["hub", "slept"]  # fixtures
+__all__ = ["hub", "sleep_durations"]  # fixtures
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
@@ -99,7 +99,7 @@ class TestRefused:
             "somebody's": refusal("bob/public"),
             "somebody's name": refusal("bob/new"),
         }
-        monkeypatch.setenv("HF_TOKEN", READ)
+        monkeypatch.setenv("HF_TOKEN", READ_TOKEN)
         messages["a read token"] = refusal()
         monkeypatch.setenv("HF_TOKEN", "hf_nobodys")
         messages["a wrong token"] = refusal()
@@ -109,7 +109,7 @@ class TestRefused:
         messages["offline"] = refusal()
         words = {
             "a public one": "is public already",
-            "somebody's": "'bob' is neither you (alice) nor one of your organisations (zoo)",
+            "somebody's": "'bob' is neither you (alice) nor one of your organizations (zoo)",
             "somebody's name": "push to alice/new",
             "a read token": "the token of HF_TOKEN may only read",
             "a wrong token": "does not accept the token of HF_TOKEN",
@@ -124,7 +124,7 @@ class TestRefused:
     def test_a_read_token_before_anything_else(self, hub: HubServer, monkeypatch: Patch) -> None:
         """create_repo(exist_ok=True) would succeed here."""
         hub.add_repo("alice/mine")
-        monkeypatch.setenv("HF_TOKEN", READ)
+        monkeypatch.setenv("HF_TOKEN", READ_TOKEN)
         HfApi().create_repo("alice/mine", exist_ok=True)
         assert "may only read" in refusal("alice/mine")
 
@@ -132,14 +132,14 @@ class TestRefused:
         hub.add_repo("bob/secret", private=True)
         assert "'bob' is neither you" in refusal("bob/secret")
 
-    def test_ones_own_organisation_may_not_let_one_write(
+    def test_ones_own_organization_may_not_let_one_write(
         self, hub: HubServer, monkeypatch: Patch
     ) -> None:
         hub.add_repo("zoo/mine")
         hub.fail("auth-check/write", status=403)
         assert "does not let you (alice) write" in refusal("zoo/mine")
         tell(monkeypatch, orgs=[{"name": "zoo", "roleInOrg": "read"}])
-        assert "you may only read in the organisation 'zoo'" in refusal("zoo/new")
+        assert "you may only read in the organization 'zoo'" in refusal("zoo/new")
 
     @pytest.mark.parametrize(
         "scoped", [(), (("zoo", "repo.write"),), (("alice", "repo.content.read"),)]
@@ -153,7 +153,7 @@ class TestRefused:
     def test_a_hub_that_is_out_of_order(self, hub: HubServer) -> None:
         hub.fail("whoami", times=None)
         assert refusal().endswith(
-            "failed 5 times: the hub answered 503 (injected fault); try again"
+            "failed 5 times: the hub returned 503 (injected fault); try again"
         )
 
 
@@ -177,14 +177,14 @@ class TestNames:
         assert f"'{name}'" in str(caught.value)
         assert caught.value.exit_code == 2
 
-    @pytest.mark.parametrize("token", [None, "hf_wrong", OTHER])
+    @pytest.mark.parametrize("token", [None, "hf_wrong", OTHER_TOKEN])
     def test_whose_name_is_suggested(
         self, hub: HubServer, monkeypatch: Patch, token: str | None
     ) -> None:
         monkeypatch.delenv("HF_TOKEN")
         if token:
             monkeypatch.setenv("HF_TOKEN", token)
-        owner = "bob" if token == OTHER else "owner"
+        owner = "bob" if token == OTHER_TOKEN else "owner"
         with refused("recipe.wrong_value", f"did you mean '{owner}/net'"):
             check_rights("net")
 
@@ -202,4 +202,4 @@ class TestNames:
 
 
 def test_the_tokens_of_this_file_would_be_noticed() -> None:
-    assert all(token.startswith("hf_") for token in (WRITE, READ, OTHER))
+    assert all(token.startswith("hf_") for token in (WRITE_TOKEN, READ_TOKEN, OTHER_TOKEN))

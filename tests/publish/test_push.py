@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub_samples import (
+from hub_fixtures import (
     CARD,
-    OTHER,
-    WRITE,
+    OTHER_TOKEN,
+    WRITE_TOKEN,
     folder,
     hub,
-    model_folder,
-    send_apart,
-    signals_at,
-    slept,
-    weights,
+    send_signals_after,
+    sleep_durations,
+    upload_in_subprocess,
+    weight_bytes,
+    write_model_folder,
 )
 from hub_server import HubServer
 from huggingface_hub import HfApi, constants
@@ -31,12 +31,12 @@ from refusals import refused
 from finetune.cli.main import main
 from finetune.errors import FinetuneError, HubError, WeightsError
 from finetune.hub import client
-from finetune.hub.client import WRITE_SECONDS
+from finetune.hub.client import WRITE_TIMEOUT_SECONDS
 from finetune.publish import push as push_module
 from finetune.publish import upload
 from finetune.publish.push import push
 
-__all__ = ["folder", "hub", "slept"]  # fixtures
+__all__ = ["folder", "hub", "sleep_durations"]  # fixtures
 
 Captured, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 NAMES = {"README.md", "config.json", "model.safetensors"}
@@ -68,7 +68,7 @@ import sys
 sys.path[:] = sys.argv[1:]
 from finetune.publish import push as push_module
 from finetune.publish import upload
-upload.send = lambda job, report: 1 / 0
+upload.upload_and_commit = lambda job, report: 1 / 0
 upload.main()
 """
 
@@ -82,7 +82,7 @@ def on_hub(hub: HubServer, name: str = "alice/net", revision: str = "main") -> d
     return {key: value for key, value in files.items() if key != ".gitattributes"}
 
 
-def failed_push(capsys: Captured, *arguments: str, code: int = 7, token: str = WRITE) -> str:
+def failed_push(capsys: Captured, *arguments: str, code: int = 7, token: str = WRITE_TOKEN) -> str:
     """Run the verb; it must fail with one message and nothing else, and keep the token secret."""
     assert main(["push", *arguments]) == code
     shown = capsys.readouterr()
@@ -121,7 +121,7 @@ class TestPush:
     def test_a_second_push_replaces_everything_and_keeps_what_is_the_users(
         self, hub: HubServer, tmp_path: Path
     ) -> None:
-        first = model_folder(tmp_path / "a", results__json="{}")
+        first = write_model_folder(tmp_path / "a", results__json="{}")
         (first / "reliability.png").write_bytes(b"\x89PNG old")
         push(first, "alice/net")
         mine = {"LICENSE": b"mine", "cat.jpg": b"a cat", "old/pytorch_model.bin": b"kept"}
@@ -131,7 +131,7 @@ class TestPush:
         attributes = hub.files("alice/net")[".gitattributes"]
         before = len(hub.commits("alice/net"))
 
-        second = model_folder(tmp_path / "b", value=2.0)
+        second = write_model_folder(tmp_path / "b", value=2.0)
         found = push(second, "alice/net")
         assert len(hub.commits("alice/net")) == before + 1
         assert found["changed"]
@@ -161,9 +161,9 @@ class TestPush:
     def test_private_repositories(self, hub: HubServer, folder: Path) -> None:
         push(folder, "alice/net", private=True)
         assert hub.store.repository("alice/net").private
-        push(model_folder(folder, value=3.0), "alice/net")
+        push(write_model_folder(folder, value=3.0), "alice/net")
         assert hub.store.repository("alice/net").private, "a push does not publish what is private"
-        assert on_hub(hub)["model.safetensors"] == weights(3.0)
+        assert on_hub(hub)["model.safetensors"] == weight_bytes(3.0)
 
     def test_a_public_repository_is_not_taken_for_a_private_one(
         self, hub: HubServer, folder: Path, capsys: Captured
@@ -178,13 +178,13 @@ class TestPush:
     def test_one_that_turned_public_meanwhile_is_noticed_too(
         self, hub: HubServer, folder: Path, monkeypatch: Patch
     ) -> None:
-        create = upload._create
+        create = upload._create_repo_and_branch
 
         def overtaken(*args: Any, **options: Any) -> None:
             hub.add_repo("alice/net")
             create(*args, **options)
 
-        monkeypatch.setattr(upload, "_create", overtaken)
+        monkeypatch.setattr(upload, "_create_repo_and_branch", overtaken)
         with refused("hub.public", "alice/net"):
             push(folder, "alice/net", private=True)
         assert on_hub(hub) == {}
@@ -195,7 +195,7 @@ class TestPush:
         assert hub.commits("alice/net", "trial/a")[0] == found["commit"]
         assert on_hub(hub, revision="trial/a") == contents(folder)
         assert on_hub(hub) == {}
-        again = push(model_folder(folder, value=2.0), "alice/net", revision="trial/a")
+        again = push(write_model_folder(folder, value=2.0), "alice/net", revision="trial/a")
         assert again["changed"]
         assert on_hub(hub, revision="trial/a") == contents(folder)
 
@@ -206,7 +206,7 @@ class TestPush:
     def test_the_message(self, hub: HubServer, folder: Path) -> None:
         push(folder, "alice/net", message="Better\n\nmuch better")
         assert HfApi().list_repo_commits("alice/net")[0].title == "Better"
-        push(model_folder(folder, value=2.0), "alice/net", message=" ")
+        push(write_model_folder(folder, value=2.0), "alice/net", message=" ")
         assert "finetune" in HfApi().list_repo_commits("alice/net")[0].title
 
     def test_the_verb(self, hub: HubServer, folder: Path, capsys: Captured) -> None:
@@ -214,13 +214,13 @@ class TestPush:
         shown = capsys.readouterr()
         assert shown.out.splitlines()[0] == f"{hub.url}/alice/net"
         assert hub.commits("alice/net")[0] in shown.out
-        assert WRITE not in shown.out + shown.err
+        assert WRITE_TOKEN not in shown.out + shown.err
 
 
 class TestRun:
     @pytest.mark.parametrize("status", ["running", "failed (1)", "stopped (143)"])
     def test_a_run_that_is_not_done(self, hub: HubServer, tmp_path: Path, status: str) -> None:
-        model_folder(tmp_path / "run" / "model")
+        write_model_folder(tmp_path / "run" / "model")
         (tmp_path / "run" / "run.json").write_text(f'{{"status": "{status}"}}')
         with refused("checkpoint.not_finished", "--resume", status):
             push(tmp_path / "run", "alice/net")
@@ -255,7 +255,7 @@ class TestFaults:
         assert on_hub(hub) == contents(folder)
         shown = capfd.readouterr().err
         assert shown.count("trying again") <= 1
-        assert WRITE not in shown
+        assert WRITE_TOKEN not in shown
 
     @pytest.mark.parametrize("call", MORE_CALLS)
     def test_one_that_passes_with_a_repository_and_a_new_branch(
@@ -285,8 +285,8 @@ class TestFaults:
         message = failed_push(capsys, *arguments)
         command = shlex.join(["finetune", "push", *arguments])
         assert message.endswith(f"nothing is lost, push again with: {command}")
-        assert "the hub answered 503" in message
-        tries = 6 if call == "upload" else client.TRIES  # which huggingface_hub repeats itself
+        assert "the hub returned 503" in message
+        tries = 6 if call == "upload" else client.MAX_TRIES  # which huggingface_hub repeats itself
         assert hub.count(CALLS[call]) == tries
         assert contents(folder) == before
         hub.faults.clear()
@@ -296,7 +296,7 @@ class TestFaults:
     def test_a_command_that_needs_quotes(
         self, hub: HubServer, tmp_path: Path, capsys: Captured
     ) -> None:
-        odd = model_folder(tmp_path / "my model; rm")
+        odd = write_model_folder(tmp_path / "my model; rm")
         hub.fail("whoami", times=None)
         arguments = [str(odd), "alice/net", "--revision", "b", "--message", "it's better"]
         message = failed_push(capsys, *arguments)
@@ -321,14 +321,14 @@ class TestFaults:
         self, hub: HubServer, folder: Path, monkeypatch: Patch
     ) -> None:
         """The answer is lost, and the first look still finds the old head."""
-        head = upload._head
+        head = upload._read_branch
         old: list[Any] = []
 
         def late(*args: Any, **options: Any) -> Any:
             old.append(head(*args, **options))
             return old[0] if len(old) == 2 else old[-1]
 
-        monkeypatch.setattr(upload, "_head", late)
+        monkeypatch.setattr(upload, "_read_branch", late)
         hub.fail(CALLS["commit"], kind="lost")
         found = push(folder, "alice/net")
         assert len(old) > 1
@@ -338,14 +338,14 @@ class TestFaults:
     def test_the_head_moves_meanwhile(
         self, hub: HubServer, folder: Path, monkeypatch: Patch
     ) -> None:
-        send, others = upload._Push._send, iter(["a.jpg", "b.jpg"])
+        send, others = upload._Committer._send_changes, iter(["a.jpg", "b.jpg"])
 
         def overtaken(*args: Any, **options: Any) -> Any:
             if name := next(others, None):
                 hub.commit("alice/net", {name: b"a picture", "model.safetensors": b"theirs"})
             return send(*args, **options)
 
-        monkeypatch.setattr(upload._Push, "_send", overtaken)
+        monkeypatch.setattr(upload._Committer, "_send_changes", overtaken)
         found = push(folder, "alice/net")
         assert found["commit"] == hub.commits("alice/net")[0]
         assert len(hub.commits("alice/net")) == 4
@@ -354,9 +354,9 @@ class TestFaults:
     @pytest.mark.parametrize(
         "call, status, words",
         [
-            ("commit", 412, ("the branch has moved meanwhile", "push again with")),
-            ("commit", 403, ("the hub answered 403", "***")),
-            ("upload", 403, ("the hub answered 403",)),
+            ("commit", 412, ("the branch moved during the push", "push again with")),
+            ("commit", 403, ("the hub returned 403", "***")),
+            ("upload", 403, ("the hub returned 403",)),
             ("gone", 0, ("the hub cannot be reached", "push again with")),
         ],
     )
@@ -382,7 +382,7 @@ class TestFaults:
             shown = capsys.readouterr().err
             assert "Traceback" in shown
             assert "***" in shown
-            assert WRITE not in shown
+            assert WRITE_TOKEN not in shown
 
 
 class TestXet:
@@ -401,7 +401,7 @@ class TestXet:
         assert on_hub(hub) == contents(folder)
         shown = capfd.readouterr().err
         assert "HF_HUB_DISABLE_XET=1" in shown
-        assert WRITE not in shown
+        assert WRITE_TOKEN not in shown
 
     @pytest.mark.usefixtures("with_xet")
     def test_it_is_asked_once_whatever_else_fails(self, hub: HubServer, folder: Path) -> None:
@@ -431,7 +431,7 @@ class TestXet:
         size: int,
         bar: bool,
     ) -> None:
-        monkeypatch.setattr(upload, "BAR_BYTES", size)
+        monkeypatch.setattr(upload, "PROGRESS_BAR_MIN_BYTES", size)
         hub.fail(CALLS["upload"], status=403)
         with pytest.raises(HubError):
             push(folder, "alice/net")
@@ -450,7 +450,7 @@ class TestOrder:
     @pytest.mark.parametrize(
         "spoil, kind",
         [
-            (lambda f: (f / "README.md").write_text(f"{CARD}{WRITE}"), HubError),
+            (lambda f: (f / "README.md").write_text(f"{CARD}{WRITE_TOKEN}"), HubError),
             (lambda f: (f / "README.md").write_text("---\na: [\n---\n"), HubError),
             (lambda f: (f / "README.md").write_text("---\nlicense: none-such\n---\n"), HubError),
             (lambda f: (f / "config.json").unlink(), WeightsError),
@@ -473,7 +473,7 @@ class TestOrder:
     def test_rights_and_names(self, hub: HubServer, folder: Path, monkeypatch: Patch) -> None:
         with refused("recipe.wrong_value", "'alice/net'"):
             push(folder, "net")
-        monkeypatch.setenv("HF_TOKEN", OTHER)
+        monkeypatch.setenv("HF_TOKEN", OTHER_TOKEN)
         with refused("hub.forbidden", "'alice'", "bob"):
             push(folder, "alice/net")
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -481,11 +481,13 @@ class TestOrder:
             push(folder, "alice/net")
         assert not hub.count("POST")
 
-    def test_waiting_is_bounded(self, hub: HubServer, folder: Path, slept: list[float]) -> None:
+    def test_waiting_is_bounded(
+        self, hub: HubServer, folder: Path, sleep_durations: list[float]
+    ) -> None:
         hub.fail(CALLS["create"], status=429, times=1, retry_after=7)
         hub.fail(CALLS["card"], status=429, times=1, retry_after=36000)
         assert push(folder, "alice/net")["changed"]
-        assert slept == [client.LONGEST_WAIT_SECONDS, 7.0]
+        assert sleep_durations == [client.MAX_WAIT_SECONDS, 7.0]
 
 
 class TestApart:
@@ -493,7 +495,7 @@ class TestApart:
 
     @pytest.fixture(autouse=True)
     def apart(self, hub: HubServer, monkeypatch: Patch) -> None:
-        monkeypatch.setattr(push_module, "send_apart", send_apart)
+        monkeypatch.setattr(push_module, "upload_in_subprocess", upload_in_subprocess)
 
     def test_its_answer(self, hub: HubServer, folder: Path) -> None:
         found = push(folder, "alice/net")
@@ -506,17 +508,17 @@ class TestApart:
         again = f"finetune push {folder} alice/net"
         with refused("hub.forbidden", "403", "***", again) as caught:
             push(folder, "alice/net")
-        assert WRITE not in str(caught.value)
+        assert WRITE_TOKEN not in str(caught.value)
 
     def test_its_mistakes(self, hub: HubServer, folder: Path, monkeypatch: Patch) -> None:
-        monkeypatch.setattr(push_module, "_COMMAND", MISTAKEN)
+        monkeypatch.setattr(push_module, "_UPLOAD_PROGRAM", MISTAKEN)
         with pytest.raises(RuntimeError, match="ZeroDivisionError") as caught:
             push(folder, "alice/net")
         assert "Traceback" in str(caught.value)
 
     def test_its_death(self, hub: HubServer, folder: Path, monkeypatch: Patch) -> None:
         killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-        monkeypatch.setattr(push_module, "_COMMAND", killed)
+        monkeypatch.setattr(push_module, "_UPLOAD_PROGRAM", killed)
         with refused("hub.push_crashed", "SIGKILL", "alice/net"):
             push(folder, "alice/net")
         assert not hub.count("POST /api/repos/create")
@@ -528,11 +530,11 @@ class TestApart:
     ) -> None:
         before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
         hub.fail("/preupload/", kind="hang", times=None)
-        with signals_at(hub, "/preupload/", [number] * times):
+        with send_signals_after(hub, "/preupload/", [number] * times):
             assert main(["push", str(folder), "alice/net"]) == 128 + number
         assert {n: signal.getsignal(n) for n in before} == before
         shown = capfd.readouterr().err
-        assert "stopping after what is in flight; again to stop at once" in shown
+        assert "stopping after the current request; interrupt again to stop now" in shown
         assert "stopped before the commit: the new repository is empty; push again with" in shown
         assert on_hub(hub) == {}
 
@@ -540,7 +542,7 @@ class TestApart:
         self, hub: HubServer, folder: Path, capfd: Captured
     ) -> None:
         hub.fail(CALLS["commit"], kind="slow")
-        with signals_at(hub, CALLS["commit"], [signal.SIGINT]):
+        with send_signals_after(hub, CALLS["commit"], [signal.SIGINT]):
             assert main(["push", str(folder), "alice/net"]) == 130
         assert f"holds the whole commit {hub.commits('alice/net')[0]}" in capfd.readouterr().err
         assert on_hub(hub) == contents(folder)
@@ -550,16 +552,18 @@ class TestApart:
     ) -> None:
         hub.fail(CALLS["commit"], kind="hang")
         began = time.monotonic()
-        with signals_at(hub, CALLS["commit"], [signal.SIGINT] * 2):
+        with send_signals_after(hub, CALLS["commit"], [signal.SIGINT] * 2):
             assert main(["push", str(folder), "alice/net"]) == 130
-        assert time.monotonic() - began < WRITE_SECONDS / 2, "the hub's answer was waited for"
+        assert time.monotonic() - began < WRITE_TIMEOUT_SECONDS / 2, (
+            "the hub's answer was waited for"
+        )
         assert "holds nothing of it yet, and may still take the whole" in capfd.readouterr().err
         assert on_hub(hub) == {}
 
     def test_it_is_never_silent(
         self, hub: HubServer, folder: Path, monkeypatch: Patch, capfd: Captured
     ) -> None:
-        monkeypatch.setattr(push_module, "NOTICE_SECONDS", 0.3)
+        monkeypatch.setattr(push_module, "PROGRESS_SECONDS", 0.3)
         hub.fail(CALLS["commit"], kind="slow")
         push(folder, "alice/net")
         assert re.search(

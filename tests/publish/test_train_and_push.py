@@ -8,24 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub_samples import READ, hub, send_apart, signals_at, slept
-from hub_server import HubServer, point_at
-from ranks import command_at, two_ranks
-from recipe_texts import tiny_text
+from hub_fixtures import READ_TOKEN, hub, send_signals_after, sleep_durations, upload_in_subprocess
+from hub_server import HubServer, point_clients_at
+from ranks import run_rank_command_on_hub, run_two_ranks
+from recipe_texts import tiny_recipe_text
 
 from finetune.cli import main as cli
 from finetune.recipe.load import load_recipe
-from finetune.training import launch
+from finetune.training import accelerator
 from finetune.training.train import train
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
-RECIPE = tiny_text(
+RECIPE = tiny_recipe_text(
     "eval: 'resize(18) | center_crop'",
     optim="lr: 3e-3, steps: 3",
     run="precision: fp32, push_to: alice/digits",
 )
-__all__ = ["hub", "slept"]  # fixtures
+__all__ = ["hub", "sleep_durations"]  # fixtures
 CANARY = "hf_canary_that_must_be_seen_nowhere"
 
 
@@ -63,7 +63,7 @@ def test_one_commit_with_exactly_the_model_folder(
 def test_without_rights_nothing_is_trained(
     hub: HubServer, recipe: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
-    point_at(hub, monkeypatch, tmp_path / "home", READ)
+    point_clients_at(hub, monkeypatch, tmp_path / "home", READ_TOKEN)
     out = tmp_path / "run"
     assert cli.main(["train", str(recipe), "--out", str(out)]) == 7
     assert not (out / "metrics.jsonl").exists()
@@ -109,10 +109,10 @@ def test_resuming_a_finished_run_pushes_what_was_not_pushed_and_that_only(
 def test_a_signal_at_the_push_costs_the_push_and_not_the_run(
     hub: HubServer, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
 ) -> None:
-    monkeypatch.setattr("finetune.publish.push.send_apart", send_apart)
+    monkeypatch.setattr("finetune.publish.push.upload_in_subprocess", upload_in_subprocess)
     out = tmp_path / "run"
     hub.fail("/preupload/", kind="hang", times=None)
-    with signals_at(hub, "/preupload/", [signal.SIGINT] * 2):
+    with send_signals_after(hub, "/preupload/", [signal.SIGINT] * 2):
         assert cli.main(["train", str(recipe), "--out", str(out)]) == 130
     shown = capfd.readouterr().err
     assert "Traceback" not in shown
@@ -131,7 +131,7 @@ def test_nobody_waits_in_a_collective_for_the_push(
 ) -> None:
     """The library would give up the wait: after ten minutes on a GPU, after thirty on a CPU."""
     waited: list[str] = []
-    share, started = launch.broadcast_object_list, [False]
+    share, started = accelerator.broadcast_object_list, [False]
 
     def shared(outcome: list[Any]) -> Any:
         waited.extend(["in a collective"] * started[0])
@@ -142,7 +142,7 @@ def test_nobody_waits_in_a_collective_for_the_push(
         waited.append("alone")
         return {"repository": "alice/digits", "url": "u", "commit": "c"}
 
-    monkeypatch.setattr(launch, "broadcast_object_list", shared)
+    monkeypatch.setattr(accelerator, "broadcast_object_list", shared)
     monkeypatch.setattr("finetune.publish.push.push", push)
     monkeypatch.setattr("finetune.publish.permissions.check_rights", lambda *_, **__: None)
     train(load_recipe(recipe), tmp_path / "run")
@@ -155,7 +155,7 @@ def test_two_processes_push_once_and_show_the_token_nowhere(recipe: Path, tmp_pa
     with HubServer() as server:
         server.add_user("alice", token=CANARY)
         words = ["train", str(recipe), "--out", str(out)]
-        ran = two_ranks(command_at, server.url, tmp_path / "home", CANARY, *words)
+        ran = run_two_ranks(run_rank_command_on_hub, server.url, tmp_path / "home", CANARY, *words)
         assert status(out)["num_processes"] == 2
         assert server.count("POST .*/commit/") == 1
         assert set(server.files("alice/digits")) >= {"config.json", "model.safetensors"}

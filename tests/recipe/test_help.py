@@ -1,4 +1,4 @@
-"""`finetune recipes`: keys, files and the schema."""
+"""`finetune recipes`: keys, listing and JSON schema."""
 
 from __future__ import annotations
 
@@ -8,34 +8,35 @@ from pathlib import Path
 import pytest
 from refusals import refused
 
-from finetune.recipe.help import help_table, help_text, json_schema, list_folder
+from finetune.recipe.help import format_keys_help, json_schema, list_keys
+from finetune.recipe.listing import summarize_recipe_folder
 
 
 class TestHelpAndSchema:
     def test_every_field_is_described(self) -> None:
-        rows = help_table()
+        rows = list_keys()
         assert len(rows) > 50
         for row in rows:
             assert row["description"], row["key"]
             assert row["type"], row["key"]
 
-    def test_topics(self) -> None:
-        assert {row["section"] for row in help_table("optim")} == {"optim"}
-        (row,) = help_table("optim.schedule")
+    def test_filters_by_section_or_key(self) -> None:
+        assert {row["section"] for row in list_keys("optim")} == {"optim"}
+        (row,) = list_keys("optim.schedule")
         assert row["type"] == "constant | linear | cosine | step"
         assert row["default"] == "cosine"
-        assert "random_resized_crop(" in help_text("data.train")
-        assert "random_resized_crop(" not in help_text("data.source")
-        assert help_table("claims.metric")[0]["required"]
+        assert "random_resized_crop(" in format_keys_help("data.train")
+        assert "random_resized_crop(" not in format_keys_help("data.source")
+        assert list_keys("claims.metric")[0]["required"]
 
     @pytest.mark.parametrize(
         "topic,hint", [("lr", "optim.lr"), ("optm", "optim"), ("run.seeds", "run.seed")]
     )
-    def test_unknown_topics(self, topic: str, hint: str) -> None:
+    def test_unknown_topic_suggests_a_key(self, topic: str, hint: str) -> None:
         with refused("recipe.unknown_key", topic, f"'{hint}'"):
-            help_text(topic)
+            format_keys_help(topic)
 
-    def test_schema(self) -> None:
+    def test_json_schema(self) -> None:
         schema = json_schema()
         assert schema["$schema"].startswith("https://json-schema.org/")
         assert schema["title"] == "finetune recipe"
@@ -56,8 +57,8 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 class TestListing:
-    def test_listing(self) -> None:
-        rows = list_folder(RECIPES)
+    def test_lists_every_shipped_recipe(self) -> None:
+        rows = summarize_recipe_folder(RECIPES)
         files = RECIPES.rglob("*.yaml")
         shipped = [
             str(path)
@@ -68,10 +69,10 @@ class TestListing:
         assert [row["path"] for row in rows] == sorted(shipped)
         assert all(row["valid"] for row in rows)
 
-    def test_listing_names_recipes_that_do_not_load(self, tmp_path: Path) -> None:
+    def test_lists_a_recipe_that_does_not_load_as_invalid(self, tmp_path: Path) -> None:
         (tmp_path / "bad.yaml").write_text("model: 3\n")
-        (row,) = list_folder(tmp_path)
+        (row,) = summarize_recipe_folder(tmp_path)
         assert row["valid"] is False
         assert "recipes check" in row["summary"]
         with refused("recipe.not_found", "nowhere", "finetune recipes list FOLDER"):
-            list_folder(tmp_path / "nowhere")
+            summarize_recipe_folder(tmp_path / "nowhere")

@@ -1,4 +1,4 @@
-"""Recipes: what loads, resolves and is shipped, and which keys do not go together."""
+"""Recipes: loading, round trip, conflicting keys, claims and the shipped recipes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 import yaml
 from pydantic import ValidationError
-from recipe_texts import BASE, problem, problems
+from recipe_texts import BASE_RECIPE, recipe_error, recipe_errors
 
-from finetune.recipe.load import Recipe, load_recipe, parse_recipe
-from finetune.recipe.validate import sections_of
+from finetune.recipe.load import load_recipe, parse_recipe
+from finetune.recipe.schema import Recipe
+from finetune.recipe.validate import section_classes
 
 
 class TestLoading:
     def test_defaults(self) -> None:
-        recipe = parse_recipe(BASE)
+        recipe = parse_recipe(BASE_RECIPE)
         assert recipe.model.pretrained is True
         assert recipe.model.posemb == "paper"
         assert recipe.data.batch_size == 64
@@ -30,41 +31,41 @@ class TestLoading:
         assert recipe.run.precision == "auto"
         assert recipe.claims == ()
 
-    def test_a_byte_order_mark_windows_lines_and_json_are_fine(self) -> None:
-        plain = parse_recipe(BASE)
-        assert parse_recipe("\ufeff" + BASE) == plain
-        assert parse_recipe(BASE.replace("\n", "\r\n")) == plain
-        assert parse_recipe(json.dumps(yaml.safe_load(BASE))) == plain
+    def test_accepts_byte_order_mark_crlf_and_json(self) -> None:
+        plain = parse_recipe(BASE_RECIPE)
+        assert parse_recipe("\ufeff" + BASE_RECIPE) == plain
+        assert parse_recipe(BASE_RECIPE.replace("\n", "\r\n")) == plain
+        assert parse_recipe(json.dumps(yaml.safe_load(BASE_RECIPE))) == plain
 
-    def test_a_recipe_is_frozen(self) -> None:
-        recipe = parse_recipe(BASE)
+    def test_recipe_is_frozen(self) -> None:
+        recipe = parse_recipe(BASE_RECIPE)
         with pytest.raises(ValidationError, match="frozen"):
             recipe.optim.lr = 1.0  # type: ignore[misc]
 
-    def test_python_is_as_strict_as_yaml(self) -> None:
+    def test_python_constructor_validates_like_yaml(self) -> None:
         sections: dict[str, Any] = {"model": {"name": "x"}, "data": {"source": "x"}}
         assert Recipe(**sections, optim={"lr": 1, "steps": 1}).optim.lr == 1
         with pytest.raises(ValidationError, match="missing; give steps or epochs"):
             Recipe(**sections, optim={"lr": 1})
 
-    def test_environment_variables_change_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        before = parse_recipe(BASE)
+    def test_ignores_environment_variables(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = parse_recipe(BASE_RECIPE)
         for name in ("lr", "LR", "OPTIM_LR", "FINETUNE_LR", "optim__lr", "model", "HOME"):
             monkeypatch.setenv(name, "7")
         monkeypatch.setenv("X", "vit_tiny")
-        assert parse_recipe(BASE) == before
-        assert parse_recipe(BASE.replace("vit_tiny", "$X")).model.name == "$X"
+        assert parse_recipe(BASE_RECIPE) == before
+        assert parse_recipe(BASE_RECIPE.replace("vit_tiny", "$X")).model.name == "$X"
 
-    def test_no_torch(self) -> None:
+    def test_loading_does_not_import_torch(self) -> None:
         code = (
             "import sys, finetune; finetune.load_recipe(sys.argv[1]); print('torch' in sys.modules)"
         )
         path = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
         command = [sys.executable, "-c", code, str(path)]
-        done = subprocess.run(
+        completed = subprocess.run(
             command, capture_output=True, text=True, check=True, cwd=path.parents[1]
         )
-        assert done.stdout.strip() == "False"
+        assert completed.stdout.strip() == "False"
 
 
 class TestRoundTrip:
@@ -80,39 +81,39 @@ claims:
   - {metric: val.loss, between: [0.2, 3e-1], source: s}
 """
 
-    @pytest.mark.parametrize("text", [BASE, FULL])
-    def test_the_resolved_recipe_loads_back_equal(self, text: str) -> None:
+    @pytest.mark.parametrize("text", [BASE_RECIPE, FULL])
+    def test_resolved_recipe_round_trips(self, text: str) -> None:
         recipe = parse_recipe(text)
         resolved = recipe.to_yaml()
         assert parse_recipe(resolved) == recipe
         assert parse_recipe(resolved).to_yaml() == resolved
 
-    def test_the_resolved_recipe_has_every_key(self) -> None:
-        whole = parse_recipe(BASE, overrides=["distill.teacher=x"])
-        resolved = yaml.safe_load(whole.to_yaml())
-        sections = sections_of(Recipe)
+    def test_resolved_recipe_has_every_key(self) -> None:
+        recipe = parse_recipe(BASE_RECIPE, overrides=["distill.teacher=x"])
+        resolved = yaml.safe_load(recipe.to_yaml())
+        sections = section_classes(Recipe)
         assert {"model", "data", "optim", "run", "distill"} == sections.keys()
         for name, section in sections.items():
             assert set(resolved[name]) == set(section.model_fields)
 
-    def test_other_readers_see_the_same_values(self) -> None:
+    def test_plain_yaml_loader_reads_the_same_values(self) -> None:
         recipe = parse_recipe(self.FULL)
-        other = yaml.safe_load(recipe.to_yaml())
-        assert other["model"]["args"] == recipe.model.args
-        assert other["model"]["name"] == "no"
-        assert other["optim"]["lr"] == 1e-5
-        assert other["claims"][1]["source"] == "1:30"
+        loaded = yaml.safe_load(recipe.to_yaml())
+        assert loaded["model"]["args"] == recipe.model.args
+        assert loaded["model"]["name"] == "no"
+        assert loaded["optim"]["lr"] == 1e-5
+        assert loaded["claims"][1]["source"] == "1:30"
 
 
-class TestAgreement:
-    def test_nothing_is_waited_for_where_the_last_is_the_best(self) -> None:
+class TestConflicts:
+    def test_patience_conflicts_with_best_last(self) -> None:
         text = "model: {name: x}\ndata: {source: x}\noptim: {lr: 1, steps: 1}\n"
-        line = problem("conflict", text + "run: {best: last, patience: 2}\n")
+        line = recipe_error("conflict", text + "run: {best: last, patience: 2}\n")
         assert line.startswith("r.yaml:4:")
         assert " run.patience: " in line
 
     @pytest.mark.parametrize(
-        "lines,key,figures",
+        "lines,key,digits",
         [
             ("", "steps", ""),
             ("steps: 3, epochs: 3", "steps", ""),
@@ -123,18 +124,18 @@ class TestAgreement:
             ("steps: 3, min_lr: 2", "min_lr", "21"),
         ],
     )
-    def test_keys_that_do_not_go_together(self, lines: str, key: str, figures: str) -> None:
+    def test_conflicting_keys(self, lines: str, key: str, digits: str) -> None:
         text = "model: {name: x}\ndata: {source: x}\noptim: {lr: 1, " + lines + "}\n"
-        line = problem("conflict", text)
+        line = recipe_error("conflict", text)
         place, _, rest = line.partition(f" optim.{key}: ")
         assert place.startswith("r.yaml:3:")
-        assert re.sub(r"\D", "", rest) == figures
-        # and beside another mistake in the same section
-        assert line in problems("wrong_value", text.replace("lr: 1", "momentum: 2, lr: 1"))
+        assert re.sub(r"\D", "", rest) == digits
+        # also next to another error in the same section
+        assert line in recipe_errors("wrong_value", text.replace("lr: 1", "momentum: 2, lr: 1"))
 
-    def test_values_that_are_wrong_themselves_are_in_no_conflict(self) -> None:
-        text = BASE.replace("100", "many") + "  epochs: 200\n"
-        assert "'many'" in problem("wrong_value", text)
+    def test_wrong_values_cause_no_conflict_error(self) -> None:
+        text = BASE_RECIPE.replace("100", "many") + "  epochs: 200\n"
+        assert "'many'" in recipe_error("wrong_value", text)
 
     @pytest.mark.parametrize(
         "lines",
@@ -145,7 +146,7 @@ class TestAgreement:
             "steps: 9, schedule: step, step_every: 3",
         ],
     )
-    def test_keys_that_do(self, lines: str) -> None:
+    def test_compatible_keys(self, lines: str) -> None:
         parse_recipe("model: {name: x}\ndata: {source: x}\noptim: {lr: 1, " + lines + "}\n")
 
 
@@ -160,12 +161,12 @@ class TestClaims:
             "metric: val.loss, below: train.loss, when: best",
         ],
     )
-    def test_good(self, claim: str) -> None:
-        (found,) = parse_recipe(BASE + f"claims: [{{{claim}, source: s}}]\n").claims
-        assert found.source == "s"
+    def test_valid_claims(self, claim: str) -> None:
+        (result,) = parse_recipe(BASE_RECIPE + f"claims: [{{{claim}, source: s}}]\n").claims
+        assert result.source == "s"
 
     @pytest.mark.parametrize(
-        "claim,code,named",
+        "claim,code,expected",
         [
             ("metric: val.top1, source: s", "conflict", ".metric: "),
             ("metric: val.top1, value: 0.9, trend: rising, source: s", "conflict", "'trend'"),
@@ -183,14 +184,14 @@ class TestClaims:
             ("metrics: val.loss, value: 1, source: s", "unknown_key", "'metric'"),
         ],
     )
-    def test_bad(self, claim: str, code: str, named: str) -> None:
-        line = problem(code, BASE + f"claims: [{{{claim}}}]\n")
+    def test_invalid_claims(self, claim: str, code: str, expected: str) -> None:
+        line = recipe_error(code, BASE_RECIPE + f"claims: [{{{claim}}}]\n")
         assert line.startswith("r.yaml:6: claims[0]")
-        assert named in line
+        assert expected in line
 
     @pytest.mark.parametrize("value", ["", "{metric: val.top1}", "x"])
-    def test_a_list(self, value: str) -> None:
-        line = problem("wrong_value", BASE + f"claims: {value}\n")
+    def test_claims_must_be_a_list(self, value: str) -> None:
+        line = recipe_error("wrong_value", BASE_RECIPE + f"claims: {value}\n")
         assert line.startswith("r.yaml:6: claims: ")
 
 
@@ -203,13 +204,13 @@ SHIPPED = sorted(
 
 
 class TestShippedRecipes:
-    def test_there_are_some(self) -> None:
+    def test_expected_recipes_are_shipped(self) -> None:
         names = {str(path.relative_to(RECIPES)) for path in SHIPPED}
         assert {"quickstart.yaml", "cifar10/vit_b16_384.yaml"} <= names
         assert {f"paper_review/experiment_{n}.yaml" for n in (1, 2, 3)} <= names
 
     @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-    def test_each_loads_resolves_and_says_how_it_is_run(self, path: Path) -> None:
+    def test_each_round_trips_and_starts_with_its_command(self, path: Path) -> None:
         recipe = load_recipe(path)
         assert parse_recipe(recipe.to_yaml()) == recipe
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -217,7 +218,7 @@ class TestShippedRecipes:
         assert lines[0] == f"# accelerate launch -m finetune train {name}"
         assert lines[1].startswith("# Source: ")
 
-    def test_the_papers_settings(self) -> None:
+    def test_cifar10_recipes_use_the_paper_settings(self) -> None:
         for size in (224, 384):
             recipe = load_recipe(RECIPES / "cifar10" / f"vit_b16_{size}.yaml")
             optim = recipe.optim
@@ -227,7 +228,7 @@ class TestShippedRecipes:
             assert (optim.steps, optim.warmup_steps, optim.clip_norm) == (10000, 500, 1.0)
             assert optim.schedule == "cosine"
 
-    def test_the_reviews_settings(self) -> None:
+    def test_paper_review_recipes_use_the_reported_settings(self) -> None:
         recipes = [
             load_recipe(RECIPES / "paper_review" / f"experiment_{n}.yaml") for n in (1, 2, 3)
         ]
@@ -244,13 +245,13 @@ class TestShippedRecipes:
         assert {"flip(0.5)", "rotate(15)"} <= set((third.data.train or "").split(" | "))
         assert "color_jitter" in (third.data.train or "")
 
-    def test_launcher_files_name_their_command(self) -> None:
+    def test_accelerate_configs_state_their_command(self) -> None:
         from accelerate.commands.config.config_args import load_config_from_file
 
-        found = sorted((RECIPES / "accelerate").glob("*.yaml"))
+        result = sorted((RECIPES / "accelerate").glob("*.yaml"))
         names = {"cpu_2", "gpu_1", "gpu_8", "fsdp", "two_machines"}
-        assert {path.stem for path in found} == names
-        for path in found:
+        assert {path.stem for path in result} == names
+        for path in result:
             command = f"accelerate launch --config_file recipes/accelerate/{path.name} "
             assert command in path.read_text(encoding="utf-8")
             load_config_from_file(str(path))

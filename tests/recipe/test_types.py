@@ -1,4 +1,4 @@
-"""The values of a recipe: lax about how a number is written, strict about the rest."""
+"""Types of recipe values: lenient about number formats, strict about everything else."""
 
 from __future__ import annotations
 
@@ -9,75 +9,75 @@ from typing import Any, ClassVar
 
 import pytest
 import yaml
-from recipe_texts import BASE, problem, problems, with_line
+from recipe_texts import BASE_RECIPE, add_line, recipe_error, recipe_errors
 
-from finetune.recipe import yaml as recipe_yaml
+from finetune.recipe import strict_yaml as recipe_yaml
 from finetune.recipe.load import parse_recipe
 
 
-class TestGoodValues:
+class TestValidValues:
     @pytest.mark.parametrize("text", ["1e-3", "1E-3", "0.001", ".001", "'1e-3'", "1.0e-3", "+1e-3"])
-    def test_a_number_is_a_number_however_written(self, text: str) -> None:
-        recipe = parse_recipe(BASE.replace("1e-3", text))
+    def test_float_formats(self, text: str) -> None:
+        recipe = parse_recipe(BASE_RECIPE.replace("1e-3", text))
         assert recipe.optim.lr == 0.001
         assert isinstance(recipe.optim.lr, float)
 
     @pytest.mark.parametrize("text", ["10000", "1e4", "10_000", "'10000'", "10000.0"])
-    def test_a_whole_number_is_an_int(self, text: str) -> None:
-        steps = parse_recipe(BASE.replace("100\n", f"{text}\n")).optim.steps
+    def test_integer_formats(self, text: str) -> None:
+        steps = parse_recipe(BASE_RECIPE.replace("100\n", f"{text}\n")).optim.steps
         assert steps == 10000
         assert isinstance(steps, int)
 
-    def test_free_arguments_keep_their_kinds(self) -> None:
+    def test_free_args_keep_their_types(self) -> None:
         args = "{eps: 1e-8, note: '1e-8', on: no}".replace("on:", "amsgrad:")
-        recipe = parse_recipe(with_line(f"args: {args}", section="optim"))
+        recipe = parse_recipe(add_line(f"args: {args}", section="optim"))
         assert recipe.optim.args == {"eps": 1e-8, "note": "1e-8", "amsgrad": False}
 
     @pytest.mark.parametrize("value", ["auto", True, False])
-    def test_compilation_can_be_left_to_the_run(self, value: Any) -> None:
+    def test_compile_accepts_auto_and_booleans(self, value: Any) -> None:
         line = f"compile: {json.dumps(value)}"
-        assert parse_recipe(with_line(line, section="model")).model.compile == value
-        wrong = problem("wrong_value", with_line("compile: maybe", section="model"))
+        assert parse_recipe(add_line(line, section="model")).model.compile == value
+        wrong = recipe_error("wrong_value", add_line("compile: maybe", section="model"))
         assert "'auto'" in wrong
         assert "'maybe'" in wrong
 
     @pytest.mark.parametrize("text", ["2024-01-01", "1:30", "0o17", "hf-hub:a/b@c", "a#b"])
-    def test_what_yaml_1_1_would_change_stays_text(self, text: str) -> None:
-        assert parse_recipe(BASE.replace("vit_tiny", text)).model.name == text
+    def test_yaml_1_1_special_values_stay_text(self, text: str) -> None:
+        assert parse_recipe(BASE_RECIPE.replace("vit_tiny", text)).model.name == text
 
     @pytest.mark.parametrize(
         "value,expected",
         [("48", 48), ("[32, 48]", (32, 48)), ("null", None), ("'48'", 48), ("4.8e1", 48)],
     )
     def test_image_sizes(self, value: str, expected: Any) -> None:
-        recipe = parse_recipe(with_line(f"image_size: {value}", section="model"))
+        recipe = parse_recipe(add_line(f"image_size: {value}", section="model"))
         assert recipe.model.image_size == expected
 
     @pytest.mark.parametrize(
         "value,expected", [("none", "none"), ("backbone", "backbone"), ("3", 3), ("'3'", 3)]
     )
-    def test_freezing(self, value: str, expected: Any) -> None:
-        recipe = parse_recipe(with_line(f"freeze: {value}", section="model"))
+    def test_freeze(self, value: str, expected: Any) -> None:
+        recipe = parse_recipe(add_line(f"freeze: {value}", section="model"))
         assert recipe.model.freeze == expected
 
 
-class TestValues:
+class TestBooleansAndWrongValues:
     @pytest.mark.parametrize("word", ["no", "yes", "on", "Off", "true"])
-    def test_booleans_where_text_is_expected(self, word: str) -> None:
-        line = problem("wrong_value", BASE.replace("vit_tiny", word))
+    def test_boolean_word_for_a_text_key_is_an_error(self, word: str) -> None:
+        line = recipe_error("wrong_value", BASE_RECIPE.replace("vit_tiny", word))
         assert line.startswith("r.yaml:1: model.name: expected text, ")
         assert line.endswith(f"'{word}'")
-        assert parse_recipe(BASE.replace("vit_tiny", f"'{word}'")).model.name == word
+        assert parse_recipe(BASE_RECIPE.replace("vit_tiny", f"'{word}'")).model.name == word
 
     @pytest.mark.parametrize("word,expected", [("no", False), ("yes", True), ("true", True)])
-    def test_booleans_where_they_are_expected(self, word: str, expected: bool) -> None:
-        recipe = parse_recipe(with_line(f"pretrained: {word}", section="model"))
+    def test_boolean_words_for_a_boolean_key(self, word: str, expected: bool) -> None:
+        recipe = parse_recipe(add_line(f"pretrained: {word}", section="model"))
         assert recipe.model.pretrained is expected
 
     @pytest.mark.parametrize(
         "line,expected,got",
         [
-            # (section.key: value, a part of what is expected, the value as it is shown)
+            # (section.key: value, part of the expectation, the value as shown)
             ("model.name: 123", "text", "123; quote it to mean text: '123'"),
             ("model.name: [a]", "text", "['a']"),
             ("model.name: ''", "text", "''"),
@@ -125,12 +125,12 @@ class TestValues:
             ("run.best: test.top1", "'val.micro_f1' or 'last'", "'test.top1'"),
         ],
     )
-    def test_wrong_values_name_key_expectation_and_value(
+    def test_error_states_key_expectation_and_value(
         self, line: str, expected: str, got: str
     ) -> None:
         section, rest = line.split(".", 1)
         key, _, value = rest.partition(":")
-        document = yaml.safe_load(BASE)
+        document = yaml.safe_load(BASE_RECIPE)
         for name in document:
             document[name].pop(key, None) if name == section else None
         head = "".join(
@@ -138,50 +138,50 @@ class TestValues:
             for name, values in document.items()
             if name != section
         )
-        kept = "".join(
+        other_keys = "".join(
             f"  {name}: {json.dumps(item)}\n" for name, item in document.get(section, {}).items()
         )
-        message = problem("wrong_value", f"{head}{section}:\n{kept}  {key}:{value}\n")
-        number = (head + kept).count("\n") + 2
-        place, _, rest = message.partition(": expected ")
-        assert re.fullmatch(rf"r.yaml:{number}: {section}\.{key}(\[\d\])?", place)
+        message = recipe_error("wrong_value", f"{head}{section}:\n{kept}  {key}:{value}\n")
+        number = (head + other_keys).count("\n") + 2
+        location, _, rest = message.partition(": expected ")
+        assert re.fullmatch(rf"r.yaml:{number}: {section}\.{key}(\[\d\])?", location)
         assert expected in rest.partition(", got ")[0]
         assert rest.partition(", got ")[2].startswith(got)
 
 
-class TestPipelines:
-    def test_problems_of_a_sentence_are_problems_of_the_recipe(self) -> None:
-        text = with_line("train: resise | flip(q=1)", section="data")
-        lines = problems("unknown_name", text)
+class TestTransformSpecs:
+    def test_transform_errors_are_recipe_errors(self) -> None:
+        text = add_line("train: resise | flip(q=1)", section="data")
+        lines = recipe_errors("unknown_name", text)
         assert len(lines) == 2
         assert all(re.match(r"r\.yaml:\d: data\.train: ", line) for line in lines)
         assert "'resize'" in lines[0]
 
-    def test_evaluation_is_not_random(self) -> None:
-        line = problem("conflict", with_line("eval: resize | flip", section="data"))
+    def test_eval_transforms_must_be_deterministic(self) -> None:
+        line = recipe_error("conflict", add_line("eval: resize | flip", section="data"))
         assert " data.eval: flip " in line
-        parse_recipe(with_line("train: resize | flip", section="data"))
+        parse_recipe(add_line("train: resize | flip", section="data"))
 
 
 class TestRenames:
     RENAME: ClassVar = {r"^net\.": "", "[ab]{2}": r"\g<0>x", "_bn(\\d)": r"bn\1"}
 
-    def test_a_mapping_in_the_recipe_and_its_file_are_the_same(
+    def test_rename_file_equals_inline_mapping(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(tmp_path)
-        (tmp_path / "names.yaml").write_text(recipe_yaml.dump(self.RENAME))
-        by_file = parse_recipe(BASE, overrides=["model.rename=names.yaml"])
-        assert by_file.model.rename == self.RENAME
-        assert list(by_file.model.rename) == list(self.RENAME)
-        # a run's recipe holds the patterns and needs the file no more
+        (tmp_path / "names.yaml").write_text(recipe_yaml.dump_yaml(self.RENAME))
+        from_file = parse_recipe(BASE_RECIPE, overrides=["model.rename=names.yaml"])
+        assert from_file.model.rename == self.RENAME
+        assert list(from_file.model.rename) == list(self.RENAME)
+        # a run's recipe contains the patterns and no longer needs the file
         (tmp_path / "names.yaml").unlink()
-        again = parse_recipe(by_file.to_yaml())
-        assert again == by_file
-        assert list(again.model.rename) == list(self.RENAME)
+        reloaded = parse_recipe(from_file.to_yaml())
+        assert reloaded == from_file
+        assert list(reloaded.model.rename) == list(self.RENAME)
 
     @pytest.mark.parametrize(
-        "value, code, named",
+        "value, code, expected_text",
         [
             ("names.yaml", "not_found", "names.yaml"),
             ("{'(': a}", "wrong_value", "'(' with 'a'"),
@@ -191,10 +191,15 @@ class TestRenames:
             ("3", "wrong_value", "a mapping of regular expressions"),
         ],
     )
-    def test_renames_that_cannot_be_used(
-        self, value: str, code: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    def test_invalid_renames(
+        self,
+        value: str,
+        code: str,
+        expected_text: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.chdir(tmp_path)
-        text = problem(code, BASE, f"model.rename={value}")
-        assert named in text
+        text = recipe_error(code, BASE_RECIPE, f"model.rename={value}")
+        assert expected_text in text
         assert "model.rename: " in text

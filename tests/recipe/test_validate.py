@@ -1,4 +1,4 @@
-"""All problems of a recipe at once, each with its place and the nearest right key."""
+"""All errors of a recipe in one report, each with its location and the nearest valid key."""
 
 from __future__ import annotations
 
@@ -6,60 +6,60 @@ import re
 from typing import Any
 
 import pytest
-from recipe_texts import BASE, problem, problems, with_line
+from recipe_texts import BASE_RECIPE, add_line, recipe_error, recipe_errors
 from refusals import refused
 
 from finetune.recipe.load import parse_recipe
 from finetune.recipe.schema import OptimSection
-from finetune.recipe.validate import refuse_undone
+from finetune.recipe.validate import check_override_conflicts
 
 
 class TestKeys:
-    def test_unknown_key_names_the_nearest(self) -> None:
-        line = problem("unknown_key", with_line("warmup_step: 5", section="optim"))
+    def test_unknown_key_suggests_the_nearest(self) -> None:
+        line = recipe_error("unknown_key", add_line("warmup_step: 5", section="optim"))
         assert line.startswith("r.yaml:6: optim.warmup_step: ")
         assert "'warmup_steps'" in line
 
-    def test_unknown_section_names_the_nearest_and_is_one_problem(self) -> None:
-        line = problem("unknown_key", BASE.replace("model:", "modl:"))
+    def test_unknown_section_suggests_the_nearest_and_is_one_error(self) -> None:
+        line = recipe_error("unknown_key", BASE_RECIPE.replace("model:", "modl:"))
         assert line.startswith("r.yaml:1: modl: ")
         assert "'model'" in line
 
     @pytest.mark.parametrize(
         "text,hint",
         [
-            (with_line("lr: 3", section="run"), "'optim.lr'"),
-            (BASE + "lr: 3\n", "'optim.lr'"),
-            (with_line("batchsize: 3", section="run"), "'data.batch_size'"),
-            (with_line("qqqq: 3", section="run"), "seed, precision"),
+            (add_line("lr: 3", section="run"), "'optim.lr'"),
+            (BASE_RECIPE + "lr: 3\n", "'optim.lr'"),
+            (add_line("batchsize: 3", section="run"), "'data.batch_size'"),
+            (add_line("qqqq: 3", section="run"), "seed, precision"),
         ],
     )
-    def test_the_right_place_of_a_key_is_named(self, text: str, hint: str) -> None:
-        assert hint in problem("unknown_key", text)
+    def test_misplaced_key_suggests_its_section(self, text: str, hint: str) -> None:
+        assert hint in recipe_error("unknown_key", text)
 
-    def test_missing_keys_are_described(self) -> None:
-        line = problem("missing_key", BASE.replace("  lr: 1e-3\n", ""))
+    def test_missing_key_shows_its_description(self) -> None:
+        line = recipe_error("missing_key", BASE_RECIPE.replace("  lr: 1e-3\n", ""))
         assert line.startswith("r.yaml:3: optim.lr: ")
         assert line.endswith(str(OptimSection.model_fields["lr"].description))
 
     def test_missing_sections(self) -> None:
-        lines = problems("missing_key", "model: {name: x}\n")
+        lines = recipe_errors("missing_key", "model: {name: x}\n")
         assert [line.split(": ")[:2] for line in lines] == [["r.yaml", "data"], ["r.yaml", "optim"]]
 
-    def test_a_name_from_elsewhere_is_one_problem(self) -> None:
-        line = problem("unknown_key", BASE.replace("  lr:", "  learning_rate:"))
+    def test_alias_is_one_error(self) -> None:
+        line = recipe_error("unknown_key", BASE_RECIPE.replace("  lr:", "  learning_rate:"))
         assert line.startswith("r.yaml:4: optim.learning_rate: ")
-        assert "'optim.lr'" in line  # and it is not missing, too
+        assert "'optim.lr'" in line  # not reported as missing as well
 
 
-class TestAllAtOnce:
+class TestErrorCollection:
     @pytest.mark.parametrize("value", ["", "fast", "[1]"])
-    def test_a_section_is_a_mapping(self, value: str) -> None:
-        line = problem("wrong_value", BASE + f"run: {value}\n")
+    def test_section_must_be_a_mapping(self, value: str) -> None:
+        line = recipe_error("wrong_value", BASE_RECIPE + f"run: {value}\n")
         assert line.startswith("r.yaml:6: run: ")
 
-    def test_every_problem_is_reported_at_once_from_top_to_bottom(self) -> None:
-        lines = problems(
+    def test_reports_all_errors_in_file_order(self) -> None:
+        lines = recipe_errors(
             "unknown_key",
             "modl: {name: x}\n"
             "data: {source: no, batch_size: 0, batch_size: 1, train: resise}\n"
@@ -83,13 +83,13 @@ class TestAllAtOnce:
             "r.yaml:5: optim.warmup_step: ",
             "r.yaml:7: optim.steps: ",
             "r.yaml:8: optim.args: ",
-            "r.yaml:9: claims[0].metric: ",  # wrong by itself
-            "r.yaml:9: claims[0].metric: ",  # a claim of nothing
+            "r.yaml:9: claims[0].metric: ",  # an unknown metric
+            "r.yaml:9: claims[0].metric: ",  # a claim without a condition
             "r.yaml:9: claims[0].source: ",
             "r.yaml:9: claims[1]: ",
         ]
-        places = [re.match(r"r\.yaml:\d+: [\w.\[\]]+: ", line) for line in lines[:-2]]
-        assert sorted(place[0] for place in places if place) == expected
+        locations = [re.match(r"r\.yaml:\d+: [\w.\[\]]+: ", line) for line in lines[:-2]]
+        assert sorted(location[0] for location in locations if location) == expected
         numbers = [int(re.findall(r"\d+", line)[0]) for line in lines[:-2]]
         assert numbers == sorted(numbers)
         assert [line.split(": ")[0] for line in lines[-2:]] == [
@@ -119,14 +119,14 @@ class TestOverrides:
             ("run.trackers=tensorboard", "run", "trackers", ("tensorboard",)),
         ],
     )
-    def test_values(self, override: str, section: str, key: str, expected: Any) -> None:
-        recipe = parse_recipe(BASE, overrides=[override])
+    def test_override_values(self, override: str, section: str, key: str, expected: Any) -> None:
+        recipe = parse_recipe(BASE_RECIPE, overrides=[override])
         expected = override.split("=", 1)[1] if key == "train" else expected
         assert getattr(getattr(recipe, section), key) == expected
         assert parse_recipe(recipe.to_yaml()) == recipe
 
-    def test_later_ones_win_and_mend_the_file(self) -> None:
-        broken = BASE.replace("1e-3", "fast")
+    def test_last_override_wins_and_replaces_a_broken_value(self) -> None:
+        broken = BASE_RECIPE.replace("1e-3", "fast")
         assert parse_recipe(broken, overrides=["optim.lr=x", "optim.lr=2"]).optim.lr == 2
 
     @pytest.mark.parametrize(
@@ -140,32 +140,32 @@ class TestOverrides:
             ("optim.steps=null", (None, 5.0, 0, 1.0)),
         ],
     )
-    def test_one_length_takes_the_place_of_the_other(
+    def test_steps_and_epochs_overrides_replace_each_other(
         self, override: str, expected: tuple[float | None, ...]
     ) -> None:
-        written = BASE.replace("steps: 100", "epochs: 5") + "  warmup_epochs: 1\n"
+        written = BASE_RECIPE.replace("steps: 100", "epochs: 5") + "  warmup_epochs: 1\n"
         resolved = parse_recipe(written).to_yaml()
         for text in (written, resolved):
             optim = parse_recipe(text, overrides=[override]).optim
             lengths = (optim.steps, optim.epochs, optim.warmup_steps, optim.warmup_epochs)
             assert lengths == expected
 
-    def test_from_steps_to_epochs(self) -> None:
+    def test_switch_from_steps_to_epochs(self) -> None:
         for overrides in (["optim.epochs=3"], ["optim.steps=null", "optim.epochs=3"]):
-            recipe = parse_recipe(BASE, overrides=overrides)
+            recipe = parse_recipe(BASE_RECIPE, overrides=overrides)
             assert (recipe.optim.steps, recipe.optim.epochs) == (None, 3)
-            refuse_undone(overrides)
+            check_override_conflicts(overrides)
 
     @pytest.mark.parametrize("key", ["steps", "warmup_steps"])
-    def test_both_on_one_command_line_are_refused(self, key: str) -> None:
+    def test_steps_and_epochs_overrides_together_are_an_error(self, key: str) -> None:
         other = key.replace("steps", "epochs")
         for first, second in ((key, other), (other, key)):
             with refused("recipe.conflict", f"'optim.{first}=1'", f"'optim.{second}=2'"):
-                refuse_undone([f"optim.{first}=1", f"optim.{second}=2"])
+                check_override_conflicts([f"optim.{first}=1", f"optim.{second}=2"])
 
     @pytest.mark.parametrize(
-        "override,code,named",
-        [  # beside the rows of tests/faults/test_bad_recipes.py
+        "override,code,expected",
+        [  # in addition to the rows of tests/faults/test_bad_recipes.py
             ("name=3", "unknown_key", "'model.name=3' or 'optim.name=3'"),
             ("warmup_step=3", "unknown_key", "'optim.warmup_steps'"),
             ("zzz=3", "unknown_key", "'zzz'"),
@@ -187,20 +187,20 @@ class TestOverrides:
             ("model.name=no", "wrong_value", "'no'"),
         ],
     )
-    def test_mistakes_name_the_override(self, override: str, code: str, named: str) -> None:
-        line = problem(code, BASE, override)
+    def test_errors_quote_the_override(self, override: str, code: str, expected: str) -> None:
+        line = recipe_error(code, BASE_RECIPE, override)
         start = f"override '{override}': "
         assert line.startswith(start)
-        assert named in line.removeprefix(start)
+        assert expected in line.removeprefix(start)
 
-    def test_places_in_the_file_stay_right_beside_an_override(self) -> None:
-        lines = problems("wrong_value", BASE + "  min_lr: -1\n", "optim.lr=-2")
+    def test_line_numbers_stay_correct_with_an_override(self) -> None:
+        lines = recipe_errors("wrong_value", BASE_RECIPE + "  min_lr: -1\n", "optim.lr=-2")
         assert lines[0].startswith("r.yaml:6: optim.min_lr")
         assert lines[1].startswith("override 'optim.lr=-2': optim.lr")
 
-    def test_items_of_an_overridden_list_are_the_overrides(self) -> None:
-        text = with_line("mean: [0.5, 0.5, 0.5]", section="data")
-        line = problem("wrong_value", text, "data.mean=[1, 128, 1]")
+    def test_errors_in_an_overridden_list_quote_the_override(self) -> None:
+        text = add_line("mean: [0.5, 0.5, 0.5]", section="data")
+        line = recipe_error("wrong_value", text, "data.mean=[1, 128, 1]")
         assert line.startswith("override 'data.mean=[1, 128, 1]'")
-        line = problem("wrong_value", BASE, "data.classes=[cat, 7]")
-        assert line.endswith("'7'")  # how to write this one, not the whole list
+        line = recipe_error("wrong_value", BASE_RECIPE, "data.classes=[cat, 7]")
+        assert line.endswith("'7'")  # shows how to write this item, not the whole list

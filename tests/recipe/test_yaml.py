@@ -1,4 +1,4 @@
-"""The YAML of recipes: files, places, and everything that is refused."""
+"""YAML of recipes: files, error locations and rejected content."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from recipe_texts import BASE, problem
+from recipe_texts import BASE_RECIPE, recipe_error
 from refusals import refused
 
 from finetune.recipe.load import load_recipe, parse_recipe
@@ -14,45 +14,49 @@ from finetune.recipe.load import load_recipe, parse_recipe
 
 class TestFiles:
     @staticmethod
-    def refuse(path: str | Path, code: str, *named: object) -> None:
-        with refused(f"recipe.{code}", *named):
+    def assert_load_error(path: str | Path, code: str, *expected: object) -> None:
+        with refused(f"recipe.{code}", *expected):
             load_recipe(path)
 
-    def test_the_file_is_named_as_given(self, tmp_path: Path) -> None:
+    def test_error_shows_the_path_as_given(self, tmp_path: Path) -> None:
         path = tmp_path / "r.yaml"
-        path.write_text(BASE.replace("lr:", "lrr:"))
-        self.refuse(path, "unknown_key", f"{path}:4: optim.lrr: ")
+        path.write_text(BASE_RECIPE.replace("lr:", "lrr:"))
+        self.assert_load_error(path, "unknown_key", f"{path}:4: optim.lrr: ")
 
-    def test_missing(self, tmp_path: Path) -> None:
-        (tmp_path / "quickstart.yaml").write_text(BASE)
-        self.refuse(tmp_path / "quikstart.yaml", "not_found", "'quickstart.yaml'")
-        self.refuse(tmp_path / "nowhere" / "x.yaml", "not_found", "finetune recipes list")
+    def test_missing_file_suggests_a_fix(self, tmp_path: Path) -> None:
+        (tmp_path / "quickstart.yaml").write_text(BASE_RECIPE)
+        self.assert_load_error(
+            tmp_path / "quikstart.yaml", "not_found", f"'{tmp_path}/quickstart.yaml'"
+        )
+        self.assert_load_error(
+            tmp_path / "nowhere" / "x.yaml", "not_found", "finetune recipes list"
+        )
 
-    def test_a_folder(self, tmp_path: Path) -> None:
-        (tmp_path / "a.yaml").write_text(BASE)
-        self.refuse(tmp_path, "not_a_recipe", f"{tmp_path}: ", f"{tmp_path}/a.yaml")
+    def test_folder_suggests_a_recipe_inside(self, tmp_path: Path) -> None:
+        (tmp_path / "a.yaml").write_text(BASE_RECIPE)
+        self.assert_load_error(tmp_path, "not_a_recipe", f"{tmp_path}: ", f"{tmp_path}/a.yaml")
 
-    def test_not_utf8(self, tmp_path: Path) -> None:
+    def test_invalid_utf8(self, tmp_path: Path) -> None:
         path = tmp_path / "r.yaml"
         path.write_bytes(b"model:\n  name: caf\xe9\n")
-        self.refuse(path, "syntax", f"{path}:2: ", "0xe9")
+        self.assert_load_error(path, "syntax", f"{path}:2: ", "0xe9")
 
     @pytest.mark.parametrize("url", ["https://example.org/r.yaml", "file:///r.yaml", "s3://a/b"])
-    def test_a_url(self, url: str) -> None:
-        self.refuse(url, "not_a_recipe", url)
+    def test_url_is_not_a_recipe(self, url: str) -> None:
+        self.assert_load_error(url, "not_a_recipe", url)
 
-    def test_odd_paths(self, tmp_path: Path) -> None:
-        self.refuse("a\0b", "unreadable", r"a\x00b")
-        self.refuse("x" * 5000, "unreadable", "x" * 200 + "…")
+    def test_unreadable_paths(self, tmp_path: Path) -> None:
+        self.assert_load_error("a\0b", "unreadable", r"a\x00b")
+        self.assert_load_error("x" * 5000, "unreadable", "x" * 200 + "…")
         (tmp_path / "file").write_text("")
-        self.refuse(tmp_path / "file" / "r.yaml", "unreadable", "Not a directory")
+        self.assert_load_error(tmp_path / "file" / "r.yaml", "unreadable", "Not a directory")
         (tmp_path / "loop.yaml").symlink_to("loop.yaml")
-        self.refuse(tmp_path / "loop.yaml", "unreadable", "loop.yaml")
+        self.assert_load_error(tmp_path / "loop.yaml", "unreadable", "loop.yaml")
 
-    def test_a_large_file_is_not_parsed(self, tmp_path: Path) -> None:
+    def test_large_file_is_not_parsed(self, tmp_path: Path) -> None:
         path = tmp_path / "weights.bin"
         path.write_bytes(b"0" * 1_000_001)
-        self.refuse(path, "not_a_recipe", "1,000,000 bytes")
+        self.assert_load_error(path, "not_a_recipe", "1,000,000 bytes")
 
 
 class TestHostileYaml:
@@ -62,9 +66,9 @@ class TestHostileYaml:
     )
 
     @pytest.mark.parametrize("text", [BOMB, "model: *x\n", "model: &m {name: x}\n"])
-    def test_anchors_and_aliases_are_refused_unexpanded(self, text: str) -> None:
+    def test_anchors_and_aliases_are_rejected_before_expansion(self, text: str) -> None:
         started = time.perf_counter()
-        assert problem("syntax", text).startswith("r.yaml:1: anchors and aliases")
+        assert recipe_error("syntax", text).startswith("r.yaml:1: anchors and aliases")
         assert time.perf_counter() - started < 1
 
     @pytest.mark.parametrize(
@@ -78,31 +82,33 @@ class TestHostileYaml:
             "!!timestamp 2024-01-01",
         ],
     )
-    def test_tags_are_refused(self, tag: str) -> None:
-        line = problem("syntax", BASE.replace("vit_tiny", tag))
+    def test_tags_are_rejected(self, tag: str) -> None:
+        line = recipe_error("syntax", BASE_RECIPE.replace("vit_tiny", tag))
         assert line.startswith("r.yaml:1: model.name: the tag !")
 
-    def test_a_tag_on_the_whole(self) -> None:
-        assert "os.system" in problem("syntax", "!!python/object:os.system {}\n")
+    def test_tag_on_the_document_is_rejected(self) -> None:
+        assert "os.system" in recipe_error("syntax", "!!python/object:os.system {}\n")
 
-    def test_nothing_is_executed(self, tmp_path: Path) -> None:
-        victim = tmp_path / "victim"
+    def test_python_tags_execute_nothing(self, tmp_path: Path) -> None:
+        created = tmp_path / "created"
         tag = f"!!python/object/apply:os.mkdir ['{victim}']"
-        assert problem("syntax", BASE.replace("vit_tiny", tag))
-        assert problem("not_a_recipe", f"{tag}\n")
-        assert parse_recipe(BASE, overrides=[f"model.name={tag}"]).model.name.startswith("!!python")
-        assert "os.mkdir" in problem("syntax", BASE, f"model.args={{a: {tag}}}")
-        assert not victim.exists()
+        assert recipe_error("syntax", BASE_RECIPE.replace("vit_tiny", tag))
+        assert recipe_error("not_a_recipe", f"{tag}\n")
+        assert parse_recipe(BASE_RECIPE, overrides=[f"model.name={tag}"]).model.name.startswith(
+            "!!python"
+        )
+        assert "os.mkdir" in recipe_error("syntax", BASE_RECIPE, f"model.args={{a: {tag}}}")
+        assert not created.exists()
 
     @pytest.mark.parametrize("text", ["model: " + "[" * 5000, "model: " + "{a: " * 5000])
-    def test_deep_nesting_is_refused(self, text: str) -> None:
-        assert problem("syntax", text).startswith("r.yaml:1: more than 20 levels")
+    def test_deep_nesting_is_rejected(self, text: str) -> None:
+        assert recipe_error("syntax", text).startswith("r.yaml:1: more than 20 levels")
 
-    def test_merge_keys_do_not_exist(self) -> None:
-        assert "run.<<: " in problem("unknown_key", BASE + "run: {<<: {seed: 3}}\n")
+    def test_merge_key_is_an_unknown_key(self) -> None:
+        assert "run.<<: " in recipe_error("unknown_key", BASE_RECIPE + "run: {<<: {seed: 3}}\n")
 
     @pytest.mark.parametrize(
-        "text,code,named",
+        "text,code,expected",
         [
             ("", "not_a_recipe", "r.yaml: "),
             ("# only a comment\n", "not_a_recipe", "r.yaml: "),
@@ -113,28 +119,28 @@ class TestHostileYaml:
             ("model:\n\tname: x\n", "syntax", "r.yaml:2: "),
             ("model: a: b\n", "syntax", "r.yaml:1: "),
             ("\nmodel: \0\n", "syntax", "r.yaml:2: character 0x00"),
-            (BASE + "---\n" + BASE, "syntax", "r.yaml:6: "),
+            (BASE_RECIPE + "---\n" + BASE_RECIPE, "syntax", "r.yaml:6: "),
         ],
     )
-    def test_what_is_no_recipe(self, text: str, code: str, named: str) -> None:
-        assert problem(code, text).startswith(named)
+    def test_texts_that_are_not_recipes(self, text: str, code: str, expected: str) -> None:
+        assert recipe_error(code, text).startswith(expected)
 
     def test_tabs_get_a_hint(self) -> None:
-        assert problem("syntax", "model:\n\tname: x\n").endswith("spaces, not tabs")
+        assert recipe_error("syntax", "model:\n\tname: x\n").endswith("spaces, not tabs")
 
 
 class TestMappings:
-    def test_duplicates_name_both_lines(self) -> None:
-        line = problem("duplicate_key", BASE + "  steps: 200\n")
+    def test_duplicate_key_reports_both_lines(self) -> None:
+        line = recipe_error("duplicate_key", BASE_RECIPE + "  steps: 200\n")
         assert line.startswith("r.yaml:6: optim.steps: ")
         assert "line 5" in line
-        assert " model: " in problem("duplicate_key", BASE + "model: {name: x}\n")
+        assert " model: " in recipe_error("duplicate_key", BASE_RECIPE + "model: {name: x}\n")
 
     @pytest.mark.parametrize(
         "key,kind",
         [("on", "a boolean"), ("1", "a number"), ("~", "nothing"), ("[a]", "a structure")],
     )
-    def test_keys_are_text(self, key: str, kind: str) -> None:
-        line = problem("syntax", BASE + f"? {key}\n: 3\n")
+    def test_keys_must_be_text(self, key: str, kind: str) -> None:
+        line = recipe_error("syntax", BASE_RECIPE + f"? {key}\n: 3\n")
         assert line.startswith("r.yaml:6: ")
         assert f" {kind}," in line

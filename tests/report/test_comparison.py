@@ -3,16 +3,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from report_runs import figures, results, run_of
+from report_runs import run_results, split_results, write_and_read_run
 
 from finetune.report.comparison import (
-    claims_beside,
-    columns,
+    claim_comparison_rows,
     differing_keys,
+    group_by_recipe,
     group_rows,
-    groups,
-    run_names,
+    metric_columns,
     run_rows,
+    unique_run_names,
 )
 from finetune.report.run_data import Run
 
@@ -26,34 +26,38 @@ def runs(tmp_path: Path) -> list[Run]:
         ("a-s1", 1, 0.001, 0.8),
         ("b", 0, 0.1, 0.9),
     ):
-        outcome = results(test=figures(top1=top1))
+        outcome = run_results(test=split_results(top1=top1))
         overrides = (f"run.seed={seed}", f"optim.lr={lr}", f"data.workers={seed}")
-        made.append(run_of(tmp_path / name, *overrides, outcome=outcome))
+        made.append(write_and_read_run(tmp_path / name, *overrides, results=outcome))
     return made
 
 
 class TestGroups:
     def test_seeds_of_a_recipe_are_one_group(self, runs: list[Run]) -> None:
-        found = groups(runs)
+        found = group_by_recipe(runs)
         assert [(group.name, len(group.runs)) for group in found] == [("a", 2), ("b", 1)]
 
     def test_two_recipes_of_one_name_are_told_apart(self, tmp_path: Path) -> None:
         made = [
-            run_of(tmp_path / folder / "run", f"optim.lr={lr}")
+            write_and_read_run(tmp_path / folder / "run", f"optim.lr={lr}")
             for folder, lr in (("x", 0.1), ("y", 0.2))
         ]
         names = ["run (optim.lr=0.1)", "run (optim.lr=0.2)"]
-        assert [group.name for group in groups(made)] == names
-        assert run_names(made) == ["x/run", "y/run"]
-        assert [row["name"] for row in run_rows(groups(made), made, [])] == ["x/run", "y/run"]
+        assert [group.name for group in group_by_recipe(made)] == names
+        assert unique_run_names(made) == ["x/run", "y/run"]
+        assert [row["name"] for row in run_rows(group_by_recipe(made), made, [])] == [
+            "x/run",
+            "y/run",
+        ]
 
     def test_settings_that_are_too_long_for_a_name_give_way_to_numbers(
         self, tmp_path: Path
     ) -> None:
         made = [
-            run_of(tmp_path / f"{n}" / "run", f"data.source=folder:{'x' * 60}{n}") for n in (1, 2)
+            write_and_read_run(tmp_path / f"{n}" / "run", f"data.source=folder:{'x' * 60}{n}")
+            for n in (1, 2)
         ]
-        assert [group.name for group in groups(made)] == ["run (1)", "run (2)"]
+        assert [group.name for group in group_by_recipe(made)] == ["run (1)", "run (2)"]
 
     @pytest.mark.parametrize(
         "names, shared",
@@ -69,8 +73,10 @@ class TestGroups:
     def test_the_name_is_what_they_share(
         self, tmp_path: Path, names: list[str], shared: str
     ) -> None:
-        made = [run_of(tmp_path / name, f"run.seed={n}") for n, name in enumerate(names)]
-        assert [group.name for group in groups(made)] == [shared]
+        made = [
+            write_and_read_run(tmp_path / name, f"run.seed={n}") for n, name in enumerate(names)
+        ]
+        assert [group.name for group in group_by_recipe(made)] == [shared]
 
 
 class TestRows:
@@ -79,10 +85,10 @@ class TestRows:
         assert differing_keys(runs[:2]) == []
 
     def test_mean_and_spread(self, runs: list[Run]) -> None:
-        shown = columns(runs)
+        shown = metric_columns(runs)
         heads = ["Test top-1", "Test top-5", "Test loss", "Test ECE", "Val top-1"]
         assert [head for *_, head in shown] == heads
-        rows, scale = group_rows(groups(runs), shown)
+        rows, scale = group_rows(group_by_recipe(runs), shown)
         assert rows[0]["cells"][0]["text"] == "75.00 ± 7.07\u202f%"
         assert rows[1]["cells"][0]["text"] == "90.00\u202f%"
         assert not any(row["twins"] for row in rows)
@@ -92,47 +98,51 @@ class TestRows:
         assert rows[1]["dots"] == pytest.approx([100])
 
     def test_nothing_measured(self, tmp_path: Path) -> None:
-        made = [run_of(tmp_path / "a", status="running")]
-        assert columns(made) == []
-        rows, scale = group_rows(groups(made), [])
+        made = [write_and_read_run(tmp_path / "a", status="running")]
+        assert metric_columns(made) == []
+        rows, scale = group_rows(group_by_recipe(made), [])
         assert scale is None
         assert rows[0]["cells"] == []
-        assert run_rows(groups(made), made, [])[0]["status"] == "running"
+        assert run_rows(group_by_recipe(made), made, [])[0]["status"] == "running"
 
     def test_without_a_test_split_validation_leads(self, tmp_path: Path) -> None:
-        outcome = results()
+        outcome = run_results()
         del outcome["test"]
-        made = [run_of(tmp_path / "a", outcome=outcome)]
-        shown = columns(made)
+        made = [write_and_read_run(tmp_path / "a", results=outcome)]
+        shown = metric_columns(made)
         assert [head for *_, head in shown] == ["Val top-1", "Val top-5", "Val loss", "Val ECE"]
-        rows, scale = group_rows(groups(made), shown)
+        rows, scale = group_rows(group_by_recipe(made), shown)
         assert rows[0]["cells"][0]["text"] == "70.00\u202f%"
         assert scale == ("70\u202f%", "70\u202f%")
-        tested = run_of(tmp_path / "b")
-        mixed = columns([*made, tested])
+        tested = write_and_read_run(tmp_path / "b")
+        mixed = metric_columns([*made, tested])
         assert [split for split, *_ in mixed] == ["val"] * 4 + ["test"] * 4
-        assert {split for split, *_ in columns([tested])} == {"test", "val"}
-        assert columns([tested])[0][0] == "test"
+        assert {split for split, *_ in metric_columns([tested])} == {"test", "val"}
+        assert metric_columns([tested])[0][0] == "test"
         made[0].plan["classes"] = 5
-        rows = run_rows(groups([*made, tested]), [*made, tested], mixed)
+        rows = run_rows(group_by_recipe([*made, tested]), [*made, tested], mixed)
         assert [row["figures"][1]["text"] for row in rows] == ["–", "99.00\u202f%"]
-        assert "Val top-5" not in [head for *_, head in columns(made)]
+        assert "Val top-5" not in [head for *_, head in metric_columns(made)]
 
     def test_runs_of_one_seed_count_once(self, tmp_path: Path) -> None:
         made = [
-            run_of(tmp_path / str(n), f"run.seed={seed}", outcome=results(test=figures(top1=top1)))
+            write_and_read_run(
+                tmp_path / str(n),
+                f"run.seed={seed}",
+                results=run_results(test=split_results(top1=top1)),
+            )
             for n, (seed, top1) in enumerate([(0, 0.7), (0, 0.7), (1, 0.8)])
         ]
-        (row,), _ = group_rows(groups(made), columns(made))
+        (row,), _ = group_rows(group_by_recipe(made), metric_columns(made))
         assert row["cells"][0]["text"] == "75.00 ± 7.07\u202f%"  # of two seeds
         assert (row["n"], row["twins"]) == (2, "2 runs of seed 0: counted once")
         assert not row["cells"][0]["interval"]  # the spread of seeds is another thing
-        (row,), _ = group_rows(groups(made[:2]), columns(made[:2]))
+        (row,), _ = group_rows(group_by_recipe(made[:2]), metric_columns(made[:2]))
         assert row["cells"][0]["interval"] == "65.3–74.3\u202f%"
         assert row["cells"][0]["text"] == "70.00\u202f%"  # and not ± 0.00
 
     def test_a_row_per_run(self, runs: list[Run]) -> None:
-        rows = run_rows(groups(runs), runs, columns(runs))
+        rows = run_rows(group_by_recipe(runs), runs, metric_columns(runs))
         assert [row["name"] for row in rows] == ["a-s0", "a-s1", "b"]
         assert [row["color"] for row in rows] == [1, 1, 2]
         assert [row["keys"] for row in rows] == [["0.001"], ["0.001"], ["0.1"]]
@@ -145,20 +155,22 @@ class TestRows:
 def test_too_few_images_are_marked(tmp_path: Path) -> None:
     made = []
     for images in (20, 400):
-        outcome = results(test={**figures(), "examples": images})
-        made.append(run_of(tmp_path / f"{images}", f"run.seed={images}", outcome=outcome))
-    shown = columns(made)
-    rows = run_rows(groups(made), made, shown)
+        outcome = run_results(test={**split_results(), "examples": images})
+        made.append(
+            write_and_read_run(tmp_path / f"{images}", f"run.seed={images}", results=outcome)
+        )
+    shown = metric_columns(made)
+    rows = run_rows(group_by_recipe(made), made, shown)
     marks = [[cell["is_too_few"] for cell in row["figures"]] for row in rows]
     assert marks == [[True, True, False, False, False], [False] * 5]
-    (row,), _ = group_rows(groups(made), shown)
+    (row,), _ = group_rows(group_by_recipe(made), shown)
     assert [cell["is_too_few"] for cell in row["cells"]] == marks[0]
 
 
 class TestClaims:
     def test_side_by_side(self, runs: list[Run]) -> None:
         runs[1].results["claims"] = []
-        rows = claims_beside(runs)
+        rows = claim_comparison_rows(runs)
         assert len(rows) == 5
         first = rows[0]
         assert (first["what"], first["source"]) == ("test.top1", "table 1")

@@ -9,10 +9,16 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from report_runs import NASTY, bins, history
+from report_runs import HOSTILE_NAMES, calibration_bins, metric_lines
 
-from finetune.report.figures import compare_curves, confusion, curves, lr_range, reliability
-from finetune.report.style import COLORS, save_png, to_svg
+from finetune.report.figure_style import COLORS, save_png, to_svg
+from finetune.report.plots import (
+    plot_confusion_matrix,
+    plot_curves,
+    plot_lr_range_test,
+    plot_reliability_diagram,
+    plot_run_comparison,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -31,7 +37,7 @@ def lines(figure: Figure, axes: int = 0) -> dict[str, np.ndarray]:
 
 
 def test_a_range_test_is_drawn_with_the_rate_that_was_chosen() -> None:
-    figure = lr_range([(1e-4, 2.3), (1e-3, 1.5), (1e-2, 3.0)], chosen=2e-4)
+    figure = plot_lr_range_test([(1e-4, 2.3), (1e-3, 1.5), (1e-2, 3.0)], chosen=2e-4)
     (curve, chosen) = lines(figure).values()
     assert curve.tolist() == [[1e-4, 2.3], [1e-3, 1.5], [1e-2, 3.0]]
     assert chosen[:, 0].tolist() == [2e-4, 2e-4]
@@ -43,7 +49,7 @@ def test_a_range_test_is_drawn_with_the_rate_that_was_chosen() -> None:
 
 class TestCurves:
     def test_shows_what_was_logged(self) -> None:
-        figure = curves(history(), {"best_step": 20}, steps_per_epoch=20.2)
+        figure = plot_curves(metric_lines(), {"best_step": 20}, steps_per_epoch=20.2)
         shown = lines(figure)
         assert shown["train"][:, 0].tolist() == [10, 20, 30, 40]
         assert shown["validation"][:, 0].tolist() == [20, 40]
@@ -59,13 +65,13 @@ class TestCurves:
         assert "kept" in found
 
     def test_without_validation_or_kept_step_they_are_not_named(self) -> None:
-        found = texts(curves(history(validate=False), {}))
+        found = texts(plot_curves(metric_lines(validate=False), {}))
         assert "train" in found
         assert "validation" not in found
         assert "kept" not in found
 
     def test_what_is_missing_or_not_finite_is_left_out(self) -> None:
-        log = history(validate=False)
+        log = metric_lines(validate=False)
         log[0]["loss"] = None
         log[1]["loss"] = math.nan
         log[2]["loss"] = math.inf
@@ -73,31 +79,31 @@ class TestCurves:
         del log[3]["top1"]
         log.append({"split": "train"})
         log.append({"split": "train", "step": "x", "loss": 1})
-        figure = curves(log, {"best_step": None})
+        figure = plot_curves(log, {"best_step": None})
         assert lines(figure)["train"].tolist() == [[40, pytest.approx(0.7)], [50, 0.5]]
         assert to_svg(figure)
 
     def test_nothing_at_all(self) -> None:
-        assert texts(curves([], {})).count("not measured") == 4
+        assert texts(plot_curves([], {})).count("not measured") == 4
 
     def test_the_later_line_of_a_step_counts(self) -> None:
         steps = ((10, 9.0), (20, 2.0), (10, 1.0))
         log = [{"split": "train", "step": step, "loss": value} for step, value in steps]
-        assert lines(curves(log, {}))["train"].tolist() == [[10, 1.0], [20, 2.0]]
+        assert lines(plot_curves(log, {}))["train"].tolist() == [[10, 1.0], [20, 2.0]]
 
     def test_one_point_is_no_curve(self) -> None:
-        figure = curves(history(steps=10), {"best_step": 10})
+        figure = plot_curves(metric_lines(steps=10), {"best_step": 10})
         assert "".join(texts(figure)).count("too short to plot") == 4
         assert lines(figure) == {}
-        named = [("one", history(steps=10)), ("other", history(steps=10))]
-        figure = compare_curves(named, key="loss", split="train")
+        named = [("one", metric_lines(steps=10)), ("other", metric_lines(steps=10))]
+        figure = plot_run_comparison(named, key="loss", split="train")
         assert "".join(texts(figure)).count("too short to plot") == 1
         assert lines(figure) == {}
-        assert "not measured" in texts(compare_curves(named, key="loss", split="val"))
+        assert "not measured" in texts(plot_run_comparison(named, key="loss", split="val"))
 
     def test_a_long_run_becomes_no_larger(self) -> None:
         log = [{"split": "train", "step": step, "loss": 2.0} for step in range(1, 50_001)]
-        figure = curves(log, {}, keys=["loss"])
+        figure = plot_curves(log, {}, keys=["loss"])
         assert len(lines(figure)["train"]) == 600
         assert lines(figure)["train"][:, 1].tolist() == [2.0] * 600
         assert len(to_svg(figure)) < 60_000
@@ -105,25 +111,29 @@ class TestCurves:
 
 class TestCompareCurves:
     def test_runs_of_one_name_share_a_color(self) -> None:
-        named = [("one", history()), ("one", history()), ("other", history(steps=30))]
-        figure = compare_curves(named, key="loss", split="train")
+        named = [
+            ("one", metric_lines()),
+            ("one", metric_lines()),
+            ("other", metric_lines(steps=30)),
+        ]
+        figure = plot_run_comparison(named, key="loss", split="train")
         colors = [line.get_color() for line in figure.axes[0].lines]
         assert colors[0] == colors[1] == COLORS["c1"]
         assert colors[2] == COLORS["c2"]
         assert "Loss, training" in texts(figure)
 
     def test_more_names_than_colors_differ_by_their_dashes(self) -> None:
-        figure = compare_curves([(f"run {n}", history()) for n in range(12)])
+        figure = plot_run_comparison([(f"run {n}", metric_lines()) for n in range(12)])
         looks = {(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines}
         assert len(looks) == 12
 
     def test_without_the_figure_it_says_so(self) -> None:
-        assert "not measured" in texts(compare_curves([("a", history(validate=False))]))
+        assert "not measured" in texts(plot_run_comparison([("a", metric_lines(validate=False))]))
 
 
 class TestConfusion:
     def test_counts_and_shares(self) -> None:
-        figure = confusion([[8, 2], [0, 0]], ["cat", "dog"])
+        figure = plot_confusion_matrix([[8, 2], [0, 0]], ["cat", "dog"])
         found = texts(figure)
         assert {"8", "2", "cat", "dog", "predicted", "true class"} <= set(found)
         assert "0" not in found
@@ -136,7 +146,7 @@ class TestConfusion:
         matrix = (np.eye(10, dtype=int) * 5).tolist()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            figure = confusion(matrix, NASTY)
+            figure = plot_confusion_matrix(matrix, HOSTILE_NAMES)
             svg = to_svg(figure)
             save_png(figure, tmp_path / "a.png")
         found = texts(figure)
@@ -144,11 +154,13 @@ class TestConfusion:
         assert "$5 and $6" in found
         assert "<b>bold</b>" in found
         assert "line break and tab" in found
-        assert NASTY[5] in found
+        assert HOSTILE_NAMES[5] in found
         assert all(len(text) <= 18 for text in found)
 
     def test_many_classes_are_a_picture_with_few_labels(self) -> None:
-        figure = confusion(np.eye(60, dtype=int).tolist(), [f"class {n}" for n in range(60)])
+        figure = plot_confusion_matrix(
+            np.eye(60, dtype=int).tolist(), [f"class {n}" for n in range(60)]
+        )
         assert len(figure.axes[0].images) == 1
         found = texts(figure)
         assert "class 0" in found
@@ -160,7 +172,7 @@ class TestConfusion:
         matrix = np.eye(num_classes, dtype=int)
         matrix[7] = 0
         matrix[7, 390] = 1
-        figure = confusion(matrix.tolist(), [str(n) for n in range(num_classes)])
+        figure = plot_confusion_matrix(matrix.tolist(), [str(n) for n in range(num_classes)])
         rgba = np.asarray(figure.axes[0].images[0].get_array())
         block = math.ceil(num_classes / 400)
         assert rgba.shape[0] == math.ceil(num_classes / block)
@@ -168,12 +180,12 @@ class TestConfusion:
         assert len(to_svg(figure)) < 400_000
 
     def test_one_class(self) -> None:
-        assert "3" in texts(confusion([[3]], ["only"]))
+        assert "3" in texts(plot_confusion_matrix([[3]], ["only"]))
 
 
 class TestReliability:
     def test_bars_gaps_and_counts(self) -> None:
-        figure = reliability(bins(0.05))
+        figure = plot_reliability_diagram(calibration_bins(0.05))
         upper, lower = figure.axes
         heights = [bar.get_height() for bar in upper.patches if isinstance(bar, Rectangle)]
         assert max(heights) == pytest.approx(14.5 / 15 - 0.05)
@@ -185,7 +197,7 @@ class TestReliability:
 
     def test_too_sure_and_not_sure_enough_look_different(self) -> None:
         def colors(shift: float) -> set[tuple[float, ...]]:
-            patches = reliability(bins(shift)).axes[0].patches
+            patches = plot_reliability_diagram(calibration_bins(shift)).axes[0].patches
             return {
                 tuple(bar.get_facecolor())
                 for bar in patches
@@ -196,7 +208,7 @@ class TestReliability:
         assert colors(0.05) != colors(-0.02)
 
     def test_before_and_after(self) -> None:
-        figure = reliability(bins(0.1), bins(0.0))
+        figure = plot_reliability_diagram(calibration_bins(0.1), calibration_bins(0.0))
         assert len(figure.axes) == 4
         found = texts(figure)
         assert "Before temperature scaling" in found
@@ -204,4 +216,4 @@ class TestReliability:
 
     @pytest.mark.parametrize("empty", [[], [{"low": 0, "high": 1, "count": 0, "accuracy": None}]])
     def test_nothing_measured(self, empty: list[dict[str, float]]) -> None:
-        assert "not measured" in texts(reliability(empty))
+        assert "not measured" in texts(plot_reliability_diagram(empty))

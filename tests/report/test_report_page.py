@@ -12,20 +12,20 @@ import pytest
 from matplotlib.figure import Figure
 from refusals import refused
 from report_runs import (
-    NASTY,
-    bins,
-    figures,
-    history,
-    make_run,
-    results,
+    HOSTILE_NAMES,
+    calibration_bins,
+    metric_lines,
+    run_results,
+    split_results,
     val_mistakes,
+    write_run_dir,
     write_training_images,
 )
 
 from finetune import __version__
-from finetune.data.source import open_source
-from finetune.evaluation.intervals import wilson
-from finetune.report.page import compare, report, write_report
+from finetune.data.open_source import open_source
+from finetune.evaluation.confidence_intervals import wilson_interval
+from finetune.report.page import write_comparison, write_report_pages, write_run_report
 
 HERE = Path(__file__).parent
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -86,7 +86,7 @@ class Page(HTMLParser):
 
 def page_of(path: Path, *overrides: str, **options: Any) -> Page:
     """The page of a run directory as `make_run` writes it."""
-    return Page(write_report(make_run(path, *overrides, **options)))
+    return Page(write_run_report(write_run_dir(path, *overrides, **options)))
 
 
 def change_record(run: Path, **changes: Any) -> None:
@@ -97,14 +97,19 @@ def change_record(run: Path, **changes: Any) -> None:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Page:
     """The page of a run that has everything."""
-    return Page(write_report(make_run(tmp_path_factory.mktemp("runs") / "everything")))
+    return Page(write_run_report(write_run_dir(tmp_path_factory.mktemp("runs") / "everything")))
 
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the figures out, where a test is about something else: they take a second a page."""
-    for name in ("curves", "confusion", "reliability", "compare_curves"):
-        monkeypatch.setattr(f"finetune.report.figures.{name}", lambda *_, **__: Figure())
+    for name in (
+        "plot_curves",
+        "plot_confusion_matrix",
+        "plot_reliability_diagram",
+        "plot_run_comparison",
+    ):
+        monkeypatch.setattr(f"finetune.report.plots.{name}", lambda *_, **__: Figure())
     monkeypatch.setattr("finetune.report.page.to_svg", lambda *_, **__: "<svg></svg>")
 
 
@@ -151,48 +156,48 @@ class TestPageOfARun:
         assert len(ids) == len(set(ids))
 
     def test_is_the_same_each_time(self, tmp_path: Path) -> None:
-        run = make_run(tmp_path / "run")
-        first = write_report(run).read_bytes()
-        assert write_report(run).read_bytes() == first
+        run = write_run_dir(tmp_path / "run")
+        first = write_run_report(run).read_bytes()
+        assert write_run_report(run).read_bytes() == first
         assert not list(run.glob(".*"))
 
     def test_a_range_test_has_its_curve(self, tmp_path: Path) -> None:
-        run = make_run(tmp_path / "run", status="running", lines=history(steps=20))
+        run = write_run_dir(tmp_path / "run", status="running", metrics=metric_lines(steps=20))
         curve = {"lr": [1e-4, 1e-3], "loss": [2.3, 2.0], "smoothed": [2.3, 2.2], "chosen": 1e-4}
         for text, count in ((json.dumps(curve), 5), ('{"lr": [1, "a"]}', 4), ("[", 4), ("[]", 4)):
             (run / "lr_range.json").write_text(text)
-            assert len(Page(write_report(run)).has("svg")) == count
+            assert len(Page(write_run_report(run)).has("svg")) == count
 
     def test_an_open_split_is_taken(self, tmp_path: Path, undrawn: None) -> None:
-        run = make_run(tmp_path / "run", "data.source=folder:nowhere")
-        assert "cannot be opened from here" in Page(write_report(run)).text
-        page = Page(write_report(run, split=open_source("embedded:digits").splits["test"]))
+        run = write_run_dir(tmp_path / "run", "data.source=folder:nowhere")
+        assert "cannot be opened from here" in Page(write_run_report(run)).text
+        page = Page(write_run_report(run, split=open_source("embedded:digits").splits["test"]))
         assert len(page.has("img")) == 3
 
 
 class TestTrainingImages:
     def test_a_row_for_each_image(self, tmp_path: Path, undrawn: None) -> None:
-        run = make_run(tmp_path / "run", names=NASTY)
-        assert not Page(write_report(run)).has("section", id="images")
+        run = write_run_dir(tmp_path / "run", class_names=HOSTILE_NAMES)
+        assert not Page(write_run_report(run)).has("section", id="images")
         write_training_images(run)
-        page = Page(write_report(run))
+        page = Page(write_run_report(run))
         assert len(page.has("img")) == 3 + 3 * 10
         assert page.has("a", href="#images")
         epochs = " | ".join(f"epoch {number}" for number in range(1, 9))
         assert f"| Class | decoded | {epochs} | evaluation" in page.reviewed
-        assert NASTY[0] in page.text
+        assert HOSTILE_NAMES[0] in page.text
 
     def test_one_column_where_nothing_is_drawn(self, tmp_path: Path, undrawn: None) -> None:
-        run = make_run(tmp_path / "run")
+        run = write_run_dir(tmp_path / "run")
         write_training_images(run, epochs=1)
-        text = Page(write_report(run)).reviewed
+        text = Page(write_run_report(run)).reviewed
         assert "decoded | every epoch | evaluation" in text
         assert "epoch 1" not in text
 
     def test_one_line_where_there_are_none(self, tmp_path: Path, undrawn: None) -> None:
-        run = make_run(tmp_path / "run")
+        run = write_run_dir(tmp_path / "run")
         (run / "training_images.json").write_text('{"note": "They are streamed.", "rows": []}')
-        page = Page(write_report(run))
+        page = Page(write_run_report(run))
         assert "They are streamed." in page.text
         assert len(page.has("img")) == 3
 
@@ -200,55 +205,62 @@ class TestTrainingImages:
     def test_nothing_is_fetched_for_them(
         self, tmp_path: Path, undrawn: None, picture: object
     ) -> None:
-        run = make_run(tmp_path / "run")
+        run = write_run_dir(tmp_path / "run")
         rows = [{"label": 0, "name": "x", "pictures": [picture] * 10}, None, {"pictures": 3}]
         (run / "training_images.json").write_text(json.dumps({"note": None, "rows": rows}))
-        page = Page(write_report(run))
+        page = Page(write_run_report(run))
         assert not page.has("section", id="images")
         assert "example.org" not in page.html
 
 
 class TestWhatMayBeMissing:
     def test_an_unfinished_run(self, tmp_path: Path) -> None:
-        page = page_of(tmp_path / "run", status="running", lines=history(steps=20))
+        page = page_of(tmp_path / "run", status="running", metrics=metric_lines(steps=20))
         assert "running, or killed: 20 of 40 steps are logged" in page.words
         assert len(page.has("svg")) == 4
         assert not page.has("section", id="mistakes")
 
     def test_a_failed_run(self, tmp_path: Path, undrawn: None) -> None:
-        page = page_of(tmp_path / "run", status="failed (6)", lines=history(steps=10))
+        page = page_of(tmp_path / "run", status="failed (6)", metrics=metric_lines(steps=10))
         assert "failed (6): 10 of 40 steps are logged" in page.words
 
     def test_an_older_run(self, tmp_path: Path) -> None:
-        old = figures()
+        old = split_results()
         del old["calibration"]
         outcome = {"val": old, "test": old, "best_step": 20, "steps": 40, "claims": []}
-        page = page_of(tmp_path / "run", outcome=outcome)
+        page = page_of(tmp_path / "run", results=outcome)
         assert "did not record single mistakes" in page.words
         assert "did not record its calibration by bins" in page.words
         assert "error is 0.0310" in page.words
 
     def test_a_run_without_validation_test_or_metrics(self, tmp_path: Path) -> None:
-        run = make_run(tmp_path / "run", outcome={"best_step": 40, "steps": 40})
+        run = write_run_dir(tmp_path / "run", results={"best_step": 40, "steps": 40})
         (run / "metrics.jsonl").unlink()
-        page = Page(write_report(run))
+        page = Page(write_run_report(run))
         assert "there are no curves" in page.words
         assert "Neither a test nor a validation split was measured." in page.words
 
     def test_nothing_that_is_not_finite_breaks_it(self, tmp_path: Path) -> None:
-        test = figures(top1=float("nan")) | {"loss": float("inf"), "ece": None, "examples": "x"}
-        test["calibration"] = [*bins(), {"low": 0, "high": 1, "count": 3, "accuracy": None}]
+        test = split_results(top1=float("nan")) | {
+            "loss": float("inf"),
+            "ece": None,
+            "examples": "x",
+        }
+        test["calibration"] = [
+            *calibration_bins(),
+            {"low": 0, "high": 1, "count": 3, "accuracy": None},
+        ]
         test["mistakes"] = [{"index": 0}]
-        lines = [*history(), {"step": 50, "split": "train", "loss": float("nan"), "lr": None}]
-        outcome = results(test=test, best_step=None)
-        assert "–" in page_of(tmp_path / "run", lines=lines, outcome=outcome).text
+        lines = [*metric_lines(), {"step": 50, "split": "train", "loss": float("nan"), "lr": None}]
+        outcome = run_results(test=test, best_step=None)
+        assert "–" in page_of(tmp_path / "run", metrics=lines, results=outcome).text
 
     def test_without_a_test_split_the_page_is_about_validation(
         self, tmp_path: Path, undrawn: None
     ) -> None:
-        outcome = results(val={**figures(top1=0.7), "mistakes": val_mistakes()})
+        outcome = run_results(val={**split_results(top1=0.7), "mistakes": val_mistakes()})
         del outcome["test"]
-        page = page_of(tmp_path / "run", outcome=outcome)
+        page = page_of(tmp_path / "run", results=outcome)
         assert "Validation top-1 | 70.00" in page.reviewed
         assert "The 3 validation images with the largest loss." in page.words
         assert "Expected calibration error on the validation split 0.0310." in page.words
@@ -259,21 +271,22 @@ class TestWhatMayBeMissing:
 
     def test_each_class_has_a_picture(self, tmp_path: Path, undrawn: None) -> None:
         labels = open_source("embedded:digits").splits["test"].labels
-        test = figures()
+        test = split_results()
         for label, row in enumerate(test["per_class"]):
             row["support"] = int((labels == label).sum())
-        page = page_of(tmp_path / "run", outcome=results(test=test))
+        page = page_of(tmp_path / "run", results=run_results(test=test))
         assert len(page.has("span", **{"class": "thumb"})) == 10
         assert len(page.has("img", alt="")) == 10
 
     def test_figures_on_few_images_are_marked(self, tmp_path: Path, undrawn: None) -> None:
         pages = {
             images: page_of(
-                tmp_path / f"{images}", outcome=results(test={**figures(), "examples": images})
+                tmp_path / f"{images}",
+                results=run_results(test={**split_results(), "examples": images}),
             )
             for images in (20, 400, 1000)
         }
-        low, high = (f"{100 * end:.1f}" for end in wilson(16, 20))
+        low, high = (f"{100 * end:.1f}" for end in wilson_interval(16, 20))
         tile = next(line for line in pages[20].reviewed.splitlines() if "Test top-1" in line)
         assert f"interval {low}–{high}" in tile
         assert "Test top-1 too few images" in tile
@@ -282,10 +295,12 @@ class TestWhatMayBeMissing:
         assert "on 1,000 images\n" in pages[1000].reviewed
 
     def test_five_classes_have_no_top5(self, tmp_path: Path, undrawn: None) -> None:
-        run = make_run(tmp_path / "run", outcome=results(test=figures(6), val=figures(6)))
+        run = write_run_dir(
+            tmp_path / "run", results=run_results(test=split_results(6), val=split_results(6))
+        )
         for classes, shown in ((5, False), (6, True)):
             change_record(run, plan={"classes": classes, "images": {}})
-            assert ("top-5" in Page(write_report(run)).words) == shown
+            assert ("top-5" in Page(write_run_report(run)).words) == shown
 
     @pytest.mark.parametrize(
         "damage",
@@ -298,33 +313,39 @@ class TestWhatMayBeMissing:
     def test_parts_of_another_shape_break_nothing(
         self, tmp_path: Path, damage: dict[str, Any]
     ) -> None:
-        outcome = results(test={**figures(), **damage})
-        assert "80.00" in page_of(tmp_path / "run", outcome=outcome).text
+        outcome = run_results(test={**split_results(), **damage})
+        assert "80.00" in page_of(tmp_path / "run", results=outcome).text
 
 
 class TestNames:
     def test_nothing_in_a_run_becomes_markup(self, tmp_path: Path) -> None:
-        outcome = results()
-        outcome["test"]["mistakes"][0]["name"] = NASTY[1]
-        outcome["claims"][0] |= {"source": NASTY[0], "note": NASTY[1], "how": NASTY[2]}
+        outcome = run_results()
+        outcome["test"]["mistakes"][0]["name"] = HOSTILE_NAMES[1]
+        outcome["claims"][0] |= {
+            "source": HOSTILE_NAMES[0],
+            "note": HOSTILE_NAMES[1],
+            "how": HOSTILE_NAMES[2],
+        }
         overrides = ("data.source=folder:<img src=x onerror=alert(1)>",)
-        run = make_run(tmp_path / "<i>run<i>", *overrides, names=NASTY, outcome=outcome)
-        change_record(run, argv=NASTY, versions={NASTY[1]: NASTY[0]})
-        page = Page(write_report(run))
+        run = write_run_dir(
+            tmp_path / "<i>run<i>", *overrides, class_names=HOSTILE_NAMES, results=outcome
+        )
+        change_record(run, argv=HOSTILE_NAMES, versions={HOSTILE_NAMES[1]: HOSTILE_NAMES[0]})
+        page = Page(write_run_report(run))
         assert len(page.has("script")) == 1
         assert all("style" in found for tag in ("b", "i") for found in page.has(tag))
         assert not page.has("img", src="x")
         for place in (0, 1, 2, 4, 5, 6, 8):  # the last is long, and whole in the table
-            assert NASTY[place] in page.text
+            assert HOSTILE_NAMES[place] in page.text
         assert "lone \\ud83d surrogate \ufffd nul" in page.text
         assert "\x00" not in page.html
         assert "<i>run<i>" in page.text
 
     def test_a_token_is_never_shown(self, tmp_path: Path, undrawn: None) -> None:
-        run = make_run(tmp_path / "run")
+        run = write_run_dir(tmp_path / "run")
         token = "hf_" + "aB3" * 10
         change_record(run, argv=["finetune", "train", f"data.source=hub:x?token={token}"])
-        page = Page(write_report(run))
+        page = Page(write_run_report(run))
         assert token not in page.html
         assert "hf_…" in page.text
 
@@ -333,7 +354,7 @@ class TestComparison:
     @pytest.fixture
     def runs(self, tmp_path: Path) -> list[Path]:
         return [
-            make_run(tmp_path / f"lr{lr}-s{seed}", f"optim.lr={lr}", f"run.seed={seed}")
+            write_run_dir(tmp_path / f"lr{lr}-s{seed}", f"optim.lr={lr}", f"run.seed={seed}")
             for lr in (0.1, 0.2)
             for seed in (0, 1)
         ]
@@ -341,7 +362,7 @@ class TestComparison:
     def test_several_runs_are_compared(
         self, runs: list[Path], tmp_path: Path, undrawn: None
     ) -> None:
-        found = report([str(run) for run in runs])
+        found = write_report_pages([str(run) for run in runs])
         assert found == {
             "reports": [str(run / "report.html") for run in runs],
             "comparison": str(tmp_path / "comparison.html"),
@@ -355,20 +376,22 @@ class TestComparison:
 
     def test_elsewhere(self, runs: list[Path], tmp_path: Path, undrawn: None) -> None:
         out = tmp_path / "deep" / "er"
-        found = report([str(run) for run in runs], out=str(out))
+        found = write_report_pages([str(run) for run in runs], out=str(out))
         assert found["comparison"] == str(out / "comparison.html")
         links = [a["href"] for a in Page(out / "comparison.html").has("a")]
         assert f"../../{runs[0].name}/report.html" in links
         file = tmp_path / "other.html"
-        assert report([str(run) for run in runs], out=str(file))["comparison"] == str(file)
+        assert write_report_pages([str(run) for run in runs], out=str(file))["comparison"] == str(
+            file
+        )
 
     def test_runs_of_different_folders(self, tmp_path: Path, undrawn: None) -> None:
-        runs = [make_run(tmp_path / name / "run") for name in ("a", "b")]
-        assert report(map(str, runs))["comparison"] == str(tmp_path / "comparison.html")
+        runs = [write_run_dir(tmp_path / name / "run") for name in ("a", "b")]
+        assert write_report_pages(map(str, runs))["comparison"] == str(tmp_path / "comparison.html")
 
     def test_odd_names_are_linked(self, tmp_path: Path, undrawn: None) -> None:
-        runs = [make_run(tmp_path / name) for name in ('"<a>&#?%', "plain")]
-        report(map(str, runs))
+        runs = [write_run_dir(tmp_path / name) for name in ('"<a>&#?%', "plain")]
+        write_report_pages(map(str, runs))
         page = Page(tmp_path / "comparison.html")
         assert page.has("a", href="%22%3Ca%3E%26%23%3F%25/report.html")
         assert '"<a>&#?%' in page.text
@@ -376,45 +399,48 @@ class TestComparison:
     def test_without_pages_there_are_no_links(
         self, runs: list[Path], tmp_path: Path, undrawn: None
     ) -> None:
-        page = Page(compare(runs, tmp_path / "c.html"))
+        page = Page(write_comparison(runs, tmp_path / "c.html"))
         assert all(found["href"].startswith("#") for found in page.has("a"))
 
     def test_an_unfinished_run_among_them(
         self, runs: list[Path], tmp_path: Path, undrawn: None
     ) -> None:
-        make_run(tmp_path / "late", status="running", lines=history(steps=10))
-        page = Page(compare([*runs, tmp_path / "late"], tmp_path / "c.html"))
+        write_run_dir(tmp_path / "late", status="running", metrics=metric_lines(steps=10))
+        page = Page(write_comparison([*runs, tmp_path / "late"], tmp_path / "c.html"))
         assert page.has("span", **{"class": "badge wait"})
 
     def test_none_is_finished(self, tmp_path: Path, undrawn: None) -> None:
-        runs = [make_run(tmp_path / n, status="running", lines=history(steps=10)) for n in "ab"]
-        page = Page(compare(runs, tmp_path / "c.html"))
+        runs = [
+            write_run_dir(tmp_path / n, status="running", metrics=metric_lines(steps=10))
+            for n in "ab"
+        ]
+        page = Page(write_comparison(runs, tmp_path / "c.html"))
         assert not page.has("div", role="img")
 
 
 class TestVerb:
     def test_one_run(self, tmp_path: Path, undrawn: None) -> None:
-        run = make_run(tmp_path / "run")
-        found = report([str(run)])
+        run = write_run_dir(tmp_path / "run")
+        found = write_report_pages([str(run)])
         assert found == {"reports": [str(run / "report.html")], "comparison": None}
-        assert report([str(run)] * 2) == found
+        assert write_report_pages([str(run)] * 2) == found
         out = tmp_path / "pages"
-        assert report([str(run)], out=str(out))["reports"] == [str(out / "report.html")]
+        assert write_report_pages([str(run)], out=str(out))["reports"] == [str(out / "report.html")]
         file = str(tmp_path / "x" / "my.html")
-        assert report([str(run)], out=file)["reports"] == [file]
+        assert write_report_pages([str(run)], out=file)["reports"] == [file]
         assert "run" in Page(Path(file)).text
 
     def test_all_are_read_before_one_is_written(self, tmp_path: Path) -> None:
-        run = make_run(tmp_path / "run")
+        run = write_run_dir(tmp_path / "run")
         with refused("recipe.not_found", tmp_path / "nowhere"):
-            report([str(run), str(tmp_path / "nowhere")])
+            write_report_pages([str(run), str(tmp_path / "nowhere")])
         assert not (run / "report.html").exists()
 
     def test_out_that_cannot_be(self, tmp_path: Path) -> None:
-        run = make_run(tmp_path / "run")
+        run = write_run_dir(tmp_path / "run")
         (tmp_path / "file").write_text("x")
         with refused("recipe.wrong_value", "--out", tmp_path / "file"):
-            report([str(run)], out=str(tmp_path / "file"))
+            write_report_pages([str(run)], out=str(tmp_path / "file"))
 
 
 @pytest.fixture(scope="module")
@@ -433,16 +459,23 @@ def browser() -> Iterator[Any]:
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A page of each kind, with class names that bite and wide tables."""
     folder = tmp_path_factory.mktemp("browser")
-    runs = [make_run(folder / f"run-s{n}", f"run.seed={n}", names=NASTY) for n in range(3)]
+    runs = [
+        write_run_dir(folder / f"run-s{n}", f"run.seed={n}", class_names=HOSTILE_NAMES)
+        for n in range(3)
+    ]
     write_training_images(runs[0])
-    late = make_run(folder / "late", status="running", lines=history(steps=20))
-    many = figures(60)
-    make_run(folder / "many", outcome=results(test=many, val=many), names=[NASTY[8]] * 60)
+    late = write_run_dir(folder / "late", status="running", metrics=metric_lines(steps=20))
+    many = split_results(60)
+    write_run_dir(
+        folder / "many",
+        results=run_results(test=many, val=many),
+        class_names=[HOSTILE_NAMES[8]] * 60,
+    )
     return {
-        "run": write_report(runs[0]),
-        "comparison": compare([*runs, late], folder / "comparison.html"),
-        "unfinished": write_report(late),
-        "many classes": write_report(folder / "many"),
+        "run": write_run_report(runs[0]),
+        "comparison": write_comparison([*runs, late], folder / "comparison.html"),
+        "unfinished": write_run_report(late),
+        "many classes": write_run_report(folder / "many"),
     }
 
 

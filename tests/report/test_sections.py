@@ -7,55 +7,55 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_runs import figures, history, results, run_of
+from report_runs import metric_lines, run_results, split_results, write_and_read_run
 
 from finetune.report.run_data import Run
 from finetune.report.sections import (
     claim_rows,
     class_rows,
-    confused_pairs,
+    confused_pair_rows,
     data_rows,
-    headline,
-    provenance,
-    speed,
-    status,
-    training_rate,
+    headline_tiles,
+    provenance_rows,
+    run_status,
+    speed_section,
+    training_images_per_second,
 )
 
 
 @pytest.fixture
 def done(tmp_path: Path) -> Run:
-    return run_of(tmp_path / "run")
+    return write_and_read_run(tmp_path / "run")
 
 
 def unfinished(path: Path, said: str = "running", **changes: Any) -> Run:
-    return run_of(path / "run", status=said, **changes)
+    return write_and_read_run(path / "run", status=said, **changes)
 
 
 class TestStatus:
     def test_done(self, done: Run) -> None:
-        assert status(done) == {"kind": "done", "text": "done"}
+        assert run_status(done) == {"kind": "done", "text": "done"}
 
     @pytest.mark.parametrize(
         "said, kind",
         [("running", "running"), ("failed (6)", "failed"), ("stopped (143)", "failed")],
     )
     def test_not_done(self, tmp_path: Path, said: str, kind: str) -> None:
-        found = status(unfinished(tmp_path, said, lines=history(steps=20)))
+        found = run_status(unfinished(tmp_path, said, metrics=metric_lines(steps=20)))
         assert found["kind"] == kind
         assert "20 of 40 steps" in found["text"]
         assert found["text"].startswith(said)
 
     def test_at_the_very_end_it_is_done(self, done: Run) -> None:
         done.record["status"] = "running"
-        assert status(done)["kind"] == "done"
+        assert run_status(done)["kind"] == "done"
         done.results["steps"] = 80  # of an earlier run in this folder
-        assert status(done)["kind"] == "running"
+        assert run_status(done)["kind"] == "running"
 
 
 class TestHeadline:
     def test_an_unfinished_run_shows_the_last_lines(self, tmp_path: Path) -> None:
-        tiles = headline(unfinished(tmp_path, lines=history(steps=30)))
+        tiles = headline_tiles(unfinished(tmp_path, metrics=metric_lines(steps=30)))
         found = {tile["label"]: (tile["value"], tile["note"]) for tile in tiles}
         on = "at step 20, on 145 images, 95\u202f% interval 32.4–48.1\u202f%"
         assert found["Validation top-1"] == ("40.00\u202f%", on)
@@ -72,7 +72,7 @@ class TestClasses:
         assert rows[-1]["recall"] is None
 
     def test_the_worst_pairs_come_first(self, done: Run) -> None:
-        pairs = confused_pairs(done, "test")
+        pairs = confused_pair_rows(done, "test")
         assert len(pairs) == 12
         share = 17 / (33 + 17 + 8)
         assert pairs[0] == {"true": "3", "predicted": "5", "count": 17, "share": share}
@@ -80,23 +80,23 @@ class TestClasses:
 
     @pytest.mark.parametrize("broken", [None, 5, [[1, 2]], [[1, None], [0, 1]], [1], [[math.nan]]])
     def test_no_matrix_that_is_not_square(self, done: Run, broken: Any) -> None:
-        done.results["test"] = {**figures(), "confusion": broken, "per_class": None}
-        assert confused_pairs(done, "test") == []
+        done.results["test"] = {**split_results(), "confusion": broken, "per_class": None}
+        assert confused_pair_rows(done, "test") == []
         assert class_rows(done, "test") == []
 
 
 class TestClaims:
     def test_a_damaged_answer_breaks_nothing(self, tmp_path: Path) -> None:
-        outcome = results(claims=[None, {}, {"metric": 5, "between": 3, "measured": math.nan}])
-        rows = claim_rows(run_of(tmp_path / "run", outcome=outcome))
+        outcome = run_results(claims=[None, {}, {"metric": 5, "between": 3, "measured": math.nan}])
+        rows = claim_rows(write_and_read_run(tmp_path / "run", results=outcome))
         assert [row["verdict"] for row in rows] == ["not measured"] * 2
         assert rows[1]["reported"] == "–"
 
 
 class TestSpeed:
     def test_rates_time_and_share(self, done: Run) -> None:
-        found = speed(done)
-        assert training_rate(done) == 525.0  # the median of 510, 520, 530, 540
+        found = speed_section(done)
+        assert training_images_per_second(done) == 525.0  # the median of 510, 520, 530, 540
         spent = 400 / 520 + 400 / 540
         assert found["share"] == [
             ("training", pytest.approx(1 - spent / 10)),
@@ -104,14 +104,14 @@ class TestSpeed:
         ]
 
     def test_without_lines_there_are_dashes(self, tmp_path: Path) -> None:
-        found = speed(run_of(tmp_path / "run", lines=[]))
+        found = speed_section(write_and_read_run(tmp_path / "run", metrics=[]))
         assert dict(found["rows"])["Training"] == "–"
         assert found["share"] == []
 
 
 class TestFacts:
     def test_data_without_validation(self, tmp_path: Path) -> None:
-        run = unfinished(tmp_path, lines=history(validate=False))
+        run = unfinished(tmp_path, metrics=metric_lines(validate=False))
         rows = dict(data_rows(run))
         assert rows["Who chose the weights"].startswith("nobody: there is no validation split")
         assert rows["Test"] == "not read"
@@ -124,6 +124,6 @@ class TestFacts:
         assert rows["Read of train"].startswith("1,290")
 
     def test_provenance_leaves_out_what_is_not_known(self, done: Run) -> None:
-        rows = dict(provenance(done))
-        assert "Weights licence" not in rows
+        rows = dict(provenance_rows(done))
+        assert "Weights license" not in rows
         assert "None" not in "".join(rows.values())

@@ -12,28 +12,28 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from finetune.errors import SetupError
-from finetune.report.style import (
+from finetune.report.figure_style import (
     COLORS,
-    SERIES,
-    blank,
-    empty,
-    legend,
-    legible,
-    panels,
+    SERIES_COLORS,
+    add_legend,
+    create_figure,
+    create_panels,
+    matplotlib_style,
     save_png,
-    style,
+    shorten_label,
     to_svg,
+    write_empty_note,
 )
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def drawn(text: str = "a title") -> Figure:
-    with style():
-        figure, (axes,) = panels(1, 1)
+    with matplotlib_style():
+        figure, (axes,) = create_panels(1, 1)
         axes.plot([0, 1], [0, 1], color=COLORS["train"], marker="o", label="one")
         axes.set_title(text)
-        legend(axes)
+        add_legend(axes)
         figure.set_label("A line")
     return figure
 
@@ -42,7 +42,7 @@ class TestColors:
     def test_a_color_tells_its_role(self) -> None:
         assert len(set(COLORS.values())) == len(COLORS)
         assert all(re.fullmatch("#[0-9a-f]{6}", color) for color in COLORS.values())
-        assert set(SERIES) <= set(COLORS)
+        assert set(SERIES_COLORS) <= set(COLORS)
 
     def test_the_page_says_what_each_is_in_the_light_and_in_the_dark(
         self, repository: Path
@@ -66,13 +66,13 @@ class TestLegible:
         ],
     )
     def test_one_printable_line(self, text: str, shown: str) -> None:
-        assert legible(text) == shown
+        assert shorten_label(text) == shown
 
 
 class TestStyle:
     def test_leaves_no_trace(self) -> None:
         before = dict(matplotlib.rcParams)
-        with style():
+        with matplotlib_style():
             assert matplotlib.rcParams["svg.fonttype"] == "none"
         assert dict(matplotlib.rcParams) == before
 
@@ -91,7 +91,7 @@ class TestStyle:
     def test_pyplot_is_not_there(self) -> None:
         import subprocess
 
-        code = "import sys, finetune.report.figures; print('matplotlib.pyplot' in sys.modules)"
+        code = "import sys, finetune.report.plots; print('matplotlib.pyplot' in sys.modules)"
         out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert out.stdout.strip() == "False", out.stderr
 
@@ -156,8 +156,8 @@ class TestSvg:
 
 class TestPaper:
     def test_the_axes_of_panels_stand_in_line(self) -> None:
-        with style():
-            figure, grid = panels(2, 2)
+        with matplotlib_style():
+            figure, grid = create_panels(2, 2)
         assert tuple(figure.get_size_inches() * 72) == (880, 540)
         boxes = [axes.get_position() for axes in grid]
         assert boxes[0].x0 == boxes[2].x0
@@ -166,7 +166,7 @@ class TestPaper:
         assert pixels == pytest.approx([60, 60])
 
     def test_empty_axes_say_so(self) -> None:
-        with style():
-            figure = blank(200, 100)
-            empty(figure.subplots(), "not measured")
+        with matplotlib_style():
+            figure = create_figure(200, 100)
+            write_empty_note(figure.subplots(), "not measured")
         assert "not measured" in to_svg(figure)

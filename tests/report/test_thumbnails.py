@@ -9,18 +9,19 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from report_runs import figures, results, run_of
+from report_runs import run_results, split_results, write_and_read_run
 
-from finetune.data.items import ArrayItems
-from finetune.data.source import Split, open_source
+from finetune.data.encoded_images import ArrayImages
+from finetune.data.open_source import open_source
+from finetune.data.source import Split
 from finetune.report.run_data import Run
 from finetune.report.thumbnails import (
-    class_pictures,
+    class_thumbnails,
+    denormalize,
     mistake_rows,
-    open_split,
-    to_uri,
-    visible,
-    why_none,
+    no_mistakes_reason,
+    open_reported_split,
+    to_data_uri,
 )
 
 
@@ -31,39 +32,39 @@ def picture(uri: str) -> np.ndarray:
 
 
 def mistakes_of(run: Run) -> tuple[list[dict[str, Any]], str]:
-    return mistake_rows(run, *open_split(run))
+    return mistake_rows(run, *open_reported_split(run))
 
 
 class TestMistakes:
     def test_pictures_are_the_images_of_the_data(self, tmp_path: Path) -> None:
-        rows, note = mistakes_of(run_of(tmp_path / "run"))
+        rows, note = mistakes_of(write_and_read_run(tmp_path / "run"))
         assert note == ""
         assert len(rows) == 3
         split = open_source("embedded:digits").splits["test"]
         for index, row in enumerate(rows):
-            assert np.array_equal(picture(row["picture"]), split.read(index))
+            assert np.array_equal(picture(row["picture"]), split.decode(index))
             assert row["small"]
             assert row["name"] == split.name_of(index)
             assert row["label"] == str(split.labels[index])
 
     def test_a_split_that_is_open_already_is_used(self, tmp_path: Path) -> None:
-        run = run_of(tmp_path / "run")
+        run = write_and_read_run(tmp_path / "run")
         run.results["test"]["mistakes"] = [{"index": 0, "label": 1, "predicted": 0, "name": "x"}]
         pixels = np.zeros((1, 600, 300, 3), dtype=np.uint8)
-        split = Split("test", np.array([1]), ArrayItems(pixels, "mine"))
+        split = Split("test", np.array([1]), ArrayImages(pixels, "mine"))
         rows, _ = mistake_rows(run, split)
         assert picture(rows[0]["picture"]).shape == (192, 96, 3)
         assert not rows[0]["small"]
 
     def test_data_that_is_gone_costs_only_the_pictures(self, tmp_path: Path) -> None:
-        run = run_of(tmp_path / "run", "data.source=folder:nowhere/at/all")
+        run = write_and_read_run(tmp_path / "run", "data.source=folder:nowhere/at/all")
         rows, note = mistakes_of(run)
         assert len(rows) == 3
         assert not any(row["picture"] for row in rows)
         assert "the data cannot be opened from here" in note
 
     def test_data_that_changed_shows_no_wrong_picture(self, tmp_path: Path) -> None:
-        run = run_of(tmp_path / "run")
+        run = write_and_read_run(tmp_path / "run")
         for one in run.results["test"]["mistakes"]:
             one["label"] = (one["label"] + 1) % 10
         rows, note = mistakes_of(run)
@@ -72,53 +73,53 @@ class TestMistakes:
 
     @pytest.mark.parametrize("index", [None, -1, 10**9, "0", 1.5])
     def test_a_place_that_is_none(self, tmp_path: Path, index: object) -> None:
-        run = run_of(tmp_path / "run")
+        run = write_and_read_run(tmp_path / "run")
         run.results["test"]["mistakes"] = [{"index": index, "label": 5}, None]
         rows, _ = mistakes_of(run)
         assert [row["picture"] for row in rows] == [""]
 
     def test_older_runs_have_none(self, tmp_path: Path) -> None:
-        outcome = results(test={key: figures()[key] for key in ("top1", "examples")})
-        run = run_of(tmp_path / "run", outcome=outcome)
+        outcome = run_results(test={key: split_results()[key] for key in ("top1", "examples")})
+        run = write_and_read_run(tmp_path / "run", results=outcome)
         assert mistakes_of(run) == ([], "")
-        assert why_none(run) == "This run did not record single mistakes."
+        assert no_mistakes_reason(run) == "This run did not record single mistakes."
         run.results["test"]["top1"] = 1.0
-        assert why_none(run).startswith("There are none")
+        assert no_mistakes_reason(run).startswith("There are none")
         del run.results["test"]
-        assert "test" not in why_none(run)  # the page is about validation
+        assert "test" not in no_mistakes_reason(run)  # the page is about validation
         run.results["val"]["top1"] = 1.0
-        assert "every validation image" in why_none(run)
+        assert "every validation image" in no_mistakes_reason(run)
         del run.results["val"]
-        assert "measured" in why_none(run)
+        assert "measured" in no_mistakes_reason(run)
 
 
 class TestClassPictures:
     def test_the_first_image_of_each_class(self, tmp_path: Path) -> None:
-        run = run_of(tmp_path / "run")
-        split, _ = open_split(run)
+        run = write_and_read_run(tmp_path / "run")
+        split, _ = open_reported_split(run)
         assert split is not None
-        assert class_pictures(run, split) == []  # these are not the images that were measured
+        assert class_thumbnails(run, split) == []  # these are not the images that were measured
         measured = run.results["test"]["per_class"]
         for label, row in enumerate(measured):
             row["support"] = int((split.labels == label).sum())
-        pictures = class_pictures(run, split)
+        pictures = class_thumbnails(run, split)
         assert len(pictures) == 10
         for label, (uri, small) in enumerate(pictures):
             place = int(np.flatnonzero(split.labels == label)[0])
-            assert np.array_equal(picture(uri), split.read(place))
+            assert np.array_equal(picture(uri), split.decode(place))
             assert small
-        assert class_pictures(run, None) == []
+        assert class_thumbnails(run, None) == []
         measured[3] = None
-        assert class_pictures(run, split) == []
+        assert class_thumbnails(run, split) == []
         run.results["test"]["per_class"] = [{"support": 0}] * 51
-        assert class_pictures(run, split) == []
+        assert class_thumbnails(run, split) == []
 
     def test_a_class_without_images_has_none(self, tmp_path: Path) -> None:
-        run = run_of(tmp_path / "run")
+        run = write_and_read_run(tmp_path / "run")
         run.results["test"]["per_class"] = [{"support": 0}, {"support": 1}]
         pixels = np.full((1, 300, 200, 3), 7, dtype=np.uint8)
-        split = Split("test", np.array([1]), ArrayItems(pixels, "mine"))
-        (none, _), (uri, small) = class_pictures(run, split)
+        split = Split("test", np.array([1]), ArrayImages(pixels, "mine"))
+        (none, _), (uri, small) = class_thumbnails(run, split)
         assert none == ""
         assert picture(uri).shape == (64, 43, 3)
         assert not small
@@ -126,11 +127,11 @@ class TestClassPictures:
 
 def test_small_pictures_are_exact_and_photos_are_light() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (400, 300, 3), dtype=np.uint8)
-    assert np.array_equal(picture(to_uri(pixels[:95, :95], side=128)), pixels[:95, :95])
+    assert np.array_equal(picture(to_data_uri(pixels[:95, :95], max_side=128)), pixels[:95, :95])
     smooth = np.asarray(
         Image.fromarray(pixels[:4, :3]).resize((300, 400), Image.Resampling.BICUBIC)
     )
-    uri = to_uri(smooth, side=128)
+    uri = to_data_uri(smooth, max_side=128)
     assert uri.startswith("data:image/jpeg;")
     assert picture(uri).shape == (128, 96, 3)
     assert len(uri) < 6000  # a PNG would take three times as much
@@ -143,8 +144,8 @@ def test_the_normalisation_is_undone() -> None:
     mean, std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
     plain = torch.rand(2, 3, 4, 5)
     scale, shift = (torch.tensor(values).view(3, 1, 1) for values in (std, mean))
-    shown = visible((plain - shift) / scale, mean=mean, std=std)
+    shown = denormalize((plain - shift) / scale, mean=mean, std=std)
     assert shown.shape == (2, 4, 5, 3)
     assert np.allclose(shown, plain.permute(0, 2, 3, 1).numpy(), atol=1e-6)
-    beyond = visible(torch.full((1, 3, 1, 1), 9.0), mean=mean, std=std)
+    beyond = denormalize(torch.full((1, 3, 1, 1), 9.0), mean=mean, std=std)
     assert beyond.max() == 1  # an overshoot is white

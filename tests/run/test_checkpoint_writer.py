@@ -35,55 +35,55 @@ class Slow(Snapshot):
 
 
 def test_the_trainer_goes_on_while_it_is_written(run: RunDir) -> None:
-    writer, first, second = CheckpointWriter(run, newest=2), Slow(), Slow()
-    with writer.at_work():
+    writer, first, second = CheckpointWriter(run, num_newest=2), Slow(), Slow()
+    with writer.finish_on_exit():
         writer.write(1, first)
-        writer.look()
-        assert run.steps() == []
+        writer.raise_if_failed()
+        assert run.checkpoint_steps() == []
         threading.Timer(0.3, first.may.set).start()
         writer.write(2, second)  # waits for the first
-        assert run.steps() == [1]
+        assert run.checkpoint_steps() == [1]
         second.may.set()
         writer.wait()
-        assert run.steps() == [1, 2]
-    assert run.verify(2) is None
+        assert run.checkpoint_steps() == [1, 2]
+    assert run.verify_checkpoint(2) is None
 
 
 def test_leaving_waits_for_the_last_one(run: RunDir) -> None:
-    writer, snapshot = CheckpointWriter(run, newest=2), Slow()
+    writer, snapshot = CheckpointWriter(run, num_newest=2), Slow()
 
     def train() -> None:
-        with writer.at_work():
+        with writer.finish_on_exit():
             writer.write(1, snapshot)
             threading.Timer(0.3, snapshot.may.set).start()
             raise DivergedError("the run has ended meanwhile")
 
     with pytest.raises(DivergedError):
         train()
-    assert run.verify(1) is None
+    assert run.verify_checkpoint(1) is None
 
 
 def test_a_full_disk_ends_the_run_at_the_next_step(run: RunDir) -> None:
-    writer, good, full = CheckpointWriter(run, newest=2), Slow(), Slow(full=True)
+    writer, good, full = CheckpointWriter(run, num_newest=2), Slow(), Slow(full=True)
     good.may.set()
     writer.write(1, good)
     writer.write(2, full)
-    writer.look()  # still under way
+    writer.raise_if_failed()  # still under way
     full.may.set()
-    with refused("setup.disk_full", run.folder(2)):
+    with refused("setup.disk_full", run.checkpoint_folder(2)):
         writer.wait()
-    assert run.steps() == [1]
-    assert not list(run.checkpoints.glob(".*"))
+    assert run.checkpoint_steps() == [1]
+    assert not list(run.checkpoints_folder.glob(".*"))
 
 
 @pytest.mark.parametrize("error", [None, DivergedError("first")])
 def test_a_full_disk_at_the_end_is_told(error: DivergedError | None, run: RunDir) -> None:
     """Unless something else has ended the run."""
-    writer, full = CheckpointWriter(run, newest=2), Slow(full=True)
+    writer, full = CheckpointWriter(run, num_newest=2), Slow(full=True)
     full.may.set()
 
     def train() -> None:
-        with writer.at_work():
+        with writer.finish_on_exit():
             writer.write(1, full)
             if error is not None:
                 raise error
@@ -94,15 +94,15 @@ def test_a_full_disk_at_the_end_is_told(error: DivergedError | None, run: RunDir
 
 @pytest.mark.parametrize("text", ['{"best_step": [1]}', "[" * 100_000, "[]", "no JSON"])
 def test_a_strange_state_names_no_best(run: RunDir, text: str) -> None:
-    folder = run.folder(3)
+    folder = run.checkpoint_folder(3)
     folder.mkdir(parents=True)
     (folder / "state.json").write_text(text)
-    assert checkpoint._best_step(run, 3) is None
+    assert checkpoint._best_step_at(run, 3) is None
 
 
 @pytest.mark.timeout(20)
 def test_a_pipe_names_no_best_and_is_not_waited_for(run: RunDir) -> None:
-    folder = run.folder(3)
+    folder = run.checkpoint_folder(3)
     folder.mkdir(parents=True)
     os.mkfifo(folder / "state.json")
-    assert checkpoint._best_step(run, 3) is None
+    assert checkpoint._best_step_at(run, 3) is None

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from logs import logged
 from refusals import refused
 
 from finetune.errors import SetupError
@@ -95,34 +96,34 @@ def test_a_folder_of_other_things_is_left_alone(tmp_path: Path) -> None:
 
 def test_checkpoints_are_listed_in_order_and_verify(run: RunDir) -> None:
     for step in (30, 10, 200):
-        run.save(step, fill(str(step)), needed=0)
-    assert run.steps() == [10, 30, 200]
-    assert [run.verify(step) for step in run.steps()] == [None, None, None]
-    assert run.newest(pytest.fail) == 200
-    run.prune({10, 200})
-    assert run.steps() == [10, 200]
+        run.save_checkpoint(step, fill(str(step)), num_bytes=0)
+    assert run.checkpoint_steps() == [10, 30, 200]
+    assert [run.verify_checkpoint(step) for step in run.checkpoint_steps()] == [None, None, None]
+    assert run.newest_intact_step() == 200
+    run.prune_checkpoints({10, 200})
+    assert run.checkpoint_steps() == [10, 200]
 
 
 def test_whatever_has_a_checkpoints_name_is_removed_with_it(run: RunDir, tmp_path: Path) -> None:
-    run.save(1, fill("a"), needed=0)
+    run.save_checkpoint(1, fill("a"), num_bytes=0)
     (tmp_path / "elsewhere").mkdir()
-    run.folder(2).write_text("")
-    run.folder(3).symlink_to(tmp_path / "elsewhere")
-    (run.checkpoints / "step-٠٠٠٠٠٠٠٤").mkdir()  # digits, and not ours
-    assert run.steps() == [1, 2, 3]
-    assert run.newest(lambda text: None) == 1
-    run.prune({1})
-    run.folder(1).rename(run.folder(5))
-    run.folder(1).symlink_to(tmp_path / "elsewhere")
-    run.save(1, fill("b"), needed=0)
-    shutil.rmtree(run.folder(5))
-    run.folder(5).write_text("")
-    run.save(5, fill("c"), needed=0)
+    run.checkpoint_folder(2).write_text("")
+    run.checkpoint_folder(3).symlink_to(tmp_path / "elsewhere")
+    (run.checkpoints_folder / "step-٠٠٠٠٠٠٠٤").mkdir()  # digits, and not ours
+    assert run.checkpoint_steps() == [1, 2, 3]
+    assert run.newest_intact_step() == 1
+    run.prune_checkpoints({1})
+    run.checkpoint_folder(1).rename(run.checkpoint_folder(5))
+    run.checkpoint_folder(1).symlink_to(tmp_path / "elsewhere")
+    run.save_checkpoint(1, fill("b"), num_bytes=0)
+    shutil.rmtree(run.checkpoint_folder(5))
+    run.checkpoint_folder(5).write_text("")
+    run.save_checkpoint(5, fill("c"), num_bytes=0)
     assert (tmp_path / "elsewhere").is_dir()
-    assert sorted(os.listdir(run.checkpoints)) == [
+    assert sorted(os.listdir(run.checkpoints_folder)) == [
         *("step-00000001", "step-00000005", "step-٠٠٠٠٠٠٠٤")
     ]
-    assert [run.verify(step) for step in run.steps()] == [None, None]
+    assert [run.verify_checkpoint(step) for step in run.checkpoint_steps()] == [None, None]
 
 
 FILES = ("model.safetensors", "state.json", "manifest.json")
@@ -133,9 +134,9 @@ FILES = ("model.safetensors", "state.json", "manifest.json")
 def test_every_damage_is_found_and_the_one_before_is_taken(
     run: RunDir, name: str, damage: str
 ) -> None:
-    run.save(1, fill("a"), needed=0)
-    run.save(2, fill("b"), needed=0)
-    path = run.folder(2) / name
+    run.save_checkpoint(1, fill("a"), num_bytes=0)
+    run.save_checkpoint(2, fill("b"), num_bytes=0)
+    path = run.checkpoint_folder(2) / name
     content = bytearray(path.read_bytes())
     if damage == "missing":
         path.unlink()
@@ -144,18 +145,18 @@ def test_every_damage_is_found_and_the_one_before_is_taken(
         path.write_bytes(content)
     else:
         path.write_bytes(b"" if damage == "empty" else content[:-3])
-    notices: list[str] = []
-    assert run.newest(notices.append) == 1
+    with logged() as notices:
+        assert run.newest_intact_step() == 1
     assert len(notices) == 1
     assert name in notices[0]
-    run.folder(1).joinpath("state.json").unlink()
-    with refused("checkpoint.damaged", run.checkpoints, 2):
-        run.newest(notices.append)
+    run.checkpoint_folder(1).joinpath("state.json").unlink()
+    with refused("checkpoint.damaged", run.checkpoints_folder, 2):
+        run.newest_intact_step()
 
 
 def test_every_bit_of_the_manifest_counts(run: RunDir) -> None:
-    run.save(1, fill("a"), needed=0)
-    path = run.folder(1) / "manifest.json"
+    run.save_checkpoint(1, fill("a"), num_bytes=0)
+    path = run.checkpoint_folder(1) / "manifest.json"
     whole = path.read_bytes()
     checked = 0
     for place in range(len(whole)):
@@ -164,21 +165,21 @@ def test_every_bit_of_the_manifest_counts(run: RunDir) -> None:
         changed = bytearray(whole)
         changed[place] ^= 1
         path.write_bytes(changed)
-        assert run.verify(1) is not None, changed[max(0, place - 20) : place + 20]
+        assert run.verify_checkpoint(1) is not None, changed[max(0, place - 20) : place + 20]
         checked += 1
     assert checked > 200
 
 
 def test_a_save_that_fails_leaves_the_old_checkpoint_and_no_rest(run: RunDir) -> None:
-    run.save(1, fill("a"), needed=0)
+    run.save_checkpoint(1, fill("a"), num_bytes=0)
 
     def breaks(folder: Path) -> None:
         fill("b")(folder)
         raise RuntimeError("in the middle")
 
     with pytest.raises(RuntimeError):
-        run.save(2, breaks, needed=0)
-    assert [entry.name for entry in run.checkpoints.iterdir()] == ["step-00000001"]
+        run.save_checkpoint(2, breaks, num_bytes=0)
+    assert [entry.name for entry in run.checkpoints_folder.iterdir()] == ["step-00000001"]
 
 
 @contextlib.contextmanager
@@ -195,11 +196,11 @@ def largest_file(num_bytes: int) -> Iterator[None]:
 
 
 def test_a_full_disk_is_one_message_with_the_bytes_needed(run: RunDir) -> None:
-    run.save(1, fill("a"), needed=0)
-    with largest_file(4096), refused("setup.disk_full", run.folder(2), "123,456 bytes"):
-        run.save(2, fill("b" * 1000), needed=123456)
-    assert [entry.name for entry in run.checkpoints.iterdir()] == ["step-00000001"]
-    assert run.verify(1) is None
+    run.save_checkpoint(1, fill("a"), num_bytes=0)
+    with largest_file(4096), refused("setup.disk_full", run.checkpoint_folder(2), "123,456 bytes"):
+        run.save_checkpoint(2, fill("b" * 1000), num_bytes=123456)
+    assert [entry.name for entry in run.checkpoints_folder.iterdir()] == ["step-00000001"]
+    assert run.verify_checkpoint(1) is None
 
 
 def test_opening_clears_what_an_interrupted_write_left(tmp_path: Path) -> None:
@@ -226,48 +227,48 @@ def test_opening_leaves_what_others_put_there(tmp_path: Path) -> None:
 
 
 def test_opening_gives_back_a_model_that_was_about_to_be_replaced(run: RunDir) -> None:
-    run.publish_model(fill("a"), needed=0)
-    before = sorted(entry.name for entry in run.model.iterdir())
+    run.publish_model(fill("a"), num_bytes=0)
+    before = sorted(entry.name for entry in run.model_folder.iterdir())
     replace = os.replace
 
     def killed() -> None:
         def replace_unless(source: Path, target: Path) -> None:
-            if target == run.model:
+            if target == run.model_folder:
                 os._exit(9)
             replace(source, target)
 
         os.replace = replace_unless
-        run.publish_model(fill("b"), needed=0)
+        run.publish_model(fill("b"), num_bytes=0)
 
     child = os.fork()
     if not child:
         killed()
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    assert not run.model.exists()
+    assert not run.model_folder.exists()
     run.close()
     run.open()
-    assert sorted(entry.name for entry in run.model.iterdir()) == before
+    assert sorted(entry.name for entry in run.model_folder.iterdir()) == before
     assert not [entry for entry in run.path.iterdir() if entry.name.endswith(".tmp")]
 
 
 def test_the_rest_of_a_killed_process_with_our_number_is_not_in_the_way(run: RunDir) -> None:
     for rest in (f".model.{os.getpid()}.tmp", f".model.old.{os.getpid()}.tmp"):
         (run.path / rest / "README.md").mkdir(parents=True)
-    run.publish_model(fill("a"), needed=0)
-    run.publish_model(fill("b"), needed=0)
+    run.publish_model(fill("a"), num_bytes=0)
+    run.publish_model(fill("b"), num_bytes=0)
 
 
 def test_metrics_survive_a_line_cut_short_and_forget_what_comes_again(run: RunDir) -> None:
     for step in (1, 2, 3):
-        run.log({"step": step, "loss": 0.5})
+        run.append_metrics({"step": step, "loss": 0.5})
     run.close()
     with (run.path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
-    assert [line["step"] for line in run.history()] == [1, 2, 3]
-    run.forget_after(2)
-    run.log({"step": 3, "loss": 0.25})
-    assert run.history() == [
+    assert [line["step"] for line in run.read_metrics()] == [1, 2, 3]
+    run.drop_metrics_after(2)
+    run.append_metrics({"step": 3, "loss": 0.25})
+    assert run.read_metrics() == [
         {"step": 1, "loss": 0.5},
         {"step": 2, "loss": 0.5},
         {"step": 3, "loss": 0.25},
@@ -276,10 +277,10 @@ def test_metrics_survive_a_line_cut_short_and_forget_what_comes_again(run: RunDi
 
 def test_a_damaged_line_of_the_log_takes_no_other_with_it(run: RunDir) -> None:
     for step in (1, 2):
-        run.log({"step": step})
+        run.append_metrics({"step": step})
     path = run.path / "metrics.jsonl"
     path.write_bytes(b"\xff\n[1]\n" + path.read_bytes().replace(b"\n", b"\n\0\n", 1))
-    assert [line["step"] for line in run.history()] == [1, 2]
+    assert [line["step"] for line in run.read_metrics()] == [1, 2]
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
@@ -289,24 +290,24 @@ def test_a_folder_or_pipe_for_a_file_is_damage(make, run: RunDir) -> None:
     with refused("checkpoint.damaged", run.path / "run.json"):
         run.read_json("run.json")
     with refused("checkpoint.damaged", run.path / "metrics.jsonl"):
-        run.history()
-    run.save(1, fill("a"), needed=0)
-    (run.folder(1) / "manifest.json").unlink()
-    make(run.folder(1) / "manifest.json")
-    assert "not a file" in str(run.verify(1))
+        run.read_metrics()
+    run.save_checkpoint(1, fill("a"), num_bytes=0)
+    (run.checkpoint_folder(1) / "manifest.json").unlink()
+    make(run.checkpoint_folder(1) / "manifest.json")
+    assert "not a file" in str(run.verify_checkpoint(1))
 
 
 def test_a_manifest_that_is_nested_too_deep_is_damaged(run: RunDir) -> None:
-    run.save(1, fill("a"), needed=0)
-    (run.folder(1) / "manifest.json").write_text("[" * 200_000)
-    assert "levels deep" in str(run.verify(1))
+    run.save_checkpoint(1, fill("a"), num_bytes=0)
+    (run.checkpoint_folder(1) / "manifest.json").write_text("[" * 200_000)
+    assert "levels deep" in str(run.verify_checkpoint(1))
 
 
 def test_a_log_line_that_finds_no_room_leaves_no_half(run: RunDir) -> None:
-    run.log({"step": 1})
+    run.append_metrics({"step": 1})
     with largest_file(20), refused("setup.disk_full", "metrics.jsonl"):
-        run.log({"step": 2})
-    run.log({"step": 3})
+        run.append_metrics({"step": 2})
+    run.append_metrics({"step": 3})
     assert (run.path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 3}\n'
 
 
@@ -325,23 +326,23 @@ def test_json_is_replaced_whole_and_refuses_what_json_has_not(run: RunDir) -> No
 def test_a_model_is_there_with_its_weights_and_its_config(run: RunDir) -> None:
     assert not run.has_model()
     for name in ("config.json", "model.safetensors"):
-        run.model.mkdir(exist_ok=True)
+        run.model_folder.mkdir(exist_ok=True)
         assert not run.has_model()
-        (run.model / name).touch()
+        (run.model_folder / name).touch()
     assert run.has_model()
 
 
 def test_the_model_folder_is_replaced_as_a_whole(run: RunDir) -> None:
-    run.publish_model(fill("a"), needed=0)
-    run.publish_model(lambda folder: (folder / "README.md").write_text("b"), needed=0)
-    assert [entry.name for entry in run.model.iterdir()] == ["README.md"]
+    run.publish_model(fill("a"), num_bytes=0)
+    run.publish_model(lambda folder: (folder / "README.md").write_text("b"), num_bytes=0)
+    assert [entry.name for entry in run.model_folder.iterdir()] == ["README.md"]
     assert not [entry for entry in run.path.iterdir() if entry.name.endswith(".tmp")]
 
 
 def test_a_signal_between_the_renames_leaves_the_old_model(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run.publish_model(fill("a"), needed=0)
+    run.publish_model(fill("a"), num_bytes=0)
     replace, calls = os.replace, []
 
     def interrupted(source: Path, target: Path) -> None:
@@ -353,6 +354,6 @@ def test_a_signal_between_the_renames_leaves_the_old_model(
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            run.publish_model(fill("b"), needed=0)
-    assert (run.model / "model.safetensors").read_text() == "a" * 100
+            run.publish_model(fill("b"), num_bytes=0)
+    assert (run.model_folder / "model.safetensors").read_text() == "a" * 100
     assert not [entry for entry in run.path.iterdir() if entry.name.endswith(".tmp")]

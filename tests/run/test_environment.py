@@ -11,15 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults_runs import check_done, in_child
+from forked_runs import check_child_success, run_in_child
 from refusals import refused
 
+from finetune.precision import resolve_precision
 from finetune.run import environment as provenance
-from finetune.run.environment import describe_machine, pick_precision, requested_processes
+from finetune.run.environment import collect_environment
+from finetune.training.launcher import requested_num_processes
 
 
 def test_the_machine_is_described_for_json() -> None:
-    facts = describe_machine(torch.device("cpu"), 2)
+    facts = collect_environment(torch.device("cpu"), 2)
     assert json.loads(json.dumps(facts)) == facts
     assert facts["versions"]["torch"] == version("torch")
     assert facts["num_processes"] == 2
@@ -32,11 +34,11 @@ def test_the_machine_is_described_for_json() -> None:
 )
 def test_auto_takes_bf16_where_the_processor_has_it(monkeypatch, capabilities, expected) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
-    assert pick_precision("auto", torch.device("cpu")) == expected
-    assert pick_precision("fp32", torch.device("cpu")) == "fp32"
-    assert pick_precision("fp16", torch.device("meta")) == "fp16"
+    assert resolve_precision("auto", torch.device("cpu")) == expected
+    assert resolve_precision("fp32", torch.device("cpu")) == "fp32"
+    assert resolve_precision("fp16", torch.device("meta")) == "fp16"
     with refused("setup.needs_gpu", "run.precision", "fp16"):
-        pick_precision("fp16", torch.device("cpu"))
+        resolve_precision("fp16", torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +54,7 @@ def test_auto_takes_bf16_where_the_processor_has_it(monkeypatch, capabilities, e
 def test_the_launchers_command_line_is_read(monkeypatch, command, expected) -> None:
     line = "\0".join(command).encode() + b"\0"
     monkeypatch.setattr(Path, "read_bytes", lambda self: line)
-    assert requested_processes() == expected
+    assert requested_num_processes() == expected
 
 
 def test_the_launchers_configuration_file_is_read(tmp_path: Path, monkeypatch) -> None:
@@ -60,18 +62,18 @@ def test_the_launchers_configuration_file_is_read(tmp_path: Path, monkeypatch) -
     config.write_text("num_processes: 2\n")
     line = "\0".join(["bin/accelerate", "launch", "--config_file", str(config), "-m", "finetune"])
     monkeypatch.setattr(Path, "read_bytes", lambda self: line.encode())
-    assert requested_processes() == 2
+    assert requested_num_processes() == 2
     config.write_text("num_processes: [\n")
-    assert requested_processes() is None
+    assert requested_num_processes() is None
 
 
 def test_a_parent_that_launches_nothing_asks_for_nothing() -> None:
     """Such as this process."""
 
     def work() -> None:
-        assert requested_processes() is None
+        assert requested_num_processes() is None
 
-    check_done(in_child(work))
+    check_child_success(run_in_child(work))
 
 
 def test_the_commit_is_the_checkouts(tmp_path: Path, monkeypatch) -> None:
@@ -85,14 +87,14 @@ def test_the_commit_is_the_checkouts(tmp_path: Path, monkeypatch) -> None:
     module = package / "environment.py"
     module.write_text("")
     monkeypatch.setattr(provenance, "__file__", str(module))
-    assert provenance._commit() is None
+    assert provenance._source_commit() is None
     git("init", "-q")
     git("add", ".")
     git("commit", "-qm", "one")
     commit = git("rev-parse", "HEAD")
-    assert provenance._commit() == commit
+    assert provenance._source_commit() == commit
     module.write_text("# changed")
-    assert provenance._commit() == f"{commit}+changes"
+    assert provenance._source_commit() == f"{commit}+changes"
 
 
 def test_an_installed_package_names_the_commit_that_it_was_built_from(
@@ -115,7 +117,7 @@ def test_an_installed_package_names_the_commit_that_it_was_built_from(
     run(*build, "none")
     installed = "finetune/run/environment.py"
     monkeypatch.setattr(provenance, "__file__", str(tmp_path / "none" / installed))
-    assert provenance._commit() is None, "of sources that are no checkout"
+    assert provenance._source_commit() is None, "of sources that are no checkout"
     run("git", "init", "-q")
     run("git", "add", ".")
     run("git", "-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", "one")
@@ -125,4 +127,4 @@ def test_an_installed_package_names_the_commit_that_it_was_built_from(
     run(*build, "changed")
     for name, expected in (("clean", commit), ("changed", f"{commit}+changes")):
         monkeypatch.setattr(provenance, "__file__", str(tmp_path / name / installed))
-        assert provenance._commit() == expected
+        assert provenance._source_commit() == expected

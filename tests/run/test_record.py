@@ -8,22 +8,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from recipe_texts import tiny_text
+from recipe_texts import tiny_recipe_text
 from refusals import refused
 
 from finetune.errors import DataError, Interrupted
-from finetune.recipe.load import Recipe, parse_recipe
+from finetune.recipe.load import parse_recipe
+from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir
-from finetune.run.record import finished, read_record, status_kept, write_record
+from finetune.run.record import read_finished_results, read_record, record_status, write_record
 
-RECIPE = tiny_text()
+RECIPE = tiny_recipe_text()
 
 
 @contextlib.contextmanager
 def ended(run: RunDir, error: BaseException | None, *, main: bool = True) -> Iterator[None]:
     """The end of a run, by an error or by itself."""
     caught = contextlib.nullcontext() if error is None else pytest.raises(type(error))
-    with caught, status_kept(run, main=main):
+    with caught, record_status(run, is_main_process=main):
         yield
         if error is not None:
             raise error
@@ -89,8 +90,8 @@ def test_finished_is_a_run_of_this_recipe_that_says_done(tmp_path: Path) -> None
     run.write_json("results.json", {"steps": 4})
     for status in ("running", "stopped (143)", "failed (3)"):
         write_record(run, {"status": status})
-        assert finished(tmp_path, recipe()) is None
+        assert read_finished_results(tmp_path, recipe()) is None
     write_record(run, {"status": "done"})
-    assert finished(tmp_path, recipe()) == {"steps": 4}
-    assert finished(tmp_path, recipe("run.threads=1")) == {"steps": 4}
-    assert finished(tmp_path, recipe("optim.lr=2e-3")) is None
+    assert read_finished_results(tmp_path, recipe()) == {"steps": 4}
+    assert read_finished_results(tmp_path, recipe("run.threads=1")) == {"steps": 4}
+    assert read_finished_results(tmp_path, recipe("optim.lr=2e-3")) is None

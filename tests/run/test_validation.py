@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from refusals import refused
 
-from finetune.run.validation import (
-    checked,
-    clear,
+from finetune.run.integrity import (
+    check_is_run_folder,
+    check_json_types,
+    check_no_symlinks,
     load_json,
-    log_line,
-    open_lock,
-    read_regular,
-    refuse_links,
-    refuse_others,
-    remove,
+    open_lock_file,
+    parse_metrics_line,
+    read_regular_file,
+    remove_leftovers,
+    remove_path,
 )
 
 RECORD = json.dumps({"status": "running", "data_fingerprint": "0"})
@@ -48,16 +48,16 @@ def test_only_files_are_read_and_only_up_to_a_size(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").write_bytes(b"12345")
     (tmp_path / "link").symlink_to("file")
-    assert read_regular(tmp_path / "link", limit_bytes=5) == b"12345"
+    assert read_regular_file(tmp_path / "link", max_bytes=5) == b"12345"
     with pytest.raises(ValueError, match="5 bytes are more than the 4"):
-        read_regular(tmp_path / "file", limit_bytes=4)
+        read_regular_file(tmp_path / "file", max_bytes=4)
     with pytest.raises(ValueError, match="a folder"):
-        read_regular(tmp_path)
+        read_regular_file(tmp_path)
     for path in (tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(ValueError, match="a pipe or a device"):
-            read_regular(path)
+            read_regular_file(path)
     with pytest.raises(FileNotFoundError):
-        read_regular(tmp_path / "none")
+        read_regular_file(tmp_path / "none")
 
 
 def test_json_is_what_could_be_written_again(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_json_is_what_could_be_written_again(tmp_path: Path) -> None:
     assert load_json(path) == {"a": [1, 2.5, "x", None]}
     for content in (b"[" * 200_000, b"[" * 60 + b"]" * 60, b"NaN", b"[1e999]", b"\xff\xfe", b""):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"deep|no number|decode|Expecting"):
+        with pytest.raises(ValueError, match=r"deep|not a JSON number|decode|Expecting"):
             load_json(path)
 
 
@@ -78,9 +78,9 @@ def test_a_file_without_end_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_line_of_the_log_has_a_step() -> None:
-    assert log_line(b'{"step": 1, "loss": 2}\n') == {"step": 1, "loss": 2}
+    assert parse_metrics_line(b'{"step": 1, "loss": 2}\n') == {"step": 1, "loss": 2}
     for text in (b"", b"[1]", b'{"step": "1"}', b'{"st', b"\xff", b"[" * 100_000, b"{" * 100):
-        assert log_line(text) is None
+        assert parse_metrics_line(text) is None
 
 
 # Shapes -------------------------------------------------------------------------------------------
@@ -108,16 +108,16 @@ def test_a_line_of_the_log_has_a_step() -> None:
 )
 def test_another_kind_of_value_is_named(name: str, content: dict[str, Any], key: str) -> None:
     with refused("checkpoint.damaged", name, f"'{key}'"):
-        checked(Path(name), content)
-    assert checked(Path("other.json"), content) == content
+        check_json_types(Path(name), content)
+    assert check_json_types(Path("other.json"), content) == content
 
 
 def test_what_is_not_there_has_no_shape() -> None:
     plan = {"steps": 4, "images_read": 3, "steps_per_epoch": 0.5, "weights": {}, "images": {}}
     for content in ({}, {"plan": {}}, {"plan": plan, "status": "done"}):
-        assert checked(Path("run.json"), content) == content
+        assert check_json_types(Path("run.json"), content) == content
     content = {"val": None, "test": {"top1": 0.5, "ece": 0, "examples": 3}, "claims": []}
-    assert checked(Path("results.json"), content) == content
+    assert check_json_types(Path("results.json"), content) == content
 
 
 # Whose folder it is -------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ OURS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("name", OURS)
 def test_a_run_shows_that_it_is_one(name: str, tmp_path: Path) -> None:
     OURS[name](tmp_path / "run")
-    refuse_others(tmp_path / "run")
+    check_is_run_folder(tmp_path / "run")
 
 
 OTHERS: dict[str, tuple[str, Callable[[Path], object]]] = {
@@ -174,7 +174,7 @@ def test_any_other_folder_is_refused(name: str, tmp_path: Path) -> None:
     lay(tmp_path / "run")
     before = tree(tmp_path)
     with refused("setup.not_a_run", tmp_path / "run", f"'{named}'", "--out"):
-        refuse_others(tmp_path / "run")
+        check_is_run_folder(tmp_path / "run")
     assert tree(tmp_path) == before
 
 
@@ -183,12 +183,12 @@ def test_any_other_folder_is_refused(name: str, tmp_path: Path) -> None:
 )
 def test_a_file_of_a_run_is_a_file(name: str, tmp_path: Path) -> None:
     laid(tmp_path, "checkpoints/step-00000002/manifest.json", run_json=RECORD)
-    refuse_others(tmp_path)
+    check_is_run_folder(tmp_path)
     for make, kind in ((os.mkdir, "a folder"), (os.mkfifo, "a pipe or a device")):
         (tmp_path / name).unlink(missing_ok=True)
         make(tmp_path / name)
         with refused("checkpoint.damaged", tmp_path / name, kind):
-            refuse_others(tmp_path)
+            check_is_run_folder(tmp_path)
         os.rmdir(tmp_path / name) if make is os.mkdir else None
 
 
@@ -198,10 +198,10 @@ def test_a_file_of_a_run_is_a_file(name: str, tmp_path: Path) -> None:
 def test_a_part_of_a_run_that_is_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
     elsewhere = laid(tmp_path, "elsewhere/.hidden", "run/") / "elsewhere"
     (tmp_path / "link").symlink_to("run")
-    refuse_links(tmp_path / "link")
+    check_no_symlinks(tmp_path / "link")
     (tmp_path / "run" / name).symlink_to(elsewhere)
     with refused("setup.not_a_run", name, "--out"):
-        refuse_links(tmp_path / "link")
+        check_no_symlinks(tmp_path / "link")
 
 
 # Writing and removing -----------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def test_a_part_of_a_run_that_is_elsewhere_is_refused(name: str, tmp_path: Path)
 
 def test_a_lock_is_a_file(tmp_path: Path) -> None:
     for _ in range(2):
-        with open_lock(tmp_path / "lock") as file:
+        with open_lock_file(tmp_path / "lock") as file:
             file.write(b"12")
     assert (tmp_path / "lock").read_bytes() == b"1212"
     (tmp_path / "folder").mkdir()
@@ -218,20 +218,20 @@ def test_a_lock_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "to nothing").symlink_to("none")
     for name in ("folder", "pipe", "link", "to nothing"):
         with refused("setup.not_a_run", tmp_path / name):
-            open_lock(tmp_path / name)
+            open_lock_file(tmp_path / name)
     assert not (tmp_path / "none").exists()
     with pytest.raises(FileNotFoundError):
-        open_lock(tmp_path / "none" / "lock")
+        open_lock_file(tmp_path / "none" / "lock")
 
 
 def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path: Path) -> None:
     laid(tmp_path, "folder/file", "file")
     for target in ("folder", "file", "none"):
         (tmp_path / "link").symlink_to(target)
-        remove(tmp_path / "link")
+        remove_path(tmp_path / "link")
     assert tree(tmp_path) == ["file", "folder", "folder/file"]
-    remove(tmp_path / "folder")
-    remove(tmp_path / "file")
+    remove_path(tmp_path / "folder")
+    remove_path(tmp_path / "file")
     assert tree(tmp_path) == []
 
 
@@ -262,15 +262,15 @@ def test_only_what_we_named_is_cleared(tmp_path: Path) -> None:
     (tmp_path / ".model.old.1.tmp").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "checkpoints" / ".doomed-1").symlink_to(tmp_path / "elsewhere")
     os.mkfifo(tmp_path / ".run.json.2.tmp")
-    clear(tmp_path)
+    remove_leftovers(tmp_path)
     assert tree(tmp_path) == sorted([*before, "elsewhere", "elsewhere/file"])
 
 
 def test_a_model_comes_back_and_a_link_does_not_become_one(tmp_path: Path) -> None:
     laid(tmp_path, "checkpoints/", "elsewhere/file")
     (tmp_path / ".model.old.1.tmp").symlink_to(tmp_path / "elsewhere")
-    clear(tmp_path)
+    remove_leftovers(tmp_path)
     assert not (tmp_path / "model").exists()
     laid(tmp_path, ".model.old.2.tmp/config.json")
-    clear(tmp_path)
+    remove_leftovers(tmp_path)
     assert tree(tmp_path / "model") == ["config.json"]

@@ -1,4 +1,4 @@
-"""Runs that train an adapter: small checkpoints, resumed to the bit, alike on two ranks, pushed."""
+"""Adapter runs: small checkpoints, bit-exact resume, two ranks, merging and pushing."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ import numpy as np
 import pytest
 import timm
 import torch
-from faults_runs import killed_before, losses, weights
-from hub_samples import hub, slept
+from forked_runs import read_train_losses, read_weights, train_until_killed
+from hub_fixtures import hub, sleep_durations
 from hub_server import HubServer
 from PIL import Image
-from ranks import command, two_ranks
+from ranks import run_rank_command, run_two_ranks
 from refusals import refused
 from safetensors.torch import load_file
 
 from finetune.cli.main import main
 from finetune.commands.evaluate import evaluate_model
-from finetune.models.build import build
-from finetune.publish.artifacts import ADAPTER
-from finetune.recipe.load import Recipe, parse_recipe
+from finetune.models.build import build_model
+from finetune.publish.artifacts import PUBLISHED_ADAPTER_FILES
+from finetune.recipe.load import parse_recipe
+from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir
 from finetune.training.train import train
 
-__all__ = ["hub", "slept"]  # fixtures
+__all__ = ["hub", "sleep_durations"]  # fixtures
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -47,45 +48,52 @@ run: {precision: fp32, log_every: 1, eval_every: 2, save_every: 2, threads: 1}
 """
 
 
-def recipe(*overrides: str) -> Recipe:
+def make_recipe(*overrides: str) -> Recipe:
     return parse_recipe(RECIPE, overrides=overrides)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     out = tmp_path_factory.mktemp("adapter") / "run"
-    return out, train(recipe(), out)
+    return out, train(make_recipe(), out)
 
 
-def test_a_checkpoint_holds_what_is_trained_alone(whole: tuple[Path, dict[str, Any]]) -> None:
-    run = RunDir(whole[0])
-    folder = run.folder(run.steps()[-1])
+def test_checkpoint_holds_only_trained_parameters(
+    finished_run: tuple[Path, dict[str, Any]],
+) -> None:
+    run = RunDir(finished_run[0])
+    folder = run.checkpoint_folder(run.checkpoint_steps()[-1])
     for name in ("model", "ema"):
-        kept = load_file(folder / f"{name}.safetensors")
-        assert {"head.weight", "head.bias"} < kept.keys()
-        assert all("lora_" in key for key in kept.keys() - {"head.weight", "head.bias"})
-    published = (whole[0] / "model" / "model.safetensors").stat().st_size
+        checkpoint = load_file(folder / f"{name}.safetensors")
+        assert {"head.weight", "head.bias"} < checkpoint.keys()
+        assert all("lora_" in key for key in checkpoint.keys() - {"head.weight", "head.bias"})
+    published = (finished_run[0] / "model" / "model.safetensors").stat().st_size
     assert 10 * (folder / "model.safetensors").stat().st_size < published
 
 
-def test_a_killed_run_is_resumed_to_the_bit(
-    whole: tuple[Path, dict[str, Any]], tmp_path: Path
+def test_killed_run_resumes_bit_exactly(
+    finished_run: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    killed_before(4, recipe(), tmp_path / "run")
-    train(recipe(), tmp_path / "run", resume=True)
-    assert losses(tmp_path / "run") == losses(whole[0])
-    assert weights(tmp_path / "run") == weights(whole[0])
+    train_until_killed(4, make_recipe(), tmp_path / "run")
+    train(make_recipe(), tmp_path / "run", resume=True)
+    assert read_train_losses(tmp_path / "run") == read_train_losses(finished_run[0])
+    assert read_weights(tmp_path / "run") == read_weights(finished_run[0])
     name = "model/adapter/adapter_model.safetensors"
-    assert (tmp_path / "run" / name).read_bytes() == (whole[0] / name).read_bytes()
+    assert (tmp_path / "run" / name).read_bytes() == (finished_run[0] / name).read_bytes()
 
 
 @pytest.mark.slow
-def test_two_ranks_train_the_same(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    path, plain = tmp_path / "recipe.yaml", ["model.adapter.dropout=0"]  # it is drawn by rank
+def test_two_ranks_give_the_losses_of_one(
+    finished_run: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    no_dropout = ["model.adapter.dropout=0"]  # each rank draws its own
     path.write_text(RECIPE)
-    train(recipe(*plain), tmp_path / "one")
-    two_ranks(command, "train", str(path), *plain, "--out", str(tmp_path / "two"))
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
+    train(make_recipe(*no_dropout), tmp_path / "one")
+    run_two_ranks(run_rank_command, "train", str(path), *no_dropout, "--out", str(tmp_path / "two"))
+    assert read_train_losses(tmp_path / "two") == pytest.approx(
+        read_train_losses(tmp_path / "one"), abs=1e-5
+    )
     one, two = (
         load_file(tmp_path / name / "model" / "adapter" / "adapter_model.safetensors")
         for name in ("one", "two")
@@ -95,84 +103,97 @@ def test_two_ranks_train_the_same(whole: tuple[Path, dict[str, Any]], tmp_path: 
 
 
 @pytest.mark.slow
-def test_it_is_computed_alike_however_the_network_is(tmp_path: Path) -> None:
-    plain = ["model.adapter.dropout=0"]  # which is drawn by micro-batch
-    train(recipe(*plain), tmp_path / "one")
-    train(recipe(*plain, "model.grad_checkpointing=true", "data.micro_batch=8"), tmp_path / "two")
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-4)
+def test_grad_checkpointing_and_micro_batches_change_no_loss(tmp_path: Path) -> None:
+    no_dropout = ["model.adapter.dropout=0"]  # dropout is drawn per micro-batch
+    train(make_recipe(*no_dropout), tmp_path / "one")
+    train(
+        make_recipe(*no_dropout, "model.grad_checkpointing=true", "data.micro_batch=8"),
+        tmp_path / "two",
+    )
+    assert read_train_losses(tmp_path / "two") == pytest.approx(
+        read_train_losses(tmp_path / "one"), abs=1e-4
+    )
 
 
-def test_the_merged_model_is_what_was_measured(whole: tuple[Path, dict[str, Any]]) -> None:
+def test_merged_model_reproduces_the_reported_metrics(
+    finished_run: tuple[Path, dict[str, Any]],
+) -> None:
     from peft import PeftModel
 
-    out, results = whole
+    out, results = finished_run
     for split in ("val", "test"):
         measured = evaluate_model(str(out), split=split)
         assert measured["loss"] == pytest.approx(results[split]["loss"], abs=1e-6)
         assert measured["confusion"] == results[split]["confusion"]
     merged = timm.create_model(f"local-dir:{out / 'model'}", pretrained=True).eval()
-    base = build("embedded:vit_nano", num_classes=10).model
+    base = build_model("embedded:vit_nano", num_classes=10).model
     adapted = PeftModel.from_pretrained(base, str(out / "model" / "adapter")).eval()
     images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(adapted(images), merged(images), rtol=0, atol=1e-5)
 
 
-def test_the_verbs_take_it(
-    whole: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_predict_export_and_info_accept_an_adapter_run(
+    finished_run: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = str(whole[0])
-    picture = tmp_path / "picture.png"
-    Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(picture)
-    assert main(["predict", out, str(picture)]) == 0
+    out = str(finished_run[0])
+    image = tmp_path / "image.png"
+    Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(image)
+    assert main(["predict", out, str(image)]) == 0
     assert main(["export", out, "--format", "torch", "--out", str(tmp_path / "net.pt2")]) == 0
     assert main(["info", out, "--json"]) == 0
     info = json.loads(capsys.readouterr().out.split("\n{", 1)[-1].join(["{", ""]))
     assert info["adapter"] == "dora"
-    plan = json.loads((whole[0] / "run.json").read_text())["plan"]
+    plan = json.loads((finished_run[0] / "run.json").read_text())["plan"]
     assert info["parameters"]["trainable"] == plan["trainable_parameters"]
     assert info["parameters"]["total"] < plan["parameters"]
 
 
-def test_the_adapter_is_pushed_alone(
-    whole: tuple[Path, dict[str, Any]], hub: HubServer, capsys: pytest.CaptureFixture[str]
+def test_push_adapter_uploads_only_the_adapter(
+    finished_run: tuple[Path, dict[str, Any]], hub: HubServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["push", str(whole[0]), "alice/adapter", "--adapter"]) == 0, capsys.readouterr().err
+    assert main(["push", str(finished_run[0]), "alice/adapter", "--adapter"]) == 0, (
+        capsys.readouterr().err
+    )
     files = hub.files("alice/adapter", "main")
-    assert files.keys() - {".gitattributes"} == set(ADAPTER)
+    assert files.keys() - {".gitattributes"} == set(PUBLISHED_ADAPTER_FILES)
     card = files["README.md"].decode()
     assert "library_name: peft" in card
     assert 'PeftModel.from_pretrained(base, "alice/adapter")' in card
+    code = card.split("```python\n", 1)[1].split("model = PeftModel", 1)[0]
+    exec(code, {})  # its imports and its base model exist
     assert "DoRA of rank 2" in card
-    assert main(["push", str(whole[0]), "alice/whole"]) == 0
+    assert main(["push", str(finished_run[0]), "alice/whole"]) == 0
     names = hub.files("alice/whole", "main").keys()
     assert {"model.safetensors", "adapter/adapter_model.safetensors"} <= names
 
 
-def test_a_run_without_one_has_none_to_push(tmp_path: Path, hub: HubServer) -> None:
-    plain = recipe("model.adapter=null", "model.freeze=backbone", "optim.steps=1")
-    train(plain, tmp_path / "run")
+def test_push_adapter_fails_for_a_run_without_adapter(tmp_path: Path, hub: HubServer) -> None:
+    without_adapter = make_recipe("model.adapter=null", "model.freeze=backbone", "optim.steps=1")
+    train(without_adapter, tmp_path / "run")
     from finetune.publish.push import push
 
     with refused("weights.not_found", "--adapter"):
         push(tmp_path / "run", "alice/net", adapter=True)
 
 
-def test_it_is_not_continued_on_other_weights(tmp_path: Path) -> None:
-    killed_before(4, recipe(), tmp_path / "run")
+def test_resume_refuses_other_base_weights(tmp_path: Path) -> None:
+    train_until_killed(4, make_recipe(), tmp_path / "run")
     record = RunDir(tmp_path / "run").read_json("run.json") or {}
     RunDir(tmp_path / "run").write_json("run.json", {**record, "weights_sha256": "0" * 64})
     with refused("recipe.not_this_run", "embedded:vit_nano"):
-        train(recipe(), tmp_path / "run", resume=True)
+        train(make_recipe(), tmp_path / "run", resume=True)
 
 
-@pytest.mark.faults  # it measures the machine, which takes long
-def test_the_forecast_counts_what_is_kept(whole: tuple[Path, dict[str, Any]]) -> None:
-    from finetune.commands.plan import forecast
+@pytest.mark.faults  # slow: benchmarks the machine
+def test_estimated_checkpoint_size_matches_the_files(
+    finished_run: tuple[Path, dict[str, Any]],
+) -> None:
+    from finetune.commands.estimate import estimate_run
 
-    predicted = forecast(str(whole[0] / "recipe.yaml"))
-    run = RunDir(whole[0])
-    folder = run.folder(run.steps()[-1])
+    predicted = estimate_run(str(finished_run[0] / "recipe.yaml"))
+    run = RunDir(finished_run[0])
+    folder = run.checkpoint_folder(run.checkpoint_steps()[-1])
     actual = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     assert predicted["disk"]["checkpoint"] == pytest.approx(actual, rel=0.1)
     assert predicted["parameters"]["trained"] < predicted["parameters"]["total"] / 10

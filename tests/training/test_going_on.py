@@ -1,4 +1,4 @@
-"""Going on from a model of ours: the head of known classes, and what the run directory says."""
+"""Fine-tuning from the model of a previous run: head initialization and the recorded recipe."""
 
 from __future__ import annotations
 
@@ -11,25 +11,43 @@ import torch
 from refusals import refused
 from safetensors.torch import load_file
 
-from finetune.recipe.load import Claim, Recipe, load_recipe, parse_recipe
+from finetune.recipe.load import Claim, load_recipe, parse_recipe
+from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir
-from finetune.run.record import finished
+from finetune.run.record import read_finished_results
 from finetune.training.train import train
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
-OLD_RUNS = Path(__file__).parents[1] / "run" / "old_runs"
-OPEN = "head_init: null"
+TINY = """
+model:
+  name: vit_tiny_patch16_224
+  args: {patch_size: 4, embed_dim: 16, depth: 1, num_heads: 2}
+  pretrained: false
+  image_size: 16
+data: {source: "embedded:digits", train: resize, eval: resize}
+optim: {name: adamw, lr: 1e-2, steps: 400, warmup_steps: 20}
+run: {precision: fp32, threads: 1, log_every: 50, eval_every: 200, best: val.loss}
+"""
+UNSET_HEAD_INIT = "head_init: null"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on digits whose model gets more than half of them right."""
+    run = tmp_path_factory.mktemp("finished") / "run"
+    train(parse_recipe(TINY), run)
+    return run
 
 
 @pytest.fixture
-def first(tmp_path: Path) -> Path:
-    """A run on digits whose model is right about half of them; its recipe says zeros."""
-    return shutil.copytree(OLD_RUNS / "finished", tmp_path / "first")
+def previous_run(finished: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run; its recipe says `head_init: zeros`."""
+    return shutil.copytree(finished, tmp_path / "first")
 
 
-def going_on(run: Path, *overrides: str) -> Recipe:
-    """The recipe of one step, so small that it changes nothing, from a run's model."""
+def continued_recipe(run: Path, *overrides: str) -> Recipe:
+    """A recipe for one step from a run's model, with a learning rate too small to matter."""
     text = f"""
 model: {{name: "{run}"}}
 data: {{source: "embedded:digits", eval: resize}}
@@ -39,7 +57,7 @@ run: {{precision: fp32, threads: 1}}
     return parse_recipe(text, overrides=overrides)
 
 
-def head(run: Path) -> torch.Tensor:
+def head_weight(run: Path) -> torch.Tensor:
     return load_file(run / "model" / "model.safetensors")["head.weight"]
 
 
@@ -47,47 +65,57 @@ def head_init(run: Path) -> str | None:
     return load_recipe(run / "recipe.yaml").model.head_init
 
 
-def figures(run: Path) -> dict[str, Any]:
+def read_results(run: Path) -> dict[str, Any]:
     results = RunDir(run).read_json("results.json")
     assert results is not None
     return dict(results)
 
 
-def test_the_same_classes_keep_the_head(first: Path, tmp_path: Path) -> None:
-    recipe, kept, new = going_on(first), tmp_path / "kept", tmp_path / "new"
+def test_head_is_kept_for_the_same_classes(previous_run: Path, tmp_path: Path) -> None:
+    recipe, kept, reinitialized = (
+        continued_recipe(previous_run),
+        tmp_path / "kept",
+        tmp_path / "new",
+    )
     train(recipe, kept)
-    train(going_on(first, "model.head_init=zeros"), new)
-    assert figures(kept)["test"]["top1"] == figures(first)["test"]["top1"] > 0.5
-    assert figures(new)["test"]["top1"] < figures(kept)["test"]["top1"]
-    torch.testing.assert_close(head(kept), head(first), rtol=0, atol=1e-8)
-    assert (head_init(first), head_init(kept), head_init(new)) == ("zeros", "keep", "zeros")
-    # it is done, whether the recipe leaves the head open or names it
+    train(continued_recipe(previous_run, "model.head_init=zeros"), reinitialized)
+    assert read_results(kept)["test"]["top1"] == read_results(previous_run)["test"]["top1"] > 0.5
+    assert read_results(reinitialized)["test"]["top1"] < read_results(kept)["test"]["top1"]
+    torch.testing.assert_close(head_weight(kept), head_weight(previous_run), rtol=0, atol=1e-8)
+    assert (head_init(previous_run), head_init(kept), head_init(reinitialized)) == (
+        "zeros",
+        "keep",
+        "zeros",
+    )
+    # the run counts as finished whether the recipe leaves head_init unset or names it
     for overrides in ([], ["model.head_init=keep"]):
         before = (kept / "recipe.yaml").read_bytes()
-        train(going_on(first, *overrides), kept, resume=True)
+        train(continued_recipe(previous_run, *overrides), kept, resume=True)
         assert (kept / "recipe.yaml").read_bytes() == before
     claim = Claim(metric="test.top1", value=0.5, source="a test")
     train(recipe.model_copy(update={"claims": (claim,)}), kept, resume=True)
     assert (head_init(kept), len(load_recipe(kept / "recipe.yaml").claims)) == ("keep", 1)
     with refused("recipe.not_this_run", "model.head_init", "'keep'", "'zeros'"):
-        train(going_on(first, "model.head_init=zeros"), kept, resume=True)
+        train(continued_recipe(previous_run, "model.head_init=zeros"), kept, resume=True)
 
 
-def test_fewer_classes_keep_their_rows(first: Path, tmp_path: Path) -> None:
+def test_head_rows_are_kept_for_a_subset_of_classes(previous_run: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    train(going_on(first, "data.classes=['8', '1']"), run)
-    torch.testing.assert_close(head(run), head(first)[[1, 8]], rtol=0, atol=1e-8)
+    train(continued_recipe(previous_run, "data.classes=['8', '1']"), run)
+    torch.testing.assert_close(
+        head_weight(run), head_weight(previous_run)[[1, 8]], rtol=0, atol=1e-8
+    )
 
 
-def test_an_open_recipe_is_that_of_an_older_run(first: Path, tmp_path: Path) -> None:
-    text = (first / "recipe.yaml").read_text()
-    recipe = parse_recipe(text.replace("head_init: zeros", OPEN))
+def test_unset_head_init_matches_runs_with_zeros(previous_run: Path, tmp_path: Path) -> None:
+    text = (previous_run / "recipe.yaml").read_text()
+    recipe = parse_recipe(text.replace("head_init: zeros", UNSET_HEAD_INIT))
     assert recipe.model.head_init is None
-    assert finished(first, recipe)
-    other = parse_recipe(text.replace("head_init: zeros", "head_init: default"))
-    assert finished(first, other) is None
-    stopped = shutil.copytree(OLD_RUNS / "stopped", tmp_path / "stopped")
-    text = (stopped / "recipe.yaml").read_text()
-    results = train(parse_recipe(text.replace("head_init: zeros", OPEN)), stopped, resume=True)
-    assert results["steps"] == 40
-    assert head_init(stopped) == "zeros"
+    assert read_finished_results(previous_run, recipe)
+    changed = parse_recipe(text.replace("head_init: zeros", "head_init: default"))
+    assert read_finished_results(previous_run, changed) is None
+    results = train(
+        parse_recipe(text.replace("head_init: zeros", UNSET_HEAD_INIT)), previous_run, resume=True
+    )
+    assert results["steps"] == 400
+    assert head_init(previous_run) == "zeros"

@@ -1,4 +1,4 @@
-"""Runs on classes of which some are rare: alike however they are computed, resumed, and told."""
+"""Runs on long-tailed classes: equivalent, resumed and reported."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faults_runs import killed_before, losses, weights
-from ranks import command, two_ranks
-from samples import make_folder
+from forked_runs import read_train_losses, read_weights, train_until_killed
+from ranks import run_rank_command, run_two_ranks
+from small_datasets import write_image_folder
 
 from finetune.cli.main import main
-from finetune.console import say_nothing
-from finetune.recipe.load import Recipe, parse_recipe
+from finetune.recipe.load import parse_recipe
+from finetune.recipe.schema import Recipe
 from finetune.report.run_data import read_run
-from finetune.report.sections import data_rows, headline
-from finetune.training.banner import size_notices
-from finetune.training.setup import open_setup
+from finetune.report.sections import data_rows, headline_tiles
+from finetune.training.sanity import check_setup
+from finetune.training.setup import build_setup
 from finetune.training.train import train
-from finetune.training.training_images import augmented, one_of_each
+from finetune.training.training_images import augment_images, pick_one_per_class
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -41,120 +41,137 @@ run: {precision: fp32, log_every: 1, eval_every: 4, save_every: 2, threads: 1}
 """
 
 
-def recipe(*overrides: str) -> Recipe:
+def make_recipe(*overrides: str) -> Recipe:
     return parse_recipe(RECIPE, overrides=overrides)
 
 
-BEST = "run.best=val.balanced_accuracy"
+BEST_BY_BALANCED_ACCURACY = "run.best=val.balanced_accuracy"
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     out = tmp_path_factory.mktemp("long_tail") / "run"
-    return out, train(recipe(BEST), out)
+    return out, train(make_recipe(BEST_BY_BALANCED_ACCURACY), out)
 
 
-def test_the_record_says_how_often_images_come(whole: tuple[Path, dict[str, Any]]) -> None:
-    plan = json.loads((whole[0] / "run.json").read_text())["plan"]
+def test_record_report_and_card_show_class_counts_and_draws(
+    finished_run: tuple[Path, dict[str, Any]],
+) -> None:
+    plan = json.loads((finished_run[0] / "run.json").read_text())["plan"]
     images, draws = np.array(plan["class_images"]), np.array(plan["class_draws"])
     assert images[9] == 1
     assert images[0] > 50
     assert images.sum() == draws.sum() == plan["images_read"]
     assert draws[9] / images[9] > 5 > 1 > draws[0] / images[0]
-    run = read_run(whole[0])
+    run = read_run(finished_run[0])
     rows = dict(data_rows(run))
     assert "'9' has 1 training image" in rows["Rare classes"]
-    assert rows["Sampling"].startswith(f"square_root: an image of '9' comes {draws[9]} times")
-    tiles = {tile["label"]: tile for tile in headline(run)}
+    assert rows["Sampling"].startswith(f"square_root: an image of '9' is drawn {draws[9]} times")
+    tiles = {tile["label"]: tile for tile in headline_tiles(run)}
     assert "macro F1" in tiles["Balanced accuracy"]["note"]
-    card = (whole[0] / "model" / "README.md").read_text()
+    card = (finished_run[0] / "model" / "README.md").read_text()
     assert "type: balanced_accuracy" in card
     assert "| balanced accuracy | macro F1 |" in card
 
 
-def test_the_best_is_that_of_the_balanced_accuracy(whole: tuple[Path, dict[str, Any]]) -> None:
-    lines = map(json.loads, (whole[0] / "metrics.jsonl").read_text().splitlines())
-    validated = {line["step"]: line for line in lines if line["split"] == "val"}
-    best = whole[1]["best_step"]
-    values = {step: line["balanced_accuracy"] for step, line in validated.items()}
-    assert values[best] == max(values.values()) == whole[1]["val"]["balanced_accuracy"]
-
-
-def test_a_killed_run_is_resumed_to_the_bit(
-    whole: tuple[Path, dict[str, Any]], tmp_path: Path
+def test_best_step_has_the_highest_balanced_accuracy(
+    finished_run: tuple[Path, dict[str, Any]],
 ) -> None:
-    killed_before(6, recipe(BEST), tmp_path / "run")
-    train(recipe(BEST), tmp_path / "run", resume=True)
-    assert losses(tmp_path / "run") == losses(whole[0])
-    assert weights(tmp_path / "run") == weights(whole[0])
+    lines = map(json.loads, (finished_run[0] / "metrics.jsonl").read_text().splitlines())
+    val_lines = {line["step"]: line for line in lines if line["split"] == "val"}
+    best = finished_run[1]["best_step"]
+    values = {step: line["balanced_accuracy"] for step, line in val_lines.items()}
+    assert values[best] == max(values.values()) == finished_run[1]["val"]["balanced_accuracy"]
 
 
-def test_two_ranks_train_the_same(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_killed_run_resumes_bit_exactly(
+    finished_run: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    train_until_killed(6, make_recipe(BEST_BY_BALANCED_ACCURACY), tmp_path / "run")
+    train(make_recipe(BEST_BY_BALANCED_ACCURACY), tmp_path / "run", resume=True)
+    assert read_train_losses(tmp_path / "run") == read_train_losses(finished_run[0])
+    assert read_weights(tmp_path / "run") == read_weights(finished_run[0])
+
+
+def test_two_ranks_give_the_losses_of_one(
+    finished_run: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE)
-    two_ranks(command, "train", str(path), BEST, "--out", str(tmp_path / "two"))
-    assert losses(tmp_path / "two") == pytest.approx(losses(whole[0]), abs=1e-5)
+    run_two_ranks(
+        run_rank_command,
+        "train",
+        str(path),
+        BEST_BY_BALANCED_ACCURACY,
+        "--out",
+        str(tmp_path / "two"),
+    )
+    assert read_train_losses(tmp_path / "two") == pytest.approx(
+        read_train_losses(finished_run[0]), abs=1e-5
+    )
 
 
-def test_features_are_trained_as_images_are(
+def test_training_on_features_matches_training_on_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = ["data.train=resize", "model.freeze=backbone", "data.sampling=class_balanced"]
-    plain += ["optim.class_weights={'9': 3}", "optim.steps=4"]
-    train(recipe(*plain), tmp_path / "features")
+    overrides = ["data.train=resize", "model.freeze=backbone", "data.sampling=class_balanced"]
+    overrides += ["optim.class_weights={'9': 3}", "optim.steps=4"]
+    train(make_recipe(*overrides), tmp_path / "features")
     monkeypatch.setattr(
-        "finetune.training.frozen_backbone._reason_for_images", lambda *_: "for a test"
+        "finetune.training.frozen_backbone._find_obstacle_to_caching", lambda *_: "for a test"
     )
-    train(recipe(*plain), tmp_path / "images")
-    assert losses(tmp_path / "features") == pytest.approx(losses(tmp_path / "images"), abs=1e-5)
+    train(make_recipe(*overrides), tmp_path / "images")
+    assert read_train_losses(tmp_path / "features") == pytest.approx(
+        read_train_losses(tmp_path / "images"), abs=1e-5
+    )
 
 
-def test_training_images_are_shown_as_they_come() -> None:
-    setup = open_setup(
-        recipe("data.sampling=class_balanced", "optim.class_weights=null"),
+def test_augmented_previews_work_for_an_image_missing_from_an_epoch() -> None:
+    setup = build_setup(
+        make_recipe("data.sampling=class_balanced", "optim.class_weights=null"),
         device=torch.device("cpu"),
-        notice=say_nothing,
-        progress=False,
+        show_progress=False,
     )
     split = setup.source.splits["train"]
-    common = one_of_each(split, 10)[0]
-    assert common not in setup.sampler.order(0) or common not in setup.sampler.order(1)
-    shown = augmented(setup, split, [common], one_size=True, epochs=3)[0].epochs
-    assert len({view.tobytes() for view in shown}) == 3
+    index = pick_one_per_class(split, 10)[0]
+    assert index not in setup.sampler.epoch_order(0) or index not in setup.sampler.epoch_order(1)
+    views = augment_images(setup, split, [index], same_size=True, num_epochs=3)[0].trained
+    assert len({view.tobytes() for view in views}) == 3
 
 
-def test_images_that_cannot_be_read_are_not_drawn() -> None:
-    """Neither by the sampling, nor are they counted by the loss and the plan."""
-    setup = open_setup(recipe(), device=torch.device("cpu"), notice=say_nothing, progress=False)
+def test_unreadable_images_are_not_sampled() -> None:
+    """The sampler, the loss and the plan all ignore unreadable images."""
+    setup = build_setup(make_recipe(), device=torch.device("cpu"), show_progress=False)
     labels = setup.source.splits["train"].labels
-    kept = np.flatnonzero((labels != 0) | (np.arange(len(labels)) % 2 == 0))
-    fewer = setup.with_num_samples(len(kept), labels[kept])
-    order = fewer.sampler.order(0)
-    assert len(order) == len(kept) > order.max()
-    drawn = np.bincount(labels[kept][order], minlength=10)
-    assert drawn.tolist() == fewer.plan()["class_draws"] != setup.plan()["class_draws"]
-    assert fewer.make_loss().weight_K is not None
-    assert not torch.equal(fewer.make_loss().weight_K, setup.make_loss().weight_K)
+    readable = np.flatnonzero((labels != 0) | (np.arange(len(labels)) % 2 == 0))
+    shortened = setup.with_num_samples(len(readable), labels[readable])
+    order = shortened.sampler.epoch_order(0)
+    assert len(order) == len(readable) > order.max()
+    draws_per_class = np.bincount(labels[readable][order], minlength=10)
+    assert (
+        draws_per_class.tolist() == shortened.plan()["class_draws"] != setup.plan()["class_draws"]
+    )
+    assert shortened.build_loss().class_weight_K is not None
+    assert not torch.equal(shortened.build_loss().class_weight_K, setup.build_loss().class_weight_K)
 
 
-def test_what_is_rare_is_said_and_the_remedy_only_where_there_is_none() -> None:
-    def line(*overrides: str) -> str:
-        found = size_notices(
-            open_setup(
-                recipe(*overrides),
+def test_rare_class_warning_suggests_class_weights_only_without_a_remedy() -> None:
+    def warning(*overrides: str) -> str:
+        found = check_setup(
+            build_setup(
+                make_recipe(*overrides),
                 device=torch.device("cpu"),
-                notice=say_nothing,
-                progress=False,
+                show_progress=False,
             )
         )
-        return next(line for line in found if "'9'" in line)
+        return next(warning for warning in found if "'9'" in warning)
 
-    none = ["data.sampling=null", "optim.class_weights=null", "optim.focal_gamma=0"]
-    assert "optim.class_weights=balanced" in line(*none)
-    assert "optim.class_weights" not in line(*none, "optim.logit_adjustment=1")
+    no_remedy = ["data.sampling=null", "optim.class_weights=null", "optim.focal_gamma=0"]
+    assert "optim.class_weights=balanced" in warning(*no_remedy)
+    assert "optim.class_weights" not in warning(*no_remedy, "optim.logit_adjustment=1")
 
 
-def test_data_info_names_a_rare_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = make_folder(tmp_path / "photos", {"train/ant": 21, "train/bee": 2})
+def test_data_info_reports_a_rare_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_image_folder(tmp_path / "photos", {"train/ant": 21, "train/bee": 2})
     assert main(["data", "info", source]) == 0
     assert "imbalance: 'bee' has 2 training images and 'ant' 21" in capsys.readouterr().out

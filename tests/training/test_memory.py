@@ -1,4 +1,4 @@
-"""The estimate of a pass's memory is what a real one takes; the network does not change."""
+"""Memory estimates match real training steps and leave the model unchanged."""
 
 from __future__ import annotations
 
@@ -10,71 +10,71 @@ import torch
 from refusals import refused
 from torch import nn
 
-from finetune.models.head import freeze_parameters
-from finetune.models.profile import survey
+from finetune.models.freeze import freeze_parameters
+from finetune.models.summary import summarize_model
 from finetune.recipe.load import OptimSection
 from finetune.training.memory import (
-    LiveBytes,
-    Need,
-    need_of,
-    num_bytes,
-    pass_once,
-    state_bytes,
-    twin_of,
+    MemoryEstimate,
+    TensorMemoryTracker,
+    estimate_memory,
+    fake_copy,
+    optimizer_state_bytes,
+    run_step,
+    tensor_bytes,
 )
 
 SIZE = (32, 32)
 
 
-def network(name: str = "test_vit", **args: object) -> nn.Module:
+def make_model(name: str = "test_vit", **args: object) -> nn.Module:
     torch.manual_seed(0)
     size = {"img_size": 32} if "vit" in name else {}
-    made: nn.Module = timm.create_model(name, num_classes=5, **size, **args)
-    return made
+    model: nn.Module = timm.create_model(name, num_classes=5, **size, **args)
+    return model
 
 
 def real_peak(model: nn.Module, images: int, dtype: torch.dtype = torch.float32) -> int:
-    """Bytes of a pass of real tensors through a copy."""
-    counted, twin = LiveBytes(), twin_of(model)
-    with counted:
-        pass_once(twin, images, SIZE, dtype, train=True)
-    assert counted.live == 0  # it is all given back
-    return counted.peak
+    """Return the peak bytes of a training step with real tensors, on a copy of the model."""
+    tracker, copy = TensorMemoryTracker(), fake_copy(model)
+    with tracker:
+        run_step(copy, images, SIZE, dtype, train=True)
+    assert tracker.current_bytes == 0  # all memory is freed
+    return tracker.peak_bytes
 
 
-class TestLiveBytes:
-    def test_what_is_made_is_counted_while_it_is_there(self) -> None:
-        given = torch.ones(256)
-        with LiveBytes() as counted:
-            assert counted.live == 0
-            double = given * 2
-            assert counted.live == 1024
+class TestTensorMemoryTracker:
+    def test_tensors_are_counted_while_they_are_alive(self) -> None:
+        inputs = torch.ones(256)
+        with TensorMemoryTracker() as tracker:
+            assert tracker.current_bytes == 0
+            double = inputs * 2
+            assert tracker.current_bytes == 1024
             view = double[:10]
             double += 1
-            assert counted.live == 1024
+            assert tracker.current_bytes == 1024
             del double
-            assert counted.live == 1024  # a view holds it
+            assert tracker.current_bytes == 1024  # the view keeps it alive
             del view
-            assert counted.live == 0
-        assert counted.peak == 1024
+            assert tracker.current_bytes == 0
+        assert tracker.peak_bytes == 1024
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["test_vit", "test_resnet", "test_convnext"])
-def test_a_rehearsal_without_content_shows_what_a_real_pass_takes(
-    name: str, dtype: torch.dtype
-) -> None:
-    model = network(name)
-    need = need_of(model, image_size=SIZE, dtype=dtype, images=6)
-    assert need.per_image > 0
+def test_fake_tensor_estimate_matches_a_real_step(name: str, dtype: torch.dtype) -> None:
+    model = make_model(name)
+    estimate = estimate_memory(model, image_size=SIZE, dtype=dtype, num_images=6)
+    assert estimate.bytes_per_image > 0
     for images in (6, 9, 12):
-        assert need.at(images) == pytest.approx(real_peak(model, images, dtype), rel=0.01)
+        assert estimate.bytes_for(images) == pytest.approx(
+            real_peak(model, images, dtype), rel=0.01
+        )
 
 
 @pytest.fixture
-def watched() -> Iterator[nn.Module]:
-    """A network with all that a pass could change."""
-    model = network("test_resnet", drop_rate=0.5)
+def checked_model() -> Iterator[nn.Module]:
+    """A model with all the state that a step could change; checked for changes afterwards."""
+    model = make_model("test_resnet", drop_rate=0.5)
     model.eval()
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     torch.manual_seed(3)
@@ -88,67 +88,69 @@ def watched() -> Iterator[nn.Module]:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_nothing_of_the_network_changes(watched: nn.Module) -> None:
-    def change(twin: nn.Module) -> None:
-        twin.set_grad_checkpointing(True)  # type: ignore[operator]
-        freeze_parameters(twin, "backbone")
+def test_estimate_leaves_the_model_unchanged(checked_model: nn.Module) -> None:
+    def change(copy: nn.Module) -> None:
+        copy.set_grad_checkpointing(True)  # type: ignore[operator]
+        freeze_parameters(copy, "backbone")
 
-    need_of(watched, image_size=SIZE, dtype=torch.float32)
-    need_of(watched, image_size=SIZE, dtype=torch.bfloat16, change=change)
-    assert all(parameter.requires_grad for parameter in watched.parameters())
+    estimate_memory(checked_model, image_size=SIZE, dtype=torch.float32)
+    estimate_memory(checked_model, image_size=SIZE, dtype=torch.bfloat16, prepare=change)
+    assert all(parameter.requires_grad for parameter in checked_model.parameters())
 
 
-def test_a_copy_shares_what_is_frozen(watched: nn.Module) -> None:
-    freeze_parameters(watched, "backbone")
-    twin = twin_of(watched)
-    own, others = dict(watched.named_parameters()), dict(twin.named_parameters())
-    assert own.keys() == others.keys()
-    same = {name for name in own if own[name] is others[name]}
-    assert same == {name for name, parameter in own.items() if not parameter.requires_grad}
-    assert 0 < len(same) < len(own)
+def test_fake_copy_shares_frozen_parameters(checked_model: nn.Module) -> None:
+    freeze_parameters(checked_model, "backbone")
+    copy = fake_copy(checked_model)
+    original, copied = dict(checked_model.named_parameters()), dict(copy.named_parameters())
+    assert original.keys() == copied.keys()
+    shared = {name for name in original if original[name] is copied[name]}
+    assert shared == {name for name, parameter in original.items() if not parameter.requires_grad}
+    assert 0 < len(shared) < len(original)
     with torch.random.fork_rng([]):
-        pass_once(twin, 4, SIZE, torch.float32, train=True)
+        run_step(copy, 4, SIZE, torch.float32, train=True)
 
 
-def test_gradient_checkpointing_gives_equal_gradients_and_needs_less() -> None:
+def test_grad_checkpointing_gives_equal_gradients_with_less_memory() -> None:
     images = torch.randn(4, 3, *SIZE)
-    gradients, needs = [], []
+    gradients, estimates = [], []
     for checkpointing in (False, True):
-        model = network("vit_tiny_patch16_224", depth=6)
+        model = make_model("vit_tiny_patch16_224", depth=6)
         model.set_grad_checkpointing(checkpointing)  # type: ignore[operator]
         model.train()
         model(images).square().sum().backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
-        needs.append(need_of(model, image_size=SIZE, dtype=torch.float32, operations=True))
+        estimates.append(
+            estimate_memory(model, image_size=SIZE, dtype=torch.float32, with_flops=True)
+        )
     assert gradients[0].keys() == gradients[1].keys()
     for name, gradient in gradients[0].items():
         assert gradient is not None
         assert torch.equal(gradient, gradients[1][name]), name
-    assert needs[1].per_image < needs[0].per_image / 2
-    # a forward pass more, but for what the last layers of a block need not compute again
-    assert needs[0].operations is not None
-    assert needs[1].operations is not None
-    assert 1.15 < needs[1].operations / needs[0].operations < 4 / 3
+    assert estimates[1].bytes_per_image < estimates[0].bytes_per_image / 2
+    # one more forward pass, except the last layers of each block, which need no recomputation
+    assert estimates[0].flops_per_image is not None
+    assert estimates[1].flops_per_image is not None
+    assert 1.15 < estimates[1].flops_per_image / estimates[0].flops_per_image < 4 / 3
 
 
-def test_operations_are_three_times_the_forward_pass() -> None:
-    model = network()
-    need = need_of(model, image_size=SIZE, dtype=torch.float32, operations=True)
-    assert need.operations is not None
-    share = need.operations / (6 * survey(model.eval(), SIZE)["macs"])
-    assert 0.9 < share <= 1.0  # the images need no gradient
-    assert need_of(model, image_size=SIZE, dtype=torch.float32).operations is None
+def test_flops_are_three_forward_passes() -> None:
+    model = make_model()
+    estimate = estimate_memory(model, image_size=SIZE, dtype=torch.float32, with_flops=True)
+    assert estimate.flops_per_image is not None
+    ratio = estimate.flops_per_image / (6 * summarize_model(model.eval(), SIZE)["macs"])
+    assert 0.9 < ratio <= 1.0  # no gradient with respect to the images
+    assert estimate_memory(model, image_size=SIZE, dtype=torch.float32).flops_per_image is None
 
 
-def test_an_evaluation_keeps_nothing_for_a_way_back() -> None:
-    model = network()
-    there = need_of(model, image_size=SIZE, dtype=torch.float32, train=False)
-    back = need_of(model, image_size=SIZE, dtype=torch.float32)
-    assert 0 < there.per_image < back.per_image / 3
+def test_evaluation_keeps_no_activations_for_the_backward_pass() -> None:
+    model = make_model()
+    evaluation = estimate_memory(model, image_size=SIZE, dtype=torch.float32, train=False)
+    training = estimate_memory(model, image_size=SIZE, dtype=torch.float32)
+    assert 0 < evaluation.bytes_per_image < training.bytes_per_image / 3
 
 
-def test_a_network_that_looks_at_values_is_sent_real_images() -> None:
-    class Looks(nn.Module):
+def test_value_dependent_model_is_measured_with_real_images() -> None:
+    class ValueDependent(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.inside = nn.Conv2d(3, 8, 3)
@@ -157,28 +159,28 @@ def test_a_network_that_looks_at_values_is_sent_real_images() -> None:
             maps = self.inside(images)
             return maps.mean((2, 3)) * (2.0 if maps.sum().item() > 0 else 1.0)
 
-    model = Looks()
-    need = need_of(model, image_size=SIZE, dtype=torch.float32)
-    assert need.at(6) == pytest.approx(real_peak(model, 6), rel=0.01)
+    model = ValueDependent()
+    estimate = estimate_memory(model, image_size=SIZE, dtype=torch.float32)
+    assert estimate.bytes_for(6) == pytest.approx(real_peak(model, 6), rel=0.01)
     assert model.inside.weight.grad is None
 
 
-def test_a_line() -> None:
-    assert Need(fixed=100, per_image=10).at(7) == 170
+def test_bytes_for_is_linear_in_the_number_of_images() -> None:
+    assert MemoryEstimate(fixed_bytes=100, bytes_per_image=10).bytes_for(7) == 170
 
 
 @pytest.mark.parametrize("name, moments", [("adamw", 2), ("sgd", 1), ("lion", 1)])
-def test_what_an_optimiser_keeps(name: str, moments: int) -> None:
-    model = network()
+def test_optimizer_state_bytes_by_optimizer(name: str, moments: int) -> None:
+    model = make_model()
     freeze_parameters(model, 1)
-    trained = num_bytes(p for p in model.parameters() if p.requires_grad)
-    kept = state_bytes(model, OptimSection(name=name, lr=0.1, steps=1))
+    trainable_bytes = tensor_bytes(p for p in model.parameters() if p.requires_grad)
+    state_bytes = optimizer_state_bytes(model, OptimSection(name=name, lr=0.1, steps=1))
     counters = 4 * len(list(model.parameters()))
-    assert moments * trained <= kept <= moments * trained + counters
+    assert moments * trainable_bytes <= state_bytes <= moments * trainable_bytes + counters
     with refused("recipe.unknown_name", "'adamx'"):
-        state_bytes(model, OptimSection(name="adamx", lr=0.1, steps=1))
+        optimizer_state_bytes(model, OptimSection(name="adamx", lr=0.1, steps=1))
 
 
-def test_tensors_that_stand_there_twice_count_once() -> None:
+def test_tensor_bytes_counts_shared_tensors_once() -> None:
     one, other = torch.zeros(10), torch.zeros(10, dtype=torch.bfloat16)
-    assert num_bytes([one, other, one]) == 60
+    assert tensor_bytes([one, other, one]) == 60

@@ -1,4 +1,4 @@
-"""Log lines are sums over images; the first signal asks, the second one ends."""
+"""Training metrics are means over images; the first signal stops a run, the second kills it."""
 
 from __future__ import annotations
 
@@ -11,46 +11,49 @@ import pytest
 import torch
 
 from finetune.errors import DataError, FinetuneError, Interrupted
-from finetune.training.distributed import Launcher
-from finetune.training.meter import Meter, StopSignals
+from finetune.training.launcher import Launcher
+from finetune.training.meter import TrainMeter
+from finetune.training.signals import StopSignals
 
-Captured = pytest.CaptureFixture[str]
+CaptureFixture = pytest.CaptureFixture[str]
 
 
-def test_a_line_is_a_mean_over_images_not_over_batches() -> None:
-    meter = Meter(torch.device("cpu"), 100.0)
+def test_logged_loss_is_a_mean_over_images_not_batches() -> None:
+    meter = TrainMeter(torch.device("cpu"), 100.0)
     logits = torch.tensor([[3.0, 2, 1, 0, -1, -2, -3]])
-    yes, no = torch.tensor(True), torch.tensor(False)
-    meter.add(torch.tensor(6.0), logits.expand(3, -1), torch.tensor([0, 0, 4]), counts=yes)
-    meter.add(torch.tensor(float("nan")), logits, torch.tensor([6]), counts=no)
-    meter.add(torch.tensor(1.0), logits, torch.tensor([6]), counts=yes)
-    line = meter.line(meter.sums(), step=7, samples_seen=28, lr=0.5)
+    taken, skipped = torch.tensor(True), torch.tensor(False)
+    meter.update(torch.tensor(6.0), logits.expand(3, -1), torch.tensor([0, 0, 4]), step_taken=taken)
+    meter.update(torch.tensor(float("nan")), logits, torch.tensor([6]), step_taken=skipped)
+    meter.update(torch.tensor(1.0), logits, torch.tensor([6]), step_taken=taken)
+    line = meter.compute(meter.local_sums(), step=7, samples_seen=28, lr=0.5)
     assert line["loss"] == pytest.approx(7 / 4)
     assert line["top1"] == 2 / 4
     assert line["top5"] == 3 / 4
     assert line["seconds"] >= 100
     assert (line["step"], line["samples_seen"], line["split"]) == (7, 28, "train")
-    empty = meter.line(meter.sums(), step=8, samples_seen=32, lr=0.5)
-    assert empty["loss"] is None, "a line without images has no mean"
+    empty = meter.compute(meter.local_sums(), step=8, samples_seen=32, lr=0.5)
+    assert empty["loss"] is None, "no mean without images"
 
 
-def test_what_is_not_training_does_not_count_as_its_time() -> None:
-    meter = Meter(torch.device("cpu"), 0.0)
+def test_paused_time_does_not_count_as_training_time() -> None:
+    meter = TrainMeter(torch.device("cpu"), 0.0)
     labels = torch.zeros(100, dtype=torch.long)
-    meter.add(torch.tensor(1.0), torch.zeros(100, 2), labels, counts=torch.tensor(True))
+    meter.update(torch.tensor(1.0), torch.zeros(100, 2), labels, step_taken=torch.tensor(True))
     paused = meter.pause()
     time.sleep(0.5)
     meter.resume(paused)
-    assert meter.line(meter.sums(), step=1, samples_seen=100, lr=0)["images_per_second"] > 400
+    assert (
+        meter.compute(meter.local_sums(), step=1, samples_seen=100, lr=0)["images_per_second"] > 400
+    )
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
-def test_the_first_signal_is_a_request_and_handlers_come_back(name: str) -> None:
+def test_first_signal_requests_a_stop_and_handlers_are_restored(name: str) -> None:
     number = signal.Signals[name]
     before = signal.signal(number, signal.SIG_DFL)
     try:
         with StopSignals() as stop:
-            os.kill(os.getpid(), signal.SIGCONT)  # Slurm sends it first
+            os.kill(os.getpid(), signal.SIGCONT)  # Slurm sends SIGCONT first
             assert stop.received == 0
             os.kill(os.getpid(), number)
             assert stop.received == number
@@ -59,7 +62,7 @@ def test_the_first_signal_is_a_request_and_handlers_come_back(name: str) -> None
         signal.signal(number, before)
 
 
-def test_a_hang_up_that_nohup_has_switched_off_stays_so() -> None:
+def test_sighup_ignored_by_nohup_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopSignals() as stop:
@@ -69,21 +72,21 @@ def test_a_hang_up_that_nohup_has_switched_off_stays_so() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_where_nothing_is_to_be_saved_a_signal_ends_at_once() -> None:
-    def hear(stop: StopSignals) -> None:
-        with stop.at_once("run: continue"):
+def test_raise_immediately_interrupts_on_the_first_signal() -> None:
+    def receive_signal(stop: StopSignals) -> None:
+        with stop.raise_immediately("run: continue"):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(30)
 
     with StopSignals() as stop:
         with pytest.raises(Interrupted, match="continue") as caught:
-            hear(stop)
+            receive_signal(stop)
         assert caught.value.exit_code == 143
         with pytest.raises(Interrupted):
-            hear(stop)  # it came before; a second one would have ended the process
+            receive_signal(stop)  # raises because of the first signal, before sending another
 
 
-def test_the_second_signal_ends_the_process_at_once() -> None:
+def test_second_signal_ends_the_process() -> None:
     child = os.fork()
     if child == 0:
         with StopSignals():
@@ -95,8 +98,8 @@ def test_the_second_signal_ends_the_process_at_once() -> None:
     assert os.waitstatus_to_exitcode(status) == 130
 
 
-def test_what_a_launcher_passes_on_is_not_the_second_signal() -> None:
-    def end(*numbers: signal.Signals) -> int:
+def test_signal_forwarded_by_the_launcher_is_not_a_second_signal() -> None:
+    def exit_code_after(*numbers: signal.Signals) -> int:
         child = os.fork()
         if child == 0:
             with StopSignals(Launcher(os.getppid())):
@@ -105,24 +108,24 @@ def test_what_a_launcher_passes_on_is_not_the_second_signal() -> None:
             os._exit(0)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
-    assert end(signal.SIGTERM, signal.SIGTERM) == 0
-    assert end(signal.SIGTERM, signal.SIGTERM, signal.SIGTERM) == 143
-    assert end(signal.SIGUSR1, signal.SIGTERM) == 143
+    assert exit_code_after(signal.SIGTERM, signal.SIGTERM) == 0
+    assert exit_code_after(signal.SIGTERM, signal.SIGTERM, signal.SIGTERM) == 143
+    assert exit_code_after(signal.SIGUSR1, signal.SIGTERM) == 143
 
 
-class Swallows:
-    """Hears a signal where Python drops whatever is raised: while it is cleared away."""
+class SignalOnDelete:
+    """Sends a signal from `__del__`, where Python drops exceptions."""
 
     def __del__(self) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def end_of(work: Callable[[], None]) -> Interrupted:
-    """The error of a block in which a signal comes."""
+def interruption_from(work: Callable[[], None]) -> Interrupted:
+    """Return the error that a block raises when a signal arrives during `work`."""
     with (
         StopSignals() as stop,
         pytest.raises(Interrupted, match="run: continue") as caught,
-        stop.at_once("run: continue"),
+        stop.raise_immediately("run: continue"),
     ):
         work()
     assert stop.received == signal.SIGTERM
@@ -130,59 +133,59 @@ def end_of(work: Callable[[], None]) -> Interrupted:
     return caught.value
 
 
-@pytest.mark.parametrize("taken", [Exception, FinetuneError, Interrupted, RuntimeError])
-def test_no_clause_around_the_work_takes_a_signal_for_an_error(taken: type[Exception]) -> None:
-    went_on = []
+@pytest.mark.parametrize("caught", [Exception, FinetuneError, Interrupted, RuntimeError])
+def test_except_clauses_do_not_catch_an_interruption(caught: type[Exception]) -> None:
+    continued = []
 
     def work() -> None:
         try:
             os.kill(os.getpid(), signal.SIGTERM)
-        except taken:
-            went_on.append("after the error")
-        went_on.append("to the next")
+        except caught:
+            continued.append("after the error")
+        continued.append("to the next")
 
-    assert end_of(work).__suppress_context__
-    assert not went_on
+    assert interruption_from(work).__suppress_context__
+    assert not continued
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_signal_that_was_dropped_ends_the_block_all_the_same() -> None:
-    end_of(lambda: [Swallows()].clear())
+def test_interruption_dropped_in_del_still_ends_the_block() -> None:
+    interruption_from(lambda: [SignalOnDelete()].clear())
 
 
-def test_what_a_library_makes_of_a_signal_is_its_cause() -> None:
+def test_error_raised_from_an_interruption_becomes_its_cause() -> None:
     def work() -> None:
         try:
             os.kill(os.getpid(), signal.SIGTERM)
         except BaseException as error:
             raise RuntimeError("odd") from error
 
-    assert str(end_of(work).__cause__) == "odd"
+    assert str(interruption_from(work).__cause__) == "odd"
 
 
-def test_without_a_signal_errors_stay_what_they_are() -> None:
+def test_errors_without_a_signal_are_unchanged() -> None:
     with StopSignals() as stop:
         for error in (DataError("a.png: odd"), Interrupted("another's", 2), KeyError("odd")):
-            with pytest.raises(type(error)) as caught, stop.at_once("run: continue"):
+            with pytest.raises(type(error)) as caught, stop.raise_immediately("run: continue"):
                 raise error
             assert caught.value is error
-        os.kill(os.getpid(), signal.SIGTERM)  # after a block it is a request again
+        os.kill(os.getpid(), signal.SIGTERM)  # after the block, a signal is a stop request again
         assert stop.received == signal.SIGTERM
 
 
-def test_a_signal_between_the_end_of_the_work_and_that_of_its_block() -> None:
-    def leave(stop: StopSignals) -> None:
-        block = stop.at_once("run: continue")
-        block.__enter__()  # what comes now is past the body, and not yet in the block's own end
+def test_signal_between_body_and_exit_is_raised() -> None:
+    def send_signal_at_exit(stop: StopSignals) -> None:
+        block = stop.raise_immediately("run: continue")
+        block.__enter__()  # the signal arrives after the body, before `__exit__`
         os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(Interrupted, match="run: continue") as caught, StopSignals() as stop:
-        leave(stop)
+        send_signal_at_exit(stop)
     assert caught.value.exit_code == 130
 
 
-def test_a_worker_that_was_just_forked_ends_without_a_word(capfd: Captured) -> None:
-    with StopSignals() as stop, stop.at_once("run: continue"):
+def test_forked_worker_ends_silently_on_sigterm(capfd: CaptureFixture) -> None:
+    with StopSignals() as stop, stop.raise_immediately("run: continue"):
         child = os.fork()
         if child == 0:
             try:

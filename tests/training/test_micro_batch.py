@@ -1,4 +1,4 @@
-"""`data.micro_batch: auto`: the largest that fits, found once, and the same training as ever."""
+"""`data.micro_batch: auto`: the largest size that fits, recorded once, with unchanged training."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from typing import Any
 
 import pytest
 import torch
-from faults_runs import losses, tiny
+from forked_runs import read_train_losses, tiny_recipe
+from logs import logged, logging_nothing
 from torch import nn
 
-from finetune.data.loader import Sampler
+from finetune.data.sampler import DistributedBatchSampler
 from finetune.errors import Interrupted, RecipeError, SetupError
-from finetune.recipe.load import Recipe
+from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir
-from finetune.training import micro_batch as sizing
-from finetune.training.build_state import build_trainer_state
-from finetune.training.launch import launch
-from finetune.training.micro_batch import (
+from finetune.training import batch_size_finder as sizing
+from finetune.training.accelerator import create_accelerator
+from finetune.training.batch_size_finder import (
     available_bytes,
-    find_micro_batch,
-    largest,
-    passes,
-    still_to_come,
+    find_largest_fitting,
+    find_micro_batch_size,
+    real_step_fits,
+    unallocated_state_bytes,
 )
-from finetune.training.setup import open_setup
+from finetune.training.build_state import build_trainer_state
+from finetune.training.setup import build_setup
 from finetune.training.train import train
 from finetune.training.trainer_state import TrainerState
 
@@ -35,135 +36,144 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 AUTO = ("data.micro_batch=auto", "optim.steps=4", "run.test=false", "data.num_train=300")
 
 
-def trainer_of(recipe: Recipe, tmp_path: Path) -> TrainerState:
-    """A run before its first step; what it notices stands in `trainer.told`."""
-    told: list[str] = []
-    accelerator = launch(recipe.run)
-    device = accelerator.device
-    setup = open_setup(recipe, device=device, notice=told.append, progress=False)
-    trainer = build_trainer_state(setup, accelerator, RunDir(tmp_path / "run"))
-    trainer.told = told  # type: ignore[attr-defined]
-    return trainer
+def make_trainer(recipe: Recipe, tmp_path: Path) -> TrainerState:
+    """Build the trainer of a run before its first step."""
+    accelerator = create_accelerator(recipe.run)
+    setup = build_setup(recipe, device=accelerator.device, show_progress=False)
+    return build_trainer_state(setup, accelerator, RunDir(tmp_path / "run"))
 
 
-def allow(monkeypatch: pytest.MonkeyPatch, trainer: TrainerState, images: int) -> None:
-    """Leave exactly as much memory as so many images need at once."""
+def limit_memory(monkeypatch: pytest.MonkeyPatch, trainer: TrainerState, images: int) -> None:
+    """Report exactly as much free memory as a micro-batch of `images` needs."""
     network = trainer.accelerator.unwrap_model(trainer.model)
     size = trainer.setup.preprocessing.image_size
-    need = sizing.need_of(network, image_size=size, dtype=torch.float32, images=32)
-    free = (need.at(images) + still_to_come(trainer)) / sizing.SHARE + 1
-    monkeypatch.setattr(sizing, "available_bytes", lambda *_: int(free) + 1)
+    estimate = sizing.estimate_memory(network, image_size=size, dtype=torch.float32, num_images=32)
+    free_bytes = (
+        estimate.bytes_for(images) + unallocated_state_bytes(trainer)
+    ) / sizing.USABLE_SHARE + 1
+    monkeypatch.setattr(sizing, "available_bytes", lambda *_: int(free_bytes) + 1)
 
 
-class TestTheKey:
-    def test_a_number_nothing_or_auto(self) -> None:
+class TestRecipeKey:
+    def test_accepts_a_number_null_or_auto(self) -> None:
         for text, value in (("auto", "auto"), ("7", 7), ("1e1", 10), ("null", None)):
-            recipe = tiny(f"data.micro_batch={text}")
+            recipe = tiny_recipe(f"data.micro_batch={text}")
             assert recipe.data.micro_batch == value
             assert f"micro_batch: {text if value != 10 else 10}" in recipe.to_yaml()
 
     @pytest.mark.parametrize("text", ["0", "-3", "1.5", "largest", "true", "[4]"])
-    def test_anything_else_is_refused_in_one_line(self, text: str) -> None:
+    def test_other_values_are_refused_in_one_line(self, text: str) -> None:
         with pytest.raises(RecipeError) as caught:
-            tiny(f"data.micro_batch={text}")
+            tiny_recipe(f"data.micro_batch={text}")
         assert "expected 'auto' or a whole number of at least 1" in str(caught.value)
         assert "\n" not in str(caught.value)
 
 
-class TestLargest:
+class TestCandidateSizes:
     @pytest.mark.parametrize("limit", [0, 1, 2, 5, 31, 32, 63, 64, 100])
-    def test_it_is_the_largest(self, limit: int) -> None:
-        choices, asked = [64, 32, 22, 16, 8, 2, 1], []
+    def test_find_largest_fitting_needs_at_most_three_trials(self, limit: int) -> None:
+        choices, tried = [64, 32, 22, 16, 8, 2, 1], []
 
         def fits(images: int) -> bool:
-            asked.append(images)
+            tried.append(images)
             return images <= limit
 
         expected = max((n for n in choices if n <= limit), default=0)
-        assert largest(choices, fits) == expected
-        assert len(asked) <= 3
+        assert find_largest_fitting(choices, fits) == expected
+        assert len(tried) <= 3
 
-    @pytest.mark.parametrize("unit", [1, 2])
-    @pytest.mark.parametrize("batch_size, world", [(64, 1), (64, 3), (37, 2), (10, 5)])
-    def test_the_parts_are_those_it_takes(self, batch_size: int, world: int, unit: int) -> None:
-        stream = Sampler(100, batch_size=batch_size, seed=0, unit=unit)
-        for rank in range(world):
-            parts = sizing._parts(stream, rank=rank, world=world)
-            assert min(parts) == unit
-            assert max(parts) == -(-(batch_size // unit) // world) * unit
-            assert list(parts) == sorted(parts, reverse=True)
-            for size, real in parts.items():
-                cut = stream.micro_batches(3, rank=rank, world=world, micro_batch=size)
-                assert max(len(indices) for _, indices in cut) == real
+    @pytest.mark.parametrize("group_size", [1, 2])
+    @pytest.mark.parametrize("batch_size, world_size", [(64, 1), (64, 3), (37, 2), (10, 5)])
+    def test_candidate_sizes_match_the_samplers_micro_batches(
+        self, batch_size: int, world_size: int, group_size: int
+    ) -> None:
+        sampler = DistributedBatchSampler(100, batch_size=batch_size, seed=0, group_size=group_size)
+        for rank in range(world_size):
+            sizes = sizing._candidate_sizes(sampler, rank=rank, world_size=world_size)
+            assert min(sizes) == group_size
+            assert max(sizes) == -(-(batch_size // group_size) // world_size) * group_size
+            assert list(sizes) == sorted(sizes, reverse=True)
+            for size, largest in sizes.items():
+                micro_batches = sampler.micro_batches(
+                    3, rank=rank, world_size=world_size, micro_batch_size=size
+                )
+                assert max(len(indices) for _, indices in micro_batches) == largest
 
 
-class TestFinding:
-    def test_where_all_fits_it_is_the_share_and_nothing_is_said(self, tmp_path: Path) -> None:
-        trainer = trainer_of(tiny(*AUTO), tmp_path)
-        assert find_micro_batch(trainer) == 64
-        assert trainer.told == []  # type: ignore[attr-defined]
+class TestFindMicroBatchSize:
+    def test_whole_batch_is_used_silently_if_it_fits(self, tmp_path: Path) -> None:
+        trainer = make_trainer(tiny_recipe(*AUTO), tmp_path)
+        with logging_nothing():
+            assert find_micro_batch_size(trainer) == 64
 
     @pytest.mark.parametrize("limit, expected", [(40, 32), (31, 22), (1, 1)])
-    def test_less_memory_means_smaller_parts(
+    def test_less_memory_gives_a_smaller_micro_batch(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, expected: int
     ) -> None:
-        trainer = trainer_of(tiny(*AUTO), tmp_path)
-        allow(monkeypatch, trainer, limit)
-        assert find_micro_batch(trainer) == expected
-        (told,) = trainer.told  # type: ignore[attr-defined]
-        assert told == f"data.micro_batch: auto: {expected} of a process's 64 images fit at once"
+        trainer = make_trainer(tiny_recipe(*AUTO), tmp_path)
+        limit_memory(monkeypatch, trainer, limit)
+        with logged() as messages:
+            assert find_micro_batch_size(trainer) == expected
+        (message,) = messages
+        assert message == f"data.micro_batch=auto: {expected} of 64 images per process fit"
 
-    def test_too_little_for_one_is_said_with_what_to_do(
+    def test_too_little_memory_for_one_image_raises_with_a_fix(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        trainer = trainer_of(tiny(*AUTO), tmp_path)
-        allow(monkeypatch, trainer, 0)
-        with pytest.raises(SetupError, match=r"not even 1 at once fits.*grad_checkpointing"):
-            find_micro_batch(trainer)
+        trainer = make_trainer(tiny_recipe(*AUTO), tmp_path)
+        limit_memory(monkeypatch, trainer, 0)
+        with pytest.raises(
+            SetupError, match=r"not even a micro-batch of 1 fits.*grad_checkpointing"
+        ):
+            find_micro_batch_size(trainer)
 
-    def test_batch_norms_are_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_message_mentions_batch_norm(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         names = ("model.name=test_resnet", "model.args={}", "model.image_size=32")
-        trainer = trainer_of(tiny(*AUTO, *names), tmp_path)
-        allow(monkeypatch, trainer, 20)
-        assert find_micro_batch(trainer) == 16
-        (told,) = trainer.told  # type: ignore[attr-defined]
-        assert "batch norms" in told
+        trainer = make_trainer(tiny_recipe(*AUTO, *names), tmp_path)
+        limit_memory(monkeypatch, trainer, 20)
+        with logged() as messages:
+            assert find_micro_batch_size(trainer) == 16
+        (message,) = messages
+        assert "batch norm" in message
 
-    def test_a_gpu_tries_downwards_what_was_rehearsed(
+    def test_gpu_trials_start_at_the_estimate_and_go_down(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        trainer, tried = trainer_of(tiny(*AUTO), tmp_path), []
-        allow(monkeypatch, trainer, 40)
+        trainer, tried = make_trainer(tiny_recipe(*AUTO), tmp_path), []
+        limit_memory(monkeypatch, trainer, 40)
 
-        def tries(images: int) -> bool:
+        def step_fits(images: int) -> bool:
             tried.append(images)
             return images <= 17
 
-        assert find_micro_batch(trainer, succeeds=tries) == 16
+        assert find_micro_batch_size(trainer, step_fits=step_fits) == 16
         assert tried == [32, 22, 16]
-        with pytest.raises(SetupError, match="not even 1 at once"):
-            find_micro_batch(trainer, succeeds=lambda _: False)
+        with pytest.raises(SetupError, match="not even a micro-batch of 1 fits"):
+            find_micro_batch_size(trainer, step_fits=lambda _: False)
 
-    def test_all_ranks_take_the_smallest(
+    def test_all_ranks_use_the_smallest_size(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        trainer = trainer_of(tiny(*AUTO), tmp_path)
+        trainer = make_trainer(tiny_recipe(*AUTO), tmp_path)
         gather: Callable[[Any], Any] = lambda found: torch.cat([found, found // 4])  # noqa: E731
         monkeypatch.setattr(trainer.accelerator, "gather", gather)
-        assert find_micro_batch(trainer) == 16
-        assert trainer.told  # type: ignore[attr-defined]
+        with logged() as messages:
+            assert find_micro_batch_size(trainer) == 16
+        assert messages
         monkeypatch.setattr(trainer.accelerator, "gather", lambda found: found * 0)
-        with pytest.raises(SetupError):  # on every rank, not on one alone
-            find_micro_batch(trainer)
+        with pytest.raises(SetupError):  # on every rank, not only on one
+            find_micro_batch_size(trainer)
 
-    def test_a_sharded_network_is_refused(self, tmp_path: Path) -> None:
-        trainer = trainer_of(tiny(*AUTO), tmp_path)
-        trainer.sharded = True
+    def test_sharded_model_is_refused(self, tmp_path: Path) -> None:
+        trainer = make_trainer(tiny_recipe(*AUTO), tmp_path)
+        trainer.is_sharded = True
         with pytest.raises(RecipeError, match="FSDP"):
-            find_micro_batch(trainer)
+            find_micro_batch_size(trainer)
 
 
-class TestARealPass:
+class TestRealStepFits:
     SIZE = (16, 16)
 
     @pytest.fixture
@@ -177,122 +187,134 @@ class TestARealPass:
             RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
         ],
     )
-    def test_a_device_that_is_full_is_an_answer(
+    def test_out_of_memory_means_the_step_does_not_fit(
         self, error: RuntimeError, network: nn.Module, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         network(torch.zeros(2, 3, *self.SIZE))
         before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-        real, ballasts = sizing.pass_once, []
+        run_step, reserved_bytes = sizing.run_step, []
 
-        def limited(twin: nn.Module, images: int, *given: Any, **named: Any) -> None:
+        def run_limited_step(copy: nn.Module, images: int, *args: Any, **kwargs: Any) -> None:
             torch.rand(3)
-            real(twin, images, *given, **named)
+            run_step(copy, images, *args, **kwargs)
             if images > 5:
                 raise error
 
         class Torch:
-            """Stands for torch, and notes what is taken."""
+            """Wraps the torch module and records the sizes passed to `torch.empty`."""
 
             def __getattr__(self, name: str) -> Any:
                 return getattr(torch, name)
 
-            def empty(self, size: int, **given: Any) -> torch.Tensor:
-                ballasts.append(size)
-                return torch.empty(size, **given)
+            def empty(self, size: int, **args: Any) -> torch.Tensor:
+                reserved_bytes.append(size)
+                return torch.empty(size, **args)
 
-        monkeypatch.setattr(sizing, "pass_once", limited)
+        monkeypatch.setattr(sizing, "run_step", run_limited_step)
         monkeypatch.setattr(sizing, "torch", Torch())
         torch.manual_seed(1)
         state = torch.get_rng_state()
-        found = [passes(network, self.SIZE, torch.float32, 1000, images) for images in (4, 5, 6)]
-        assert found == [True, True, False]
-        assert ballasts == [1000] * 3
+        fits = [
+            real_step_fits(network, self.SIZE, torch.float32, 1000, images) for images in (4, 5, 6)
+        ]
+        assert fits == [True, True, False]
+        assert reserved_bytes == [1000] * 3
         assert torch.equal(torch.get_rng_state(), state)
         for name, tensor in network.state_dict().items():
             assert torch.equal(tensor, before[name])
         assert all(parameter.grad is None for parameter in network.parameters())
 
-    def test_other_errors_are_errors(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_other_errors_are_raised(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(RuntimeError, match="channels"):
-            passes(nn.Conv2d(5, 4, 3), self.SIZE, torch.float32, 0, 1)
+            real_step_fits(nn.Conv2d(5, 4, 3), self.SIZE, torch.float32, 0, 1)
 
 
 class TestMemory:
-    def test_what_is_free_is_shared_by_the_processes_of_a_host(self, tmp_path: Path) -> None:
-        alone, of_four = (available_bytes(torch.device("cpu"), n) for n in (1, 4))
+    def test_free_memory_is_divided_by_the_processes_on_a_host(self, tmp_path: Path) -> None:
+        alone, quarter = (available_bytes(torch.device("cpu"), n) for n in (1, 4))
         assert alone > 2**20
-        assert of_four == pytest.approx(alone / 4, rel=0.2)
+        assert quarter == pytest.approx(alone / 4, rel=0.2)
 
-    def test_what_a_step_keeps(self, tmp_path: Path) -> None:
-        trainer = trainer_of(tiny(*AUTO, "optim.ema_decay=0.9"), tmp_path)
-        one = sum(4 * p.numel() for p in trainer.model.parameters())
-        # gradients, two moments, and a snapshot of the weights, their average and the moments
-        on_host = 1 + 1 + 2 if trainer.accelerator.device.type == "cpu" else 0
-        assert still_to_come(trainer) == pytest.approx((1 + 2 + on_host) * one, rel=0.01)
+    def test_unallocated_state_bytes_counts_gradients_moments_and_snapshots(
+        self, tmp_path: Path
+    ) -> None:
+        trainer = make_trainer(tiny_recipe(*AUTO, "optim.ema_decay=0.9"), tmp_path)
+        weights_bytes = sum(4 * p.numel() for p in trainer.model.parameters())
+        # gradients and two moments; on the host a snapshot of weights, EMA and moments
+        snapshots = 1 + 1 + 2 if trainer.accelerator.device.type == "cpu" else 0
+        assert unallocated_state_bytes(trainer) == pytest.approx(
+            (1 + 2 + snapshots) * weights_bytes, rel=0.01
+        )
         trainer.optimizer.optimizer.state[next(trainer.model.parameters())] = {"restored": True}
-        assert still_to_come(trainer) == pytest.approx((1 + on_host) * one, rel=0.01)
+        assert unallocated_state_bytes(trainer) == pytest.approx(
+            (1 + snapshots) * weights_bytes, rel=0.01
+        )
 
 
-def test_a_run_keeps_the_global_batch_and_a_resumed_one_does_not_look_again(
+def test_auto_keeps_the_global_batch_and_resume_reuses_the_recorded_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = tiny(*AUTO, "data.micro_batch=null")
-    train(whole, tmp_path / "whole")
+    without_micro_batches = tiny_recipe(*AUTO, "data.micro_batch=null")
+    train(without_micro_batches, tmp_path / "whole")
     out = tmp_path / "auto"
-    allow(monkeypatch, trainer_of(tiny(*AUTO), tmp_path), 20)
-    save = TrainerState.save
+    limit_memory(monkeypatch, make_trainer(tiny_recipe(*AUTO), tmp_path), 20)
+    save = TrainerState.save_checkpoint
 
     def interrupted(trainer: TrainerState, meter: Any) -> None:
         save(trainer, meter)
         raise Interrupted("stopped", 15)
 
-    monkeypatch.setattr(TrainerState, "save", interrupted)
-    recipe = tiny(*AUTO, "run.save_every=2")
+    monkeypatch.setattr(TrainerState, "save_checkpoint", interrupted)
+    recipe = tiny_recipe(*AUTO, "run.save_every=2")
     with pytest.raises(Interrupted):
         train(recipe, out)
-    monkeypatch.setattr(TrainerState, "save", save)
+    monkeypatch.setattr(TrainerState, "save_checkpoint", save)
     record = json.loads((out / "run.json").read_text())
     assert record["micro_batch"]["images"] == 16
     assert record["micro_batch"]["on"]["device"] == record["device"]["name"]
-    assert "micro_batch: auto" in (out / "recipe.yaml").read_text()  # elsewhere it is another
+    assert (
+        "micro_batch: auto" in (out / "recipe.yaml").read_text()
+    )  # another machine may find another size
 
-    asked: list[int] = []
-    monkeypatch.setattr(sizing, "find_micro_batch", lambda trainer: asked.append(1) or 64)
-    used: list[int | None] = []
-    step = TrainerState.step
+    searches: list[int] = []
+    monkeypatch.setattr(sizing, "find_micro_batch_size", lambda trainer: searches.append(1) or 64)
+    used_sizes: list[int | None] = []
+    step = TrainerState.train_step
 
-    def spy(trainer: TrainerState, number: int, *rest: Any) -> None:
-        used.append(trainer.micro_batch)
+    def recording_step(trainer: TrainerState, number: int, *rest: Any) -> None:
+        used_sizes.append(trainer.micro_batch_size)
         assert number == 4
         step(trainer, number, *rest)
 
-    monkeypatch.setattr(TrainerState, "step", spy)
+    monkeypatch.setattr(TrainerState, "train_step", recording_step)
     train(recipe, out, resume=True)
-    assert asked == []
-    assert used == [16, 16]
-    assert losses(out) == pytest.approx(losses(tmp_path / "whole"), abs=1e-5)
-    assert len(set(losses(out))) >= 3
+    assert searches == []
+    assert used_sizes == [16, 16]
+    assert read_train_losses(out) == pytest.approx(read_train_losses(tmp_path / "whole"), abs=1e-5)
+    assert len(set(read_train_losses(out))) >= 3
 
 
-def test_on_another_machine_it_is_looked_for_again(tmp_path: Path) -> None:
+def test_recorded_size_is_ignored_on_another_machine(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    place = {"device": {"name": "a"}, "num_processes": 2}
-    run.write_json("run.json", place)
-    assert sizing._recorded(run) is None
-    sizing._record(run, 24)
-    assert sizing._recorded(run) == 24
+    machine = {"device": {"name": "a"}, "num_processes": 2}
+    run.write_json("run.json", machine)
+    assert sizing._read_recorded_size(run) is None
+    sizing._record_size(run, 24)
+    assert sizing._read_recorded_size(run) == 24
     record = run.read_json("run.json") or {}
     for change in ({"device": {"name": "b"}}, {"num_processes": 4}):
         run.write_json("run.json", {**record, **change})
-        assert sizing._recorded(run) is None
-    for broken in ("16", -1, None, {"images": "many", "on": {"device": "a", "processes": 2}}):
-        run.write_json("run.json", {**record, "micro_batch": broken})
-        assert sizing._recorded(run) is None
+        assert sizing._read_recorded_size(run) is None
+    for invalid in ("16", -1, None, {"images": "many", "on": {"device": "a", "processes": 2}}):
+        run.write_json("run.json", {**record, "micro_batch": invalid})
+        assert sizing._read_recorded_size(run) is None
 
 
-def test_features_need_no_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_features_need_no_micro_batch_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(sizing, "find_micro_batch", lambda trainer: 1 / 0)
-    frozen = tiny(*AUTO, "model.freeze=backbone", "data.train=resize")
+    monkeypatch.setattr(sizing, "find_micro_batch_size", lambda trainer: 1 / 0)
+    frozen = tiny_recipe(*AUTO, "model.freeze=backbone", "data.train=resize")
     train(frozen, tmp_path / "run")
     assert "micro_batch" not in json.loads((tmp_path / "run" / "run.json").read_text())

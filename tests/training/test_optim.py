@@ -1,4 +1,4 @@
-"""Parameter groups, optimisers by name, and the learning rate of a step."""
+"""Parameter groups, optimizers by name, and the learning rate schedule."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ import torch
 from refusals import refused
 from torch import nn
 
-from finetune.training.optim import build_optimizer, lr_at, param_groups, set_lr
+from finetune.training.lr_schedule import lr_at, set_lr
+from finetune.training.optim import build_optimizer, param_groups
 
 
-def vit(**kwargs: Any) -> nn.Module:
+def make_vit(**kwargs: Any) -> nn.Module:
     sizes: dict[str, Any] = {
         "img_size": 32,
         "patch_size": 8,
@@ -30,11 +31,11 @@ def vit(**kwargs: Any) -> nn.Module:
     return timm.create_model("vit_tiny_patch16_224", num_classes=5, **{**sizes, **kwargs})
 
 
-def by_name(model: nn.Module, groups: list[dict]) -> dict[str, dict]:
+def groups_by_name(model: nn.Module, groups: list[dict]) -> dict[str, dict]:
     names = {id(p): name for name, p in model.named_parameters()}
-    found = {names[id(p)]: group for group in groups for p in group["params"]}
-    assert len(found) == sum(len(group["params"]) for group in groups), "a parameter came twice"
-    return found
+    by_name = {names[id(p)]: group for group in groups for p in group["params"]}
+    assert len(by_name) == sum(len(group["params"]) for group in groups), "duplicate parameter"
+    return by_name
 
 
 # --- the learning rate ------------------------------------------------------------------------
@@ -42,34 +43,34 @@ def by_name(model: nn.Module, groups: list[dict]) -> dict[str, dict]:
 
 @pytest.mark.parametrize("kind", ["cosine", "linear"])
 @pytest.mark.parametrize("warmup_steps", [0, 100])
-def test_lr_follows_googles_schedule(shared: Path, kind: str, warmup_steps: int) -> None:
+def test_lr_matches_the_vit_jax_schedule(shared: Path, kind: str, warmup_steps: int) -> None:
     with np.load(shared / "oracles" / "oracle_vit.npz") as oracle:
         steps, expected = oracle["lr/steps"], oracle[f"lr/{kind}_wu{warmup_steps}"]
     assert len(steps) > 10
     assert len(np.unique(expected)) > 10
-    found = [
+    actual = [
         lr_at(
             int(step),
             lr=0.03,
             schedule=kind,
-            steps=1000,
+            total_steps=1000,
             warmup_steps=warmup_steps,
             min_lr=1e-5 if kind == "linear" else 0.0,
         )
         for step in steps
     ]
-    # theirs is float32: 1e-7 of the highest rate is one rounding of it
-    np.testing.assert_allclose(found, expected, rtol=0, atol=0.03 * 1e-7)
+    # the reference is float32: one rounding is about 1e-7 of the highest rate
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=0.03 * 1e-7)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_lr_at_the_boundaries(schedule: str) -> None:
+def test_lr_at_schedule_boundaries(schedule: str) -> None:
     def at(step: int, *, warmup_steps: int = 4, steps: int = 12, warmup_lr: float = 0.1) -> float:
         return lr_at(
             step,
             lr=1.0,
             schedule=schedule,
-            steps=steps,
+            total_steps=steps,
             warmup_steps=warmup_steps,
             warmup_lr=warmup_lr,
             min_lr=0.25,
@@ -81,10 +82,10 @@ def test_lr_at_the_boundaries(schedule: str) -> None:
     assert at(4) == 1.0  # the first step at the full rate
     assert at(12) == at(13) == at(10**9) == pytest.approx(end, rel=1e-15)
     if schedule != "constant":
-        assert 0.25 < at(11) < at(10) < 1.0  # the last step is still above the end
-    # no warm-up: full rate at once, and warmup_lr is not used
+        assert 0.25 < at(11) < at(10) < 1.0  # the last step is still above the final rate
+    # no warmup: full rate from the first step, and warmup_lr is unused
     assert at(0, warmup_steps=0) == 1.0
-    # all warm-up: the rise only, and the end beyond the last step
+    # all warmup: only the rise, then the final rate after the last step
     assert at(11, warmup_steps=12) == pytest.approx(0.1 + 0.9 * 11 / 12, rel=1e-15)
     assert at(12, warmup_steps=12) == end
     # a single step
@@ -92,22 +93,22 @@ def test_lr_at_the_boundaries(schedule: str) -> None:
     assert at(0, steps=1, warmup_steps=1) == 0.1
 
 
-def test_lr_half_way_and_last_step_in_closed_form() -> None:
+def test_lr_halfway_and_at_the_last_step_matches_the_formula() -> None:
     def cosine(step: int) -> float:
-        return lr_at(step, lr=2.0, schedule="cosine", steps=110, warmup_steps=10, min_lr=1.0)
+        return lr_at(step, lr=2.0, schedule="cosine", total_steps=110, warmup_steps=10, min_lr=1.0)
 
     assert cosine(60) == pytest.approx(1.5, rel=1e-15)
     assert cosine(109) == pytest.approx(1 + 0.5 * (1 + math.cos(math.pi * 0.99)), rel=1e-15)
-    assert lr_at(60, lr=2.0, schedule="linear", steps=110, warmup_steps=10, min_lr=1.0) == 1.5
+    assert lr_at(60, lr=2.0, schedule="linear", total_steps=110, warmup_steps=10, min_lr=1.0) == 1.5
 
 
-def test_lr_drops_in_steps_counted_from_the_start() -> None:
+def test_step_schedule_counts_from_the_start() -> None:
     def at(step: int, warmup_steps: int = 0, min_lr: float = 0.0) -> float:
         return lr_at(
             step,
             lr=1.0,
             schedule="step",
-            steps=100,
+            total_steps=100,
             warmup_steps=warmup_steps,
             min_lr=min_lr,
             step_every=10,
@@ -119,20 +120,20 @@ def test_lr_drops_in_steps_counted_from_the_start() -> None:
     assert at(99, min_lr=0.1) == 0.1
 
 
-def test_lr_never_jumps_by_more_than_a_warmup_step() -> None:
+def test_lr_changes_by_at_most_a_warmup_increment() -> None:
     for schedule in ("constant", "linear", "cosine"):
         rates = [
-            lr_at(s, lr=1.0, schedule=schedule, steps=200, warmup_steps=50) for s in range(220)
+            lr_at(s, lr=1.0, schedule=schedule, total_steps=200, warmup_steps=50)
+            for s in range(220)
         ]
         assert max(abs(a - b) for a, b in itertools.pairwise(rates)) <= 1 / 50 + 1e-12
         assert min(rates) == 0
         assert max(rates) == 1
 
 
-def test_importing_optim_does_not_import_torch() -> None:
-    code = (
-        "import sys, finetune.training.optim as o; o.lr_at(1, lr=1, schedule='cosine', steps=2); "
-    )
+def test_importing_optim_and_lr_schedule_does_not_import_torch() -> None:
+    code = "import sys, finetune.training.optim, finetune.training.lr_schedule as schedule; "
+    code += "schedule.lr_at(1, lr=1, schedule='cosine', total_steps=2); "
     code += "assert not {'torch', 'timm', 'numpy'} & set(sys.modules), 'a heavy import'"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -140,9 +141,9 @@ def test_importing_optim_does_not_import_torch() -> None:
 # --- groups -----------------------------------------------------------------------------------
 
 
-def test_only_matrices_are_decayed() -> None:
-    model = vit(reg_tokens=2)
-    groups = by_name(model, param_groups(model, lr=0.1, weight_decay=0.05))
+def test_only_weight_matrices_get_weight_decay() -> None:
+    model = make_vit(reg_tokens=2)
+    groups = groups_by_name(model, param_groups(model, lr=0.1, weight_decay=0.05))
     assert set(groups) == {name for name, _ in model.named_parameters()}
     decayed = {name for name, group in groups.items() if group["weight_decay"] == 0.05}
     linear = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Linear)}
@@ -152,11 +153,11 @@ def test_only_matrices_are_decayed() -> None:
     assert all(group["lr_scale"] == 1.0 and group["lr"] == 0.1 for group in groups.values())
 
 
-def test_bias_tables_of_a_windowed_net_are_spared() -> None:
+def test_relative_position_bias_tables_get_no_weight_decay() -> None:
     model = timm.create_model(
         "swin_tiny_patch4_window7_224", embed_dim=12, depths=(1, 1, 1, 1), num_heads=(1, 1, 1, 1)
     )
-    groups = by_name(model, param_groups(model, lr=1.0, weight_decay=0.1))
+    groups = groups_by_name(model, param_groups(model, lr=1.0, weight_decay=0.1))
     tables = [name for name in groups if name.endswith("relative_position_bias_table")]
     assert len(tables) == 4
     assert {groups[name]["weight_decay"] for name in tables} == {0.0}
@@ -170,17 +171,17 @@ def test_bias_tables_of_a_windowed_net_are_spared() -> None:
         ("vit_small_patch16_rope_mixed_224", {}, "rope.freqs"),
     ],
 )
-def test_learned_tables_of_other_networks_are_spared(
+def test_learned_position_tables_get_no_weight_decay(
     name: str, args: dict[str, Any], table: str
 ) -> None:
-    tiny = args or {"embed_dim": 8, "depth": 1, "num_heads": 1}
-    model = timm.create_model(name, **tiny)
-    groups = by_name(model, param_groups(model, lr=1.0, weight_decay=0.1))
+    model_args = args or {"embed_dim": 8, "depth": 1, "num_heads": 1}
+    model = timm.create_model(name, **model_args)
+    groups = groups_by_name(model, param_groups(model, lr=1.0, weight_decay=0.1))
     assert groups[table]["weight_decay"] == 0
     assert {name for name, group in groups.items() if group["weight_decay"]}
 
 
-def test_names_in_no_weight_decay_are_spared_and_embedding_layers_too() -> None:
+def test_no_weight_decay_names_and_embeddings_get_no_weight_decay() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -192,29 +193,29 @@ def test_names_in_no_weight_decay_are_spared_and_embedding_layers_too() -> None:
             return {"special"}
 
     model = Net()
-    groups = by_name(model, param_groups(model, lr=1.0, weight_decay=0.1))
+    groups = groups_by_name(model, param_groups(model, lr=1.0, weight_decay=0.1))
     assert {n for n, g in groups.items() if g["weight_decay"]} == {"head.weight"}
 
 
-def test_decay_all_decays_all() -> None:
-    model = vit()
+def test_decay_all_applies_to_all_parameters() -> None:
+    model = make_vit()
     for layer_decay in (None, 0.5):
-        groups = by_name(
+        groups = groups_by_name(
             model,
             param_groups(model, lr=1.0, weight_decay=0.1, decay="all", layer_decay=layer_decay),
         )
-        spared = {name for name, group in groups.items() if group["weight_decay"] != 0.1}
-        # the model's own list is not asked either
-        assert spared == set()
+        not_decayed = {name for name, group in groups.items() if group["weight_decay"] != 0.1}
+        # the model's no_weight_decay list is ignored, too
+        assert not_decayed == set()
         assert len(groups) == len(list(model.parameters()))
 
 
-def test_frozen_parameters_are_left_out_and_all_frozen_is_an_error() -> None:
-    model = vit()
+def test_frozen_parameters_are_left_out_and_all_frozen_is_refused() -> None:
+    model = make_vit()
     model.requires_grad_(False)
     model.head.requires_grad_(True)
     for layer_decay in (None, 0.5):
-        groups = by_name(
+        groups = groups_by_name(
             model, param_groups(model, lr=1.0, weight_decay=0.1, layer_decay=layer_decay)
         )
         assert set(groups) == {"head.weight", "head.bias"}
@@ -225,9 +226,9 @@ def test_frozen_parameters_are_left_out_and_all_frozen_is_an_error() -> None:
             param_groups(model, lr=1.0, weight_decay=0.1, layer_decay=layer_decay)
 
 
-def test_layer_decay_scales_each_block() -> None:
-    model = vit()
-    groups = by_name(model, param_groups(model, lr=0.2, weight_decay=0.1, layer_decay=0.5))
+def test_layer_decay_scales_each_vit_block() -> None:
+    model = make_vit()
+    groups = groups_by_name(model, param_groups(model, lr=0.2, weight_decay=0.1, layer_decay=0.5))
     assert set(groups) == {name for name, _ in model.named_parameters()}
     expected = {"head": 1.0, "norm": 0.5, "blocks.2": 0.5, "blocks.1": 0.25, "blocks.0": 0.125}
     expected |= {"patch_embed": 0.0625, "pos_embed": 0.0625, "cls_token": 0.0625}
@@ -249,18 +250,18 @@ def test_layer_decay_scales_each_block() -> None:
 )
 def test_layer_decay_scales_convolutional_networks(name: str, expected: dict[str, float]) -> None:
     model = timm.create_model(name, num_classes=3)
-    groups = by_name(model, param_groups(model, lr=1.0, weight_decay=0.1, layer_decay=0.5))
+    groups = groups_by_name(model, param_groups(model, lr=1.0, weight_decay=0.1, layer_decay=0.5))
     assert set(groups) == {name for name, _ in model.named_parameters()}
-    for start, scale in expected.items():
-        scales = {group["lr_scale"] for key, group in groups.items() if key.startswith(start)}
-        assert scales == {scale}, start
+    for prefix, scale in expected.items():
+        scales = {group["lr_scale"] for key, group in groups.items() if key.startswith(prefix)}
+        assert scales == {scale}, prefix
 
 
-# --- optimisers -------------------------------------------------------------------------------
+# --- optimizers -------------------------------------------------------------------------------
 
 
-def test_set_lr_keeps_the_scales_also_for_tensors() -> None:
-    optimizer = build_optimizer(vit(), name="adamw", lr=1.0, layer_decay=0.5)
+def test_set_lr_keeps_lr_scales_and_tensor_lrs() -> None:
+    optimizer = build_optimizer(make_vit(), name="adamw", lr=1.0, layer_decay=0.5)
     optimizer.param_groups[0]["lr"] = tensor = torch.tensor(1.0)
     scales = [group["lr_scale"] for group in optimizer.param_groups]
     assert len(set(scales)) == 5
@@ -272,17 +273,17 @@ def test_set_lr_keeps_the_scales_also_for_tensors() -> None:
 
 
 def test_sgd_is_plain_momentum_and_nesterov_is_an_argument() -> None:
-    plain = build_optimizer(vit(), name="sgd", lr=0.1, momentum=0.8)
+    plain = build_optimizer(make_vit(), name="sgd", lr=0.1, momentum=0.8)
     assert type(plain) is torch.optim.SGD
     assert {(g["nesterov"], g["momentum"]) for g in plain.param_groups} == {(False, 0.8)}
-    nesterov = build_optimizer(vit(), name="sgd", lr=0.1, args={"nesterov": True})
+    nesterov = build_optimizer(make_vit(), name="sgd", lr=0.1, args={"nesterov": True})
     assert {g["nesterov"] for g in nesterov.param_groups} == {True}
     assert {g["momentum"] for g in nesterov.param_groups} == {0.9}
 
 
-def test_adamw_takes_betas_and_further_arguments() -> None:
+def test_adamw_accepts_betas_and_extra_args() -> None:
     optimizer = build_optimizer(
-        vit(), name="adamw", lr=0.1, betas=[0.8, 0.95], weight_decay=0.2, args={"eps": 1e-6}
+        make_vit(), name="adamw", lr=0.1, betas=[0.8, 0.95], weight_decay=0.2, args={"eps": 1e-6}
     )
     assert type(optimizer) is torch.optim.AdamW
     assert {(g["betas"], g["eps"]) for g in optimizer.param_groups} == {((0.8, 0.95), 1e-6)}
@@ -290,7 +291,7 @@ def test_adamw_takes_betas_and_further_arguments() -> None:
 
 
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw", "rmsprop", "lamb", "lion"])
-def test_optimisers_by_name_lower_a_loss(name: str) -> None:
+def test_optimizers_by_name_reduce_a_loss(name: str) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     inputs = torch.randn(16, 4)
@@ -324,21 +325,21 @@ def test_optimisers_by_name_lower_a_loss(name: str) -> None:
         ("wrong_value", {"name": "adamw", "args": {"eps": "small"}}, ["'adamw'"]),
     ],
 )
-def test_wrong_optimiser_arguments_name_the_key(
+def test_invalid_optimizer_arguments_name_the_key(
     cause: str, changes: dict, named: list[str]
 ) -> None:
     with refused(f"recipe.{cause}", *named):
-        build_optimizer(vit(), **{"name": "sgd", "lr": 0.1, **changes})
+        build_optimizer(make_vit(), **{"name": "sgd", "lr": 0.1, **changes})
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="apex may be there with a GPU")
-def test_an_optimiser_that_needs_another_package_is_refused() -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="apex may be installed on a GPU machine")
+def test_optimizer_that_needs_a_missing_package_is_refused() -> None:
     with refused("setup.missing_package", "optim.name", "fusedadam"):
-        build_optimizer(vit(), name="fusedadam", lr=0.1)
+        build_optimizer(make_vit(), name="fusedadam", lr=0.1)
 
 
-def test_sgd_with_clipping_follows_optax(shared: Path) -> None:
-    """Eight steps of clip_by_global_norm(1) and momentum 0.9 under a schedule with warm-up."""
+def test_sgd_with_clipping_matches_optax(shared: Path) -> None:
+    """Eight steps of clip_by_global_norm(1) and momentum 0.9 under a schedule with warmup."""
     with np.load(shared / "oracles" / "oracle_vit.npz") as oracle:
         assert "sgd/grads" in oracle
         start, grads = oracle["sgd/w0"], oracle["sgd/grads"]
@@ -348,14 +349,14 @@ def test_sgd_with_clipping_follows_optax(shared: Path) -> None:
     model.bias = nn.Parameter(torch.zeros(6))
     optimizer = build_optimizer(model, name="sgd", lr=0.03)
     norms = []
-    for step, flat in enumerate(grads):  # (30,): the 24 of the matrix, then the bias
-        model.weight.grad = torch.from_numpy(flat[:24].reshape(4, 6).copy())
-        model.bias.grad = torch.from_numpy(flat[24:].copy())
+    for step, flat_grads in enumerate(grads):  # (30,): the 24 of the matrix, then the bias
+        model.weight.grad = torch.from_numpy(flat_grads[:24].reshape(4, 6).copy())
+        model.bias.grad = torch.from_numpy(flat_grads[24:].copy())
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-        set_lr(optimizer, lr_at(step, lr=0.03, schedule="cosine", steps=10, warmup_steps=2))
+        set_lr(optimizer, lr_at(step, lr=0.03, schedule="cosine", total_steps=10, warmup_steps=2))
         optimizer.step()
         # a few float32 roundings of values near 1; torch divides by norm + 1e-6, optax by norm
         np.testing.assert_allclose(model.weight.detach(), expected_w[step], rtol=0, atol=5e-7)
         np.testing.assert_allclose(model.bias.detach(), expected_b[step], rtol=0, atol=5e-7)
     assert len(norms) == 8
-    assert min(norms) < 1 < max(norms), "clipping must matter, and not always"
+    assert min(norms) < 1 < max(norms), "some gradients must be clipped, and some not"

@@ -1,4 +1,4 @@
-"""The checks before a resume, and the record that a run begins with."""
+"""Starting and resuming a run: what may change, and what the record contains."""
 
 from __future__ import annotations
 
@@ -9,170 +9,179 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import constants
-from recipe_texts import tiny_text
+from logs import logged, logging_nothing
+from recipe_texts import tiny_recipe_text
 from refusals import refused
-from samples import make_folder
-from tars import RangeServer, shards
+from small_datasets import write_image_folder
+from tar_shards import RangeServer, write_tar_shards
 
 from finetune.recipe.load import parse_recipe
 from finetune.run.directory import RunDir
 from finetune.run.record import read_record, write_record
-from finetune.training.resume import begin, note_plan
-from finetune.training.setup import TrainingSetup, open_setup
+from finetune.training.resume import record_plan, start_or_resume
+from finetune.training.setup import TrainingSetup, build_setup
 
-RECIPE = tiny_text()
+RECIPE = tiny_recipe_text()
 
 
-def setup_of(*overrides: str) -> TrainingSetup:
-    return open_setup(
-        parse_recipe(RECIPE, overrides=overrides),
-        device=torch.device("cpu"),
-        notice=pytest.fail,
-        progress=False,
-    )
+def make_setup(*overrides: str) -> TrainingSetup:
+    with logging_nothing():
+        return build_setup(
+            parse_recipe(RECIPE, overrides=overrides),
+            device=torch.device("cpu"),
+            show_progress=False,
+        )
 
 
 def start(run: RunDir, setup: TrainingSetup, **changes: Any) -> int | None:
-    facts: dict[str, Any] = {"precision": "fp32", "num_processes": 1, "resume": False}
-    return begin(run, setup, **{**facts, "notice": lambda text: None, **changes})
+    arguments: dict[str, Any] = {"precision": "fp32", "num_processes": 1, "resume": False}
+    return start_or_resume(run, setup, **{**arguments, **changes})
 
 
 def save(run: RunDir, step: int) -> None:
-    run.save(step, lambda folder: (folder / "state.json").write_text("{}"), needed=0)
+    run.save_checkpoint(step, lambda folder: (folder / "state.json").write_text("{}"), num_bytes=0)
 
 
-def test_a_run_without_a_checkpoint_is_begun_anew_and_one_with_is_kept(run: RunDir) -> None:
-    assert start(run, setup_of()) == 0
-    assert start(run, setup_of("optim.lr=2e-3")) == 0
+def test_run_without_checkpoint_restarts_and_one_with_needs_resume(run: RunDir) -> None:
+    assert start(run, make_setup()) == 0
+    assert start(run, make_setup("optim.lr=2e-3")) == 0
     save(run, 2)
     with refused("setup.run_exists", run.path, "running", "--resume"):
-        start(run, setup_of("optim.lr=2e-3"))
-    assert start(run, setup_of("optim.lr=2e-3"), resume=True) == 2
+        start(run, make_setup("optim.lr=2e-3"))
+    assert start(run, make_setup("optim.lr=2e-3"), resume=True) == 2
 
 
-def test_only_what_changes_nothing_learned_may_differ(run: RunDir) -> None:
-    start(run, setup_of())
+def test_resume_allows_only_changes_that_do_not_affect_training(run: RunDir) -> None:
+    start(run, make_setup())
     save(run, 2)
-    free = ["data.micro_batch=8", "data.workers=1", "run.log_every=3", "run.threads=1"]
-    assert start(run, setup_of(*free), resume=True) == 2
-    for override, *named in (
+    unrelated = ["data.micro_batch=8", "data.workers=1", "run.log_every=3", "run.threads=1"]
+    assert start(run, make_setup(*unrelated), resume=True) == 2
+    for override, *names in (
         ("model.dropout=0.1", "model.dropout", "0.0", "0.1"),
         ("data.batch_size=32", "data.batch_size"),
         ("run.seed=1", "run.seed"),
     ):
-        with refused("recipe.not_this_run", *named):
-            start(run, setup_of(override), resume=True)
+        with refused("recipe.not_this_run", *names):
+            start(run, make_setup(override), resume=True)
     with refused("recipe.not_this_run", "run.precision", "fp32", "bf16"):
-        start(run, setup_of(), resume=True, precision="bf16")
+        start(run, make_setup(), resume=True, precision="bf16")
 
 
-def test_images_may_have_moved_but_not_changed(run: RunDir, tmp_path: Path) -> None:
-    def of(name: str) -> TrainingSetup:
-        place = f"data.source=folder:{tmp_path / name}"
-        return setup_of(place, "data.val_fraction=0.2", "data.batch_size=4")
+def test_resume_accepts_moved_but_not_changed_images(run: RunDir, tmp_path: Path) -> None:
+    def setup_from(name: str) -> TrainingSetup:
+        source = f"data.source=folder:{tmp_path / name}"
+        return make_setup(source, "data.val_fraction=0.2", "data.batch_size=4")
 
-    make_folder(tmp_path / "here", {"a": 12, "b": 12})
-    start(run, of("here"))
+    write_image_folder(tmp_path / "here", {"a": 12, "b": 12})
+    start(run, setup_from("here"))
     save(run, 2)
     (tmp_path / "here").rename(tmp_path / "there")
-    assert start(run, of("there"), resume=True) == 2
+    assert start(run, setup_from("there"), resume=True) == 2
     assert str(tmp_path / "there") in (run.path / "recipe.yaml").read_text()
     next((tmp_path / "there").rglob("*.png")).rename(tmp_path / "gone.png")
     with refused("data.changed", "there"):
-        start(run, of("there"), resume=True)
+        start(run, setup_from("there"), resume=True)
 
 
-def test_shards_of_another_server_may_be_others(
+def test_resume_refuses_shards_from_another_server(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their sizes may be the same, and a server may have no tag for the content."""
+    """Sizes may be equal, and a server may send no ETag for the content."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
 
-    def of(server: RangeServer) -> TrainingSetup:
-        server.tag = ""
-        place = f"data.source=tar:{server.url}/set-train-0000.tar"
-        return setup_of(place, "data.val_fraction=0", "data.batch_size=2")
+    def setup_from(server: RangeServer) -> TrainingSetup:
+        server.validator = ""
+        source = f"data.source=tar:{server.url}/set-train-0000.tar"
+        return make_setup(source, "data.val_fraction=0", "data.batch_size=2")
 
-    shards(tmp_path, train=1)
-    with RangeServer(tmp_path) as here, RangeServer(tmp_path) as there:
-        start(run, of(here))
+    write_tar_shards(tmp_path, train=1)
+    with RangeServer(tmp_path) as first_server, RangeServer(tmp_path) as other_server:
+        start(run, setup_from(first_server))
         save(run, 2)
-        assert start(run, of(here), resume=True) == 2
+        assert start(run, setup_from(first_server), resume=True) == 2
         with refused("recipe.not_this_run", "data.source"):
-            start(run, of(there), resume=True)
+            start(run, setup_from(other_server), resume=True)
 
 
-def test_a_run_says_at_its_start_that_it_is_measured_on_training_images(
+def test_start_warns_about_test_images_that_are_training_images(
     run: RunDir, tmp_path: Path
 ) -> None:
-    source = make_folder(tmp_path / "set", {"train/a": 9, "train/b": 9, "test/a": 1, "test/b": 1})
+    source = write_image_folder(
+        tmp_path / "set", {"train/a": 9, "train/b": 9, "test/a": 1, "test/b": 1}
+    )
     shutil.copy(tmp_path / "set/train/a/1.png", tmp_path / "set/test/a/0.png")
     lines: list[str] = []
-    start(run, setup_of(f"data.source={source}", "data.batch_size=4"), notice=lines.append)
+    with logged(lines):
+        start(run, make_setup(f"data.source={source}", "data.batch_size=4"))
     assert ["split 'test': 1 of 2 images" in line for line in lines] == [True]
 
 
-def test_checkpoints_beyond_the_intact_one_are_removed(run: RunDir) -> None:
-    start(run, setup_of())
+def test_checkpoints_after_the_newest_intact_one_are_removed(run: RunDir) -> None:
+    start(run, make_setup())
     save(run, 1)
     save(run, 2)
-    (run.folder(2) / "manifest.json").unlink()
-    assert start(run, setup_of(), resume=True) == 1
-    assert run.steps() == [1]
-    (run.folder(1) / "manifest.json").unlink()
-    with refused("checkpoint.damaged", run.checkpoints):
-        start(run, setup_of(), resume=True)
+    (run.checkpoint_folder(2) / "manifest.json").unlink()
+    assert start(run, make_setup(), resume=True) == 1
+    assert run.checkpoint_steps() == [1]
+    (run.checkpoint_folder(1) / "manifest.json").unlink()
+    with refused("checkpoint.damaged", run.checkpoints_folder):
+        start(run, make_setup(), resume=True)
 
 
-def test_a_finished_run_is_done_only_with_its_results(run: RunDir) -> None:
-    start(run, setup_of())
+def test_run_is_finished_only_with_results_and_model(run: RunDir) -> None:
+    start(run, make_setup())
     save(run, 4)
     record = read_record(run)
     write_record(run, {**record, "status": "done"})
-    assert start(run, setup_of(), resume=True) == 4, "killed before its results were written"
+    assert start(run, make_setup(), resume=True) == 4, "killed before its results were written"
     write_record(run, {**record, "status": "done"})
     run.write_json("results.json", {})
-    assert start(run, setup_of(), resume=True) == 4, "its model/ was removed"
+    assert start(run, make_setup(), resume=True) == 4, "model/ is missing"
     write_record(run, {**record, "status": "done"})
     for name in ("config.json", "model.safetensors"):
-        run.model.mkdir(exist_ok=True)
-        (run.model / name).touch()
-    assert start(run, setup_of(), resume=True) is None
+        run.model_folder.mkdir(exist_ok=True)
+        (run.model_folder / name).touch()
+    assert start(run, make_setup(), resume=True) is None
 
 
-def test_without_its_record_a_run_is_not_continued(run: RunDir) -> None:
-    start(run, setup_of())
+def test_resume_refuses_a_run_without_its_record(run: RunDir) -> None:
+    start(run, make_setup())
     save(run, 4)
     (run.path / "run.json").unlink()
     with refused("checkpoint.damaged", run.path / "run.json"):
-        start(run, setup_of(), resume=True)
+        start(run, make_setup(), resume=True)
 
 
-def test_the_number_of_readable_images_is_part_of_the_run(run: RunDir) -> None:
-    setup = setup_of()
+def test_resume_refuses_another_number_of_readable_images(run: RunDir) -> None:
+    setup = make_setup()
     start(run, setup)
-    note_plan(run, setup, start=0)
+    record_plan(run, setup, start_step=0)
     assert read_record(run)["plan"]["images_read"] == setup.num_samples
     setup = setup.with_num_samples(setup.num_samples - 1)
     with refused("data.changed", setup.num_samples, setup.num_samples + 1):
-        note_plan(run, setup, start=2)
+        record_plan(run, setup, start_step=2)
 
 
-def test_a_run_with_images_in_quarantine_resumes_as_long_as_it_was(run: RunDir) -> None:
+def test_run_with_quarantined_images_resumes_with_its_number_of_steps(run: RunDir) -> None:
     epochs = ["optim.steps=null", "optim.epochs=1", "optim.schedule=constant"]
-    setup = setup_of(*epochs)
+    setup = make_setup(*epochs)
     readable = setup.with_num_samples(setup.num_samples - setup.recipe.data.batch_size)
     start(run, setup)
-    note_plan(run, readable, start=0)
+    record_plan(run, readable, start_step=0)
     save(run, 2)
-    assert start(run, setup, resume=True, notice=pytest.fail) == 2
-    longer, lines = setup_of(*epochs, "optim.epochs=2"), []
-    assert start(run, longer, resume=True, notice=lines.append) == 2
-    twice = longer.with_num_samples(readable.num_samples).steps
-    assert [f"{twice} steps instead of {readable.steps}" in line for line in lines] == [True]
+    with logging_nothing():
+        assert start(run, setup, resume=True) == 2
+    longer, lines = make_setup(*epochs, "optim.epochs=2"), []
+    with logged(lines):
+        assert start(run, longer, resume=True) == 2
+    longer_steps = longer.with_num_samples(readable.num_samples).num_steps
+    assert [f"{longer_steps} steps instead of {readable.num_steps}" in line for line in lines] == [
+        True
+    ]
     write_record(run, {**read_record(run), "status": "done"})
     run.write_json("results.json", {})
-    run.model.mkdir()
+    run.model_folder.mkdir()
     for name in ("config.json", "model.safetensors"):
-        (run.model / name).touch()
-    assert start(run, setup, resume=True, notice=pytest.fail) is None
+        (run.model_folder / name).touch()
+    with logging_nothing():
+        assert start(run, setup, resume=True) is None

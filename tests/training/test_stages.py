@@ -1,4 +1,4 @@
-"""`optim.stages`: the head first, then all; each stage a run that is resumed as any other."""
+"""`optim.stages`: train the head first, then everything; each stage resumes like a normal run."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from typing import Any
 
 import pytest
 import torch
-from faults_runs import killed_before, losses, weights
-from ranks import command, two_ranks
-from recipe_texts import tiny_text
+from forked_runs import read_train_losses, read_weights, train_until_killed
+from ranks import run_rank_command, run_two_ranks
+from recipe_texts import tiny_recipe_text
 from refusals import refused
 from safetensors.torch import load_file
 
-from finetune.recipe.load import Recipe, parse_recipe
+from finetune.recipe.load import parse_recipe
+from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir
 from finetune.training.setup import TrainingSetup
-from finetune.training.stages import folder_of
+from finetune.training.stages import stage_folder
 from finetune.training.train import train
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 STAGES = "stages: [{freeze: backbone, steps: 8, lr: 3e-2, train: resize}]"
-ALL_FIRST = "optim.stages=[{freeze: none, steps: 8, lr: 1e-2}]"
-RECIPE = tiny_text(
+TRAIN_ALL_FIRST = "optim.stages=[{freeze: none, steps: 8, lr: 1e-2}]"
+RECIPE = tiny_recipe_text(
     "train: resize | random_crop(padding=2), eval: resize, batch_size: 32, num_train: 320, "
     "num_test: 100",
     optim=f"lr: 3e-3, steps: 6, ema_decay: 0.5, {STAGES}",
@@ -33,7 +34,7 @@ RECIPE = tiny_text(
 )
 
 
-def recipe(*overrides: str) -> Recipe:
+def make_recipe(*overrides: str) -> Recipe:
     return parse_recipe(RECIPE, overrides=overrides)
 
 
@@ -42,83 +43,91 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
 
 
-def test_the_head_is_trained_from_features_and_then_all(
+def test_first_stage_trains_the_head_on_features(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    every = "run.keep_checkpoints=9"
-    results = train(recipe(every), tmp_path / "run")
-    assert "it alone is computed at each step" in capsys.readouterr().err
-    first = folder_of(tmp_path / "run", 1)
-    assert len(losses(first)) == 8
-    assert len(losses(tmp_path / "run")) == 6
+    keep_all = "run.keep_checkpoints=9"
+    results = train(make_recipe(keep_all), tmp_path / "run")
+    assert "each step computes only the classifier" in capsys.readouterr().err
+    first = stage_folder(tmp_path / "run", 1)
+    assert len(read_train_losses(first)) == 8
+    assert len(read_train_losses(tmp_path / "run")) == 6
     head = load_file(first / "model" / "model.safetensors")
-    kept = json.loads((first / "results.json").read_text())
-    assert "test" not in kept, "read once, at the end"
+    first_results = json.loads((first / "results.json").read_text())
+    assert "test" not in first_results, "the test split is used only once, at the end"
     assert "test" in results
-    train(recipe("optim.stages=[]", every), tmp_path / "plain")
-    start = load_file(RunDir(tmp_path / "plain").folder(2) / "model.safetensors")
-    begun = load_file(RunDir(tmp_path / "run").folder(2) / "model.safetensors")
-    assert not torch.equal(start["head.weight"], begun["head.weight"])
-    guess = pytest.approx(math.log(10), abs=1e-5)  # of a head of zeros
-    assert losses(tmp_path / "plain")[0] == guess != losses(tmp_path / "run")[0]
+    train(make_recipe("optim.stages=[]", keep_all), tmp_path / "plain")
+    without_stages = load_file(
+        RunDir(tmp_path / "plain").checkpoint_folder(2) / "model.safetensors"
+    )
+    with_stages = load_file(RunDir(tmp_path / "run").checkpoint_folder(2) / "model.safetensors")
+    assert not torch.equal(without_stages["head.weight"], with_stages["head.weight"])
+    chance_loss = pytest.approx(math.log(10), abs=1e-5)  # loss of a zero-initialized head
+    assert (
+        read_train_losses(tmp_path / "plain")[0]
+        == chance_loss
+        != read_train_losses(tmp_path / "run")[0]
+    )
     assert head["head.weight"].any()
     record = json.loads((tmp_path / "run" / "run.json").read_text())
-    before = json.loads((tmp_path / "plain" / "run.json").read_text())
-    assert record["plan"]["weights"] == before["plan"]["weights"], "of the same origin"
+    plain_record = json.loads((tmp_path / "plain" / "run.json").read_text())
+    assert record["plan"]["weights"] == plain_record["plan"]["weights"], (
+        "the same pretrained weights"
+    )
 
 
-def test_it_begins_with_the_weights_of_the_stage_before(
+def test_second_stage_starts_from_the_first_stages_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[dict[str, torch.Tensor]] = []
-    look = TrainingSetup.with_num_samples
+    initial_weights: list[dict[str, torch.Tensor]] = []
+    with_num_samples = TrainingSetup.with_num_samples
 
-    def looked(self: TrainingSetup, *images: Any) -> TrainingSetup:
-        seen.append({k: v.clone() for k, v in self.built.model.state_dict().items()})
-        return look(self, *images)
+    def recording_with_num_samples(self: TrainingSetup, *images: Any) -> TrainingSetup:
+        initial_weights.append({k: v.clone() for k, v in self.built.model.state_dict().items()})
+        return with_num_samples(self, *images)
 
-    monkeypatch.setattr(TrainingSetup, "with_num_samples", looked)
-    train(recipe(), tmp_path / "run")
-    ended = load_file(folder_of(tmp_path / "run", 1) / "model" / "model.safetensors")
-    assert not seen[0]["head.weight"].any()
-    for key, tensor in ended.items():
-        assert torch.equal(seen[-1][key], tensor), key
+    monkeypatch.setattr(TrainingSetup, "with_num_samples", recording_with_num_samples)
+    train(make_recipe(), tmp_path / "run")
+    first_stage = load_file(stage_folder(tmp_path / "run", 1) / "model" / "model.safetensors")
+    assert not initial_weights[0]["head.weight"].any()
+    for key, tensor in first_stage.items():
+        assert torch.equal(initial_weights[-1][key], tensor), key
 
 
 @pytest.mark.parametrize(
     "step,overrides",
     [
-        (5, ["optim.layer_decay=0.7"]),  # in the first stage
+        (5, ["optim.layer_decay=0.7"]),  # during the first stage
         (8 + 4, []),
-        (8 + 4, ["model.freeze=backbone", "data.train=resize", ALL_FIRST]),
+        (8 + 4, ["model.freeze=backbone", "data.train=resize", TRAIN_ALL_FIRST]),
     ],
 )
-def test_a_killed_run_is_resumed_to_the_bit(
-    tmp_path: Path, step: int, overrides: list[str]
-) -> None:
-    chosen = recipe(*overrides)
-    train(chosen, tmp_path / "whole")
-    killed_before(step, chosen, tmp_path / "run")
-    train(chosen, tmp_path / "run", resume=True)
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
-    first = [folder_of(tmp_path / name, 1) for name in ("run", "whole")]
-    assert losses(first[0]) == losses(first[1])
+def test_killed_run_resumes_bit_exactly(tmp_path: Path, step: int, overrides: list[str]) -> None:
+    recipe = make_recipe(*overrides)
+    train(recipe, tmp_path / "whole")
+    train_until_killed(step, recipe, tmp_path / "run")
+    train(recipe, tmp_path / "run", resume=True)
+    assert read_train_losses(tmp_path / "run") == read_train_losses(tmp_path / "whole")
+    assert read_weights(tmp_path / "run") == read_weights(tmp_path / "whole")
+    first = [stage_folder(tmp_path / name, 1) for name in ("run", "whole")]
+    assert read_train_losses(first[0]) == read_train_losses(first[1])
 
 
-def test_two_ranks_train_the_same(tmp_path: Path) -> None:
+def test_two_ranks_give_the_losses_of_one(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    train(recipe(), tmp_path / "one")
-    two_ranks(command, "train", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "two"))
-    for place in (tmp_path, tmp_path / "stages"):
+    train(make_recipe(), tmp_path / "one")
+    run_two_ranks(
+        run_rank_command, "train", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "two")
+    )
+    for folder in (tmp_path, tmp_path / "stages"):
         one, two = (
-            folder_of(tmp_path / n, 1) if place.name == "stages" else tmp_path / n
-            for n in ("one", "two")
+            stage_folder(tmp_path / name, 1) if folder.name == "stages" else tmp_path / name
+            for name in ("one", "two")
         )
-        assert losses(two) == pytest.approx(losses(one), abs=1e-5)
+        assert read_train_losses(two) == pytest.approx(read_train_losses(one), abs=1e-5)
 
 
-def test_an_adapter_begins_with_a_trained_head(tmp_path: Path) -> None:
+def test_adapter_run_starts_with_the_trained_head(tmp_path: Path) -> None:
     text = """
 model: {name: embedded:vit_nano, adapter: {rank: 2}}
 data: {source: "embedded:digits", train: resize, eval: resize, batch_size: 16, num_train: 160}
@@ -126,22 +135,22 @@ optim: {lr: 1e-3, steps: 2, stages: [{freeze: backbone, steps: 20, lr: 3e-2}]}
 run: {precision: fp32, log_every: 1, threads: 1, test: false}
 """
     train(parse_recipe(text), tmp_path / "run")
-    first = losses(folder_of(tmp_path / "run", 1))
-    assert losses(tmp_path / "run")[0] < first[0]
+    first = read_train_losses(stage_folder(tmp_path / "run", 1))
+    assert read_train_losses(tmp_path / "run")[0] < first[0]
     assert (tmp_path / "run" / "model" / "adapter" / "adapter_config.json").is_file()
 
 
-def test_a_dry_run_looks_at_every_stage_and_writes_nothing(tmp_path: Path) -> None:
-    plan = train(recipe(), tmp_path / "run", dry_run=True)
+def test_dry_run_checks_every_stage_and_writes_nothing(tmp_path: Path) -> None:
+    plan = train(make_recipe(), tmp_path / "run", dry_run=True)
     assert plan["steps"] == 6
     assert not (tmp_path / "run").exists()
-    wrong = recipe("optim.stages=[{freeze: 7, steps: 1}]")
+    invalid = make_recipe("optim.stages=[{freeze: 7, steps: 1}]")
     with refused("recipe.wrong_value", "model.freeze", "7"):
-        train(wrong, tmp_path / "run", dry_run=True)
+        train(invalid, tmp_path / "run", dry_run=True)
 
 
-def test_a_folder_with_stages_of_others_is_not_written_into(tmp_path: Path) -> None:
+def test_folder_with_foreign_files_under_stages_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run" / "stages" / "1").mkdir(parents=True)
     (tmp_path / "run" / "stages" / "1" / "mine.txt").touch()
     with refused("setup.not_a_run", "mine.txt"):
-        train(recipe(), tmp_path / "run")
+        train(make_recipe(), tmp_path / "run")

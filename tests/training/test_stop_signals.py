@@ -1,4 +1,4 @@
-"""A signal where there is nothing to save: the run stops at once with a message and can go on."""
+"""A signal outside the training loop: the run stops immediately with a message and can resume."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from recipe_texts import tiny_text
+from recipe_texts import tiny_recipe_text
 
 from finetune.cli.main import main
-from finetune.data import image_cache
+from finetune.data import pixel_cache
 from finetune.errors import Interrupted
-from finetune.training import launch
-from finetune.training.meter import StopSignals
+from finetune.training import accelerator
+from finetune.training.signals import StopSignals
 
-RECIPE = tiny_text(
+RECIPE = tiny_recipe_text(
     "eval: 'resize(18) | center_crop', unreadable: quarantine, batch_size: 4",
     source="folder:FOLDER",
 )
@@ -30,25 +30,25 @@ FILES = ["model/config.json", "model/model.safetensors", "model/README.md"]
 FILES += ["metrics.jsonl", "results.json", "report.html"]
 
 CREATE, DECODE = "finetune.models.build.timm.create_model", "PIL.Image.open"
-# When the signal comes: a function, and at which of its calls; of decoding, since it began.
-BEFORE = {
+# When to send the signal: at which call of which function; PIL.Image.open counts from decoding on.
+BEFORE_TRAINING = {
     "building": (CREATE, 1),
-    "looking at some images": (DECODE, 2),
-    "decoding": (DECODE, 60),  # past the samples
+    "inspecting sample images": (DECODE, 2),
+    "decoding": (DECODE, 60),  # after the sample images
 }
-AFTER = {
+AFTER_TRAINING = {
     "the temperature": ("finetune.evaluation.calibration.fit_temperature", 1),
-    "evaluation of test": ("finetune.training.finalize.Examination", 2),
+    "evaluation of test": ("finetune.training.finalize.Evaluator", 2),
     "publishing": ("finetune.training.finalize.save_model", 1),
-    "publishing again": ("finetune.training.finalize.refresh", 1),
-    "the report": ("finetune.report.page.write_report", 1),
+    "publishing again": ("finetune.training.finalize.rewrite_artifacts", 1),
+    "the report": ("finetune.report.page.write_run_report", 1),
 }
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
-class Bell:
-    """Stands for a function, and sends this process a signal at one of its calls."""
+class SignalAtCall:
+    """Replaces a function and sends this process a signal at one of its calls."""
 
     def __init__(self, name: str, call: int, number: signal.Signals) -> None:
         self.function: Callable[..., Any] = pkgutil.resolve_name(name)
@@ -62,11 +62,11 @@ class Bell:
         return self.function(*args, **kwargs)
 
 
-def trained(recipe: Path, out: Path, *options: str) -> int:
+def train(recipe: Path, out: Path, *options: str) -> int:
     return main(["train", str(recipe), "--out", str(out), *options])
 
 
-def status(out: Path) -> str:
+def read_status(out: Path) -> str:
     return str(json.loads((out / "run.json").read_text())["status"])
 
 
@@ -89,87 +89,95 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(recipe: Path, no_pictures: None) -> Path:
+def undisturbed_run(recipe: Path, no_pictures: None) -> Path:
     out = recipe.parent / "undisturbed"
-    assert trained(recipe, out) == 0
+    assert train(recipe, out) == 0
     return out
 
 
-def check_stopped(recipe: Path, out: Path, bell: Bell, capsys: pytest.CaptureFixture[str]) -> None:
-    """The signal ends the run, which says so and nothing else that it did not do."""
-    assert trained(recipe, out) == 128 + bell.number
-    assert bell.calls == bell.call, "it came, and nothing of the kind was done after it"
-    said = capsys.readouterr().err
-    assert f"{out}: stopped; continue with --resume" in said
-    assert "left out" not in said
+def check_stopped(
+    recipe: Path, out: Path, signal_at_call: SignalAtCall, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Check that the signal ends the run with its message alone."""
+    assert train(recipe, out) == 128 + signal_at_call.number
+    assert signal_at_call.calls == signal_at_call.call, (
+        "the signal was not sent, or the function ran again after it"
+    )
+    stderr = capsys.readouterr().err
+    assert f"{out}: stopped; continue with --resume" in stderr
+    assert "left out" not in stderr
 
 
-def check_resumed(recipe: Path, out: Path, undisturbed: Path) -> None:
-    """The run goes on to its end, and ends as if nothing had been."""
-    assert trained(recipe, out, "--resume") == 0
-    assert status(out) == "done"
+def check_resumed(recipe: Path, out: Path, undisturbed_run: Path) -> None:
+    """Resume the run, and check that it ends like an undisturbed one."""
+    assert train(recipe, out, "--resume") == 0
+    assert read_status(out) == "done"
     assert [name for name in FILES if not (out / name).is_file()] == []
-    assert weights(out) == weights(undisturbed)
+    assert weights(out) == weights(undisturbed_run)
     assert not list(out.glob(".*.tmp"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda each: each.name)
-@pytest.mark.parametrize("place", BEFORE)
-def test_before_training_a_signal_stops_the_run_at_once(
+@pytest.mark.parametrize("place", BEFORE_TRAINING)
+def test_signal_before_training_stops_the_run_immediately(
     place: str,
     number: signal.Signals,
     recipe: Path,
-    undisturbed: Path,
+    undisturbed_run: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    out, (name, call), visit = tmp_path / "run", BEFORE[place], image_cache.visit
-    bell = Bell(name, call, number)
+    out, (name, call), decode_split = (
+        tmp_path / "run",
+        BEFORE_TRAINING[place],
+        pixel_cache.decode_split,
+    )
+    signal_at_call = SignalAtCall(name, call, number)
 
-    def decode_all(*args: Any, **kwargs: Any) -> Any:
-        monkeypatch.setattr(name, bell)
-        return visit(*args, **kwargs)
+    def patch_and_decode(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(name, signal_at_call)
+        return decode_split(*args, **kwargs)
 
     if name == DECODE:
-        monkeypatch.setattr(image_cache, "visit", decode_all)
+        monkeypatch.setattr(pixel_cache, "decode_split", patch_and_decode)
     else:
-        monkeypatch.setattr(name, bell)
-    check_stopped(recipe, out, bell, capsys)
-    if name == DECODE:  # the network is made before there is a record
-        assert status(out) == f"stopped ({128 + number})"
+        monkeypatch.setattr(name, signal_at_call)
+    check_stopped(recipe, out, signal_at_call, capsys)
+    if name == DECODE:  # the model is built before run.json is written
+        assert read_status(out) == f"stopped ({128 + number})"
         assert (out / "metrics.jsonl").read_text() == ""
     else:
         assert not out.exists()
     monkeypatch.undo()
-    check_resumed(recipe, out, undisturbed)
+    check_resumed(recipe, out, undisturbed_run)
 
 
-@pytest.mark.parametrize("place", AFTER)
-def test_after_training_a_stopped_run_is_not_done_and_resuming_finishes_it(
+@pytest.mark.parametrize("place", AFTER_TRAINING)
+def test_signal_after_training_leaves_a_run_that_resume_finishes(
     place: str,
     recipe: Path,
-    undisturbed: Path,
+    undisturbed_run: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    out, (name, call) = tmp_path / "run", AFTER[place]
-    bell = Bell(name, call, signal.SIGTERM)
-    monkeypatch.setattr(name, bell)
-    check_stopped(recipe, out, bell, capsys)
-    assert status(out) == "stopped (143)"
+    out, (name, call) = tmp_path / "run", AFTER_TRAINING[place]
+    signal_at_call = SignalAtCall(name, call, signal.SIGTERM)
+    monkeypatch.setattr(name, signal_at_call)
+    check_stopped(recipe, out, signal_at_call, capsys)
+    assert read_status(out) == "stopped (143)"
     assert not (out / "report.html").exists()
     monkeypatch.undo()
-    check_resumed(recipe, out, undisturbed)
+    check_resumed(recipe, out, undisturbed_run)
 
 
-def test_ranks_that_wait_for_rank_0_get_its_signal(
+def test_interruption_on_rank_0_is_broadcast_to_waiting_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sent: list[Any] = []
-    monkeypatch.setattr(launch, "broadcast_object_list", sent.extend)
+    monkeypatch.setattr(accelerator, "broadcast_object_list", sent.extend)
     main_process: Any = SimpleNamespace(is_main_process=True)
-    with StopSignals() as stop, pytest.raises(Interrupted), stop.at_once("run: stopped"):
-        launch.on_main(main_process, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with StopSignals() as stop, pytest.raises(Interrupted), stop.raise_immediately("run: stopped"):
+        accelerator.run_on_main(main_process, lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert sent == [None, ("rank 0: run: stopped", 143, "internal")]

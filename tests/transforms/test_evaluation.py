@@ -1,4 +1,4 @@
-"""A sentence and timm's configuration say the same evaluation."""
+"""An evaluation transform spec and timm's configuration are equivalent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from timm.data.transforms_factory import create_transform
 
-from finetune.transforms.evaluation import as_published, default_eval
+from finetune.transforms.eval_transforms import default_eval_spec, spec_to_preprocessing
 from finetune.transforms.pipeline import Pipeline
 from finetune.transforms.preprocessing import Preprocessing
 
@@ -27,7 +27,7 @@ SQUARE = Preprocessing(
 @pytest.mark.parametrize("crop_pct", [0.875, 0.9, 0.95, 1.0])
 @pytest.mark.parametrize("crop_mode", ["center", "squash"])
 @pytest.mark.parametrize("source", [(48, 48), (40, 60), (20, 20)])
-def test_the_implied_sentence_gives_timms_pixels(
+def test_default_eval_spec_equals_timm(
     crop_pct: float, crop_mode: str, source: tuple[int, int]
 ) -> None:
     preprocessing = dataclasses.replace(SQUARE, crop_pct=crop_pct, crop_mode=crop_mode)
@@ -42,26 +42,26 @@ def test_the_implied_sentence_gives_timms_pixels(
     )
     expected = transform(Image.fromarray(pixels))
     pipeline = Pipeline(
-        default_eval(preprocessing),
+        default_eval_spec(preprocessing),
         image_size=(32, 32),
         mean=(0, 0, 0),
         std=(1, 1, 1),
         interpolation="bilinear",
         train=False,
     )
-    (found,) = pipeline(torch.from_numpy(pixels).permute(2, 0, 1)[None])
-    # Pillow rounds to a grey level after each of its two passes.
-    assert (found - expected).abs().max() <= 1.6 / 255
+    (actual,) = pipeline(torch.from_numpy(pixels).permute(2, 0, 1)[None])
+    # Pillow rounds to whole levels after each of its two passes.
+    assert (actual - expected).abs().max() <= 1.6 / 255
 
 
 @pytest.mark.parametrize(
-    "sentence",
+    "transforms",
     ["resize", "resize(36) | center_crop", "resize((36, 36)) | center_crop", "resize(32)"],
 )
-def test_what_is_published_implies_the_sentence_again(sentence: str) -> None:
-    published = as_published(SQUARE, sentence)
+def test_published_preprocessing_restores_the_spec(transforms: str) -> None:
+    published = spec_to_preprocessing(SQUARE, transforms)
     assert published is not None
-    shared = {
+    options = {
         "image_size": (32, 32),
         "mean": (0,) * 3,
         "std": (1,) * 3,
@@ -69,13 +69,15 @@ def test_what_is_published_implies_the_sentence_again(sentence: str) -> None:
     }
     image = torch.randint(0, 256, (1, 3, 48, 40), dtype=torch.uint8)
     try:
-        expected = Pipeline(sentence, train=False, **shared)(image)
-    except Exception:  # a sentence that only fits square images
+        expected = Pipeline(transforms, train=False, **options)(image)
+    except Exception:  # a spec for square images only
         image = image[..., :40, :]
-        expected = Pipeline(sentence, train=False, **shared)(image)
-    assert torch.equal(Pipeline(default_eval(published), train=False, **shared)(image), expected)
+        expected = Pipeline(transforms, train=False, **options)(image)
+    assert torch.equal(
+        Pipeline(default_eval_spec(published), train=False, **options)(image), expected
+    )
 
 
-def test_what_timm_cannot_say_is_not_published_as_something_else() -> None:
-    assert as_published(SQUARE, "center_crop(20) | resize") is None
-    assert as_published(SQUARE, "resize((20, 40)) | center_crop") is None
+def test_does_not_publish_a_spec_that_timm_cannot_express() -> None:
+    assert spec_to_preprocessing(SQUARE, "center_crop(20) | resize") is None
+    assert spec_to_preprocessing(SQUARE, "resize((20, 40)) | center_crop") is None

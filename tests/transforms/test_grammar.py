@@ -1,4 +1,4 @@
-"""The grammar of sentences: what is read, what is refused, and that nothing is evaluated."""
+"""The syntax of transform specs: valid specs, errors, and no evaluation of code."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from finetune.errors import RecipeError
-from finetune.transforms.grammar import MAX_CHARACTERS, parse
 from finetune.transforms.operations import OPERATIONS
+from finetune.transforms.spec_parser import MAX_CHARACTERS, parse_transform_spec
 
 
-def test_parse_fills_in_every_argument() -> None:
-    calls = parse("resize | random_crop(32, padding=4) | rotate((-5, 10)) | mixup(0.2)")
+def test_fills_in_every_argument() -> None:
+    calls = parse_transform_spec(
+        "resize | random_crop(32, padding=4) | rotate((-5, 10)) | mixup(0.2)"
+    )
     assert [call.name for call in calls] == ["resize", "random_crop", "rotate", "mixup"]
     assert calls[0].arguments == {"size": None, "interpolation": None}
     assert calls[1].arguments == {"size": 32, "padding": 4}
@@ -24,14 +26,14 @@ def test_parse_fills_in_every_argument() -> None:
     assert calls[3].arguments == {"alpha": 0.2}
 
 
-def test_parse_reads_negative_numbers_and_newlines() -> None:
-    calls = parse("\n  resize((48, 32))\n | random_erasing(value=-1.5)  \n")
+def test_reads_negative_numbers_and_newlines() -> None:
+    calls = parse_transform_spec("\n  resize((48, 32))\n | random_erasing(value=-1.5)  \n")
     assert calls[0].arguments["size"] == (48, 32)
     assert calls[1].arguments["value"] == -1.5
 
 
 @pytest.mark.parametrize(
-    "text,code,named",
+    "text,code,expected_texts",
     [
         ("rezise | flip", "unknown_name", ["'rezise'", "'resize'"]),
         ("flip(probability=1)", "unknown_key", ["flip", "'probability'", "Known: p"]),
@@ -75,12 +77,12 @@ def test_parse_reads_negative_numbers_and_newlines() -> None:
         ("normalise | corrupt('jpeg', 1)", "conflict", ["corrupt cannot come after normalise"]),
     ],
 )
-def test_parse_refuses(text: str, code: str, named: list[str]) -> None:
+def test_rejects_invalid_specs(text: str, code: str, expected_texts: list[str]) -> None:
     with pytest.raises(RecipeError) as caught:
-        parse(text)
+        parse_transform_spec(text)
     assert caught.value.code == f"recipe.{code}"
-    for name in named:
-        assert name in str(caught.value)
+    for expected_text in expected_texts:
+        assert expected_text in str(caught.value)
     assert len(str(caught.value)) < 400
 
 
@@ -97,9 +99,9 @@ def test_parse_refuses(text: str, code: str, named: list[str]) -> None:
         "f'{1}'",
     ],
 )
-def test_parse_never_evaluates(text: str) -> None:
+def test_never_evaluates_code(text: str) -> None:
     with refused("recipe.syntax"):
-        parse(text)
+        parse_transform_spec(text)
 
 
 @pytest.mark.parametrize(
@@ -113,39 +115,39 @@ def test_parse_never_evaluates(text: str) -> None:
     ],
     ids=["long", "brackets", "signs", "argument signs", "argument brackets"],
 )
-def test_parse_survives_hostile_depth(text: str) -> None:
+def test_rejects_deep_nesting(text: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        parse(text)
+        parse_transform_spec(text)
     assert len(str(caught.value)) < 400
 
 
-def test_parse_reports_all_errors_at_once() -> None:
+def test_reports_all_errors_together() -> None:
     with pytest.raises(RecipeError) as caught:
-        parse("rezise | flip(2) | rotat(3)")
+        parse_transform_spec("rezise | flip(2) | rotat(3)")
     assert len(str(caught.value).splitlines()) == 3
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, word in OPERATIONS.items() if word.random and name != "corrupt"]
+    "name", [name for name, op in OPERATIONS.items() if op.is_random and name != "corrupt"]
 )
-def test_evaluation_refuses_each_random_operation(name: str) -> None:
+def test_rejects_random_operations_in_evaluation(name: str) -> None:
     text = "rotate(5)" if name == "rotate" else name
-    assert parse(text)
+    assert parse_transform_spec(text)
     with refused("recipe.conflict", f"pipeline: {name} "):
-        parse(text, train=False)
+        parse_transform_spec(text, train=False)
 
 
 @given(st.text(alphabet="flipresz|(),=.0123456789-'[]{}*_ \n", max_size=60))
 @settings(max_examples=200, deadline=None)
-def test_parse_gives_calls_or_a_recipe_error(text: str) -> None:
+def test_returns_calls_or_raises_a_recipe_error(text: str) -> None:
     try:
-        calls = parse(text)
+        calls = parse_transform_spec(text)
     except RecipeError:
         return
     assert calls
     assert all(set(call.arguments) == set(OPERATIONS[call.name].parameters) for call in calls)
 
 
-def test_grammar_needs_no_torch() -> None:
-    code = "import sys, finetune.transforms.grammar; sys.exit('torch' in sys.modules)"
+def test_does_not_import_torch() -> None:
+    code = "import sys, finetune.transforms.spec_parser; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,26 +1,26 @@
-"""The table of operations: complete, and consistent with itself."""
+"""The table of operations is complete and consistent."""
 
 from __future__ import annotations
 
 import pytest
 
-from finetune.transforms.grammar import parse
-from finetune.transforms.operations import OPERATIONS, help_text
+from finetune.transforms.operations import OPERATIONS, format_operations_help
+from finetune.transforms.spec_parser import parse_transform_spec
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_default_is_within_its_own_bounds(name: str) -> None:
     required = {"rotate": "15", "corrupt": "'noise', 3"}.get(name, "")
-    (plain,) = parse(f"{name}({required})", train=name != "corrupt")
-    written = ", ".join(
-        f"{key}={value!r}" for key, value in plain.arguments.items() if value is not None
+    (call,) = parse_transform_spec(f"{name}({required})", train=name != "corrupt")
+    arguments = ", ".join(
+        f"{key}={value!r}" for key, value in call.arguments.items() if value is not None
     )
-    (again,) = parse(f"{name}({written})", train=name != "corrupt")
-    assert again == plain
+    (parsed_again,) = parse_transform_spec(f"{name}({arguments})", train=name != "corrupt")
+    assert parsed_again == call
 
 
 def test_help_names_every_operation_and_argument() -> None:
-    text = help_text()
+    text = format_operations_help()
     assert len(OPERATIONS) == 14
     for name, operation in OPERATIONS.items():
         assert f"{name}(" in text

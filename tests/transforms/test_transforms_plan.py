@@ -4,18 +4,23 @@ import pytest
 from refusals import refused
 
 from finetune.errors import RecipeError
-from finetune.transforms.grammar import parse
-from finetune.transforms.plan import Size, check_end, make_plan, size_after
+from finetune.transforms.execution_plan import (
+    HeightWidth,
+    check_output_size,
+    plan_execution,
+    size_after_operation,
+)
+from finetune.transforms.spec_parser import parse_transform_spec
 
 
-def order(text: str, size: Size, image_size: Size) -> str:
-    calls = parse(text)
-    return make_plan(calls, size, image_size, text).describe(calls)
+def format_plan(text: str, size: HeightWidth, image_size: HeightWidth) -> str:
+    calls = parse_transform_spec(text)
+    return plan_execution(calls, size, image_size, text).format_steps(calls)
 
 
-def test_pixels_move_before_an_enlargement() -> None:
+def test_moves_pixel_operations_before_an_enlargement() -> None:
     text = "resize | flip | rotate(15) | color_jitter(0.2)"
-    assert order(text, (32, 32), (224, 224)).splitlines() == [
+    assert format_plan(text, (32, 32), (224, 224)).splitlines() == [
         "rotate: at 32x32 (moved before the enlargement)",
         "color_jitter: at 32x32 (moved before the enlargement)",
         "resize, flip: 32x32 to 224x224, one resampling",
@@ -24,8 +29,8 @@ def test_pixels_move_before_an_enlargement() -> None:
 
 
 @pytest.mark.parametrize("size", [(224, 224), (400, 300)])
-def test_pixels_stay_where_nothing_is_enlarged(size: Size) -> None:
-    assert order("resize | rotate(15) | flip", size, (224, 224)).splitlines() == [
+def test_does_not_move_pixel_operations_without_an_enlargement(size: HeightWidth) -> None:
+    assert format_plan("resize | rotate(15) | flip", size, (224, 224)).splitlines() == [
         f"resize: {size[0]}x{size[1]} to 224x224, one resampling",
         "rotate: at 224x224",
         "flip: 224x224 to 224x224, one resampling",
@@ -33,9 +38,9 @@ def test_pixels_stay_where_nothing_is_enlarged(size: Size) -> None:
     ]
 
 
-def test_geometry_after_a_moved_operation_joins_the_run() -> None:
+def test_merges_geometry_around_a_moved_operation() -> None:
     text = "rotate(3) | random_crop(32, padding=4) | resize | rand_augment | flip | cutmix"
-    assert order(text, (32, 32), (48, 48)).splitlines() == [
+    assert format_plan(text, (32, 32), (48, 48)).splitlines() == [
         "rotate: at 32x32",
         "rand_augment: at 32x32 (moved before the enlargement)",
         "random_crop, resize, flip: 32x32 to 48x48, one resampling",
@@ -45,7 +50,7 @@ def test_geometry_after_a_moved_operation_joins_the_run() -> None:
 
 
 @pytest.mark.parametrize(
-    "text,size,after",
+    "text,size,expected",
     [
         ("resize", (10, 20), (48, 64)),
         ("resize(30)", (10, 20), (30, 60)),
@@ -58,39 +63,39 @@ def test_geometry_after_a_moved_operation_joins_the_run() -> None:
         ("flip", (10, 20), (10, 20)),
     ],
 )
-def test_size_after(text: str, size: Size, after: Size) -> None:
-    assert size_after(parse(text)[0], size, (48, 64)) == after
+def test_size_after_operation(text: str, size: HeightWidth, expected: HeightWidth) -> None:
+    assert size_after_operation(parse_transform_spec(text)[0], size, (48, 64)) == expected
 
 
 @pytest.mark.parametrize(
-    "text,words",
+    "text,expected_texts",
     [
         ("resize(64)", ["64x64", "48x48"]),
         ("resize | center_crop(32)", ["32x32", "48x48", "center_crop"]),
         ("center_crop((48, 32)) | flip", ["48x32", "48x48"]),
     ],
 )
-def test_wrong_last_size_is_refused_at_once(text: str, words: list[str]) -> None:
-    with refused("recipe.wrong_size", *words):
-        check_end(parse(text), (48, 48), text)
+def test_rejects_a_wrong_output_size(text: str, expected_texts: list[str]) -> None:
+    with refused("recipe.wrong_size", *expected_texts):
+        check_output_size(parse_transform_spec(text), (48, 48), text)
 
 
 @pytest.mark.parametrize(
     "text,image_size",
     [("resize(48)", (48, 64)), ("resize(64) | center_crop", (48, 48)), ("flip", (48, 48))],
 )
-def test_possible_sizes_pass(text: str, image_size: Size) -> None:
-    check_end(parse(text), image_size, text)
+def test_accepts_possible_output_sizes(text: str, image_size: HeightWidth) -> None:
+    check_output_size(parse_transform_spec(text), image_size, text)
 
 
-def test_a_wrong_end_names_both_sizes_and_the_cure() -> None:
+def test_a_wrong_output_size_names_both_sizes_and_the_fix() -> None:
     with refused("recipe.wrong_size", "30x40", "48x64", "48x48", "center_crop"):
-        order("resize(48)", (30, 40), (48, 48))
+        format_plan("resize(48)", (30, 40), (48, 48))
     with pytest.raises(RecipeError, match=r"32x32 into 32x32 .* 48x48") as caught:
-        order("flip", (32, 32), (48, 48))
+        format_plan("flip", (32, 32), (48, 48))
     assert caught.value.code == "recipe.wrong_size"
 
 
-def test_a_crop_larger_than_the_image_is_refused() -> None:
+def test_rejects_a_crop_larger_than_the_image() -> None:
     with refused("recipe.wrong_size", "48x48", "32x32"):
-        order("random_crop(48, padding=4)", (32, 32), (48, 48))
+        format_plan("random_crop(48, padding=4)", (32, 32), (48, 48))

@@ -1,1 +1,1 @@
-"""Shards that are read where they are, a row group at a time."""
+"""Stream shards: read them one row group at a time, without a local copy."""

@@ -1,7 +1,7 @@
-"""Read ahead: row groups are fetched and their images decoded in threads, before they are needed.
+"""Prefetch streamed images: threads fetch row groups and decode images before they are needed.
 
-Threads of this process, not worker processes: each of these would fetch the row groups of all its
-batches by itself. The decoders release Python's lock while they work.
+It uses threads instead of worker processes, because worker processes would fetch the same row
+groups several times. The decoders release the GIL.
 """
 
 # B batch, C channels, H W pixels
@@ -13,186 +13,205 @@ import itertools
 from collections import Counter, OrderedDict, deque
 from collections.abc import Generator, Iterable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotInTime
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from finetune.data.decode import planes
+from finetune.data.decode import hwc_to_chw
 from finetune.data.source import Split
-from finetune.data.streaming.row_groups import Group, ShardItems
-from finetune.data.worker_pool import Threads
+from finetune.data.streaming.streamed_images import RowGroup, StreamedImages
+from finetune.data.thread_pool import DaemonThreadPool
 from finetune.errors import SetupError
 
-__all__ = ["LIMIT_BYTES", "Prefetch", "is_streamed", "prefetch_of"]
+__all__ = ["MAX_CACHED_BYTES", "Prefetcher", "build_prefetcher"]
 
-LIMIT_BYTES = 2 * 2**30  # of encoded images that one process holds for one split
-_FETCHERS = 8  # waiting for the hub or a disk, not computing
-_BATCHES_AHEAD = 64  # whose row groups are fetched; fewer if the limit is reached
-_DECODED_AHEAD = 2
+MAX_CACHED_BYTES = 2 * 2**30  # limit for the encoded images that a process caches per split
+_NUM_FETCH_THREADS = 8  # they wait for the Hugging Face Hub or a disk
+_MAX_BATCHES_AHEAD = 64  # batches whose row groups are fetched ahead, within MAX_CACHED_BYTES
+_NUM_DECODED_AHEAD = 2
 _IMAGES_PER_TASK = 16
 
 
 @dataclass
-class _Ahead:
-    """A batch that is read ahead."""
+class _PendingBatch:
+    """A batch that is being fetched and decoded."""
 
     indices: NDArray[np.int64]
-    groups: list[int]
-    loading: dict[int, Future[Group]]
-    images: list[Future[list[Tensor]]] = field(default_factory=list)
+    group_indices: list[int]
+    group_futures: dict[int, Future[RowGroup]]
+    image_futures: list[Future[list[Tensor]]] = field(default_factory=list)
 
 
-class Prefetch:
-    """Reads the images of a streamed split, in batches whose order is known beforehand.
+class Prefetcher:
+    """Reads requested batches of a streamed split, and fetches and decodes them ahead.
 
-    Used row groups stay in memory up to `LIMIT_BYTES`, of each only the images that belong to the
-    split: a small validation split is fetched once for all evaluations.
+    Row groups stay cached after use, up to `MAX_CACHED_BYTES`, without the images that are not in
+    the split. So a small validation split is fetched once for all evaluations.
 
     Args:
-        split: its items are `ShardItems`.
-        workers: threads that decode; 0 to decode when a batch is taken.
+        split: the streamed split.
+        images: the images of the split.
+        num_workers: decoding threads; 0 to decode in the calling thread.
         timeout_seconds: longest wait for one batch.
     """
 
     def __init__(
-        self, split: Split, items: ShardItems, *, workers: int, timeout_seconds: float
+        self, split: Split, images: StreamedImages, *, num_workers: int, timeout_seconds: float
     ) -> None:
-        self._items, self._workers, self._timeout_seconds = items, workers, timeout_seconds
-        self._size = split.decode_size
-        rows_N = split.item_rows
-        self._groups_N = items.group_of(rows_N)
-        # of a million images, too, each of these takes some megabytes only
-        self._own_rows_N = (rows_N - items.starts[self._groups_N]).astype(np.int32)
-        self._by_group_N = np.argsort(self._groups_N, kind="stable").astype(np.int32)
-        self._edges = np.searchsorted(
-            self._groups_N[self._by_group_N], np.arange(len(items.starts))
+        self._streamed_images, self._num_workers, self._timeout_seconds = (
+            images,
+            num_workers,
+            timeout_seconds,
         )
-        lengths = np.maximum(np.diff(items.starts), 1)
-        self._num_bytes = items.num_bytes() * np.diff(self._edges) // lengths
-        self._held: OrderedDict[int, Future[Group]] = OrderedDict()
-        self._pins: Counter[int] = Counter()
+        self._decode_size = split.decode_size
+        rows_N = split.image_rows
+        self._groups_N = images.group_indices(rows_N)
+        # a few megabytes each, even for a million images
+        self._rows_in_group_N = (rows_N - images.group_starts[self._groups_N]).astype(np.int32)
+        self._order_by_group_N = np.argsort(self._groups_N, kind="stable").astype(np.int32)
+        self._group_edges = np.searchsorted(
+            self._groups_N[self._order_by_group_N], np.arange(len(images.group_starts))
+        )
+        lengths = np.maximum(np.diff(images.group_starts), 1)
+        self._group_num_bytes = images.group_num_bytes() * np.diff(self._group_edges) // lengths
+        self._cached_groups: OrderedDict[int, Future[RowGroup]] = OrderedDict()
+        self._pin_counts: Counter[int] = Counter()
 
-    def read_all(self, batches: Iterable[NDArray[np.int64]]) -> Generator[list[Tensor], None, None]:
-        """Yield the pixels of each batch of sample indices, in order, each (C, H, W) uint8.
+    def read_batches(
+        self, batches: Iterable[NDArray[np.int64]]
+    ) -> Generator[list[Tensor], None, None]:
+        """Yield the images of each batch of sample indices, in order, each (C, H, W) uint8.
 
-        Closing the generator ends its threads.
+        Closing the generator stops its threads.
 
-        Raises: DataError for an image or a row group that cannot be read; HubError for the hub's
-            faults; SetupError if a batch does not come in time.
+        Raises: DataError for an unreadable image or row group; HubError if the Hub fails;
+            SetupError if a batch times out.
         """
-        waiting: deque[_Ahead] = deque()
+        pending: deque[_PendingBatch] = deque()
         remaining = iter(batches)
         upcoming: NDArray[np.int64] | None = None
-        fetchers, decoders = Threads(_FETCHERS, "fetch"), Threads(self._workers, "decode")
+        fetchers, decoders = (
+            DaemonThreadPool(_NUM_FETCH_THREADS, "fetch"),
+            DaemonThreadPool(self._num_workers, "decode"),
+        )
         try:
             while True:
-                while len(waiting) < _BATCHES_AHEAD:
+                while len(pending) < _MAX_BATCHES_AHEAD:
                     upcoming = next(remaining, None) if upcoming is None else upcoming
                     if upcoming is None or (
-                        len(waiting) >= _DECODED_AHEAD and not self._fits(upcoming)
+                        len(pending) >= _NUM_DECODED_AHEAD and not self._fits_in_cache(upcoming)
                     ):
                         break
-                    waiting.append(self._fetch(upcoming, fetchers))
+                    pending.append(self._submit_fetch(upcoming, fetchers))
                     upcoming = None
-                if not waiting:
+                if not pending:
                     return
-                for ahead in itertools.islice(waiting, 1 + _DECODED_AHEAD):
-                    if not ahead.images:
-                        ahead.images = self._decode(ahead, decoders)
-                first = waiting.popleft()
-                images = self._images(first)
-                self._unpin(first)
+                for batch in itertools.islice(pending, 1 + _NUM_DECODED_AHEAD):
+                    if not batch.image_futures:
+                        batch.image_futures = self._submit_decode(batch, decoders)
+                next_batch = pending.popleft()
+                images = self._wait_for_images(next_batch)
+                self._unpin_groups(next_batch)
                 yield images
         finally:
             for pool in (fetchers, decoders):
-                pool.stop()
-            for ahead in waiting:
-                self._unpin(ahead)
-            self._drop_unfinished()
+                pool.shutdown()
+            for batch in pending:
+                self._unpin_groups(batch)
+            self._drop_unfinished_groups()
             for pool in (fetchers, decoders):
                 pool.join()
 
-    def _load(self, group: int) -> Group:
-        """Read the rows of a row group that belong to the split."""
-        first, last = self._edges[group], self._edges[group + 1]
-        rows = np.sort(self._own_rows_N[self._by_group_N[first:last]])
-        return self._items.load(group, rows)
+    def _load_group(self, group: int) -> RowGroup:
+        """Read the split's rows of a row group."""
+        first, last = self._group_edges[group], self._group_edges[group + 1]
+        rows = np.sort(self._rows_in_group_N[self._order_by_group_N[first:last]])
+        return self._streamed_images.load_group(group, rows)
 
-    def _fits(self, indices: NDArray[np.int64]) -> bool:
-        """True if the row groups of a batch and of the batches ahead fit within the limit."""
-        groups = set(self._groups_N[indices].tolist()) | set(self._pins)
-        return sum(int(self._num_bytes[group]) for group in groups) <= LIMIT_BYTES
+    def _fits_in_cache(self, indices: NDArray[np.int64]) -> bool:
+        """True if the row groups of this batch and of the pending batches fit within the limit."""
+        groups = set(self._groups_N[indices].tolist()) | set(self._pin_counts)
+        return sum(int(self._group_num_bytes[group]) for group in groups) <= MAX_CACHED_BYTES
 
-    def _fetch(self, indices: NDArray[np.int64], fetchers: Threads) -> _Ahead:
+    def _submit_fetch(
+        self, indices: NDArray[np.int64], fetchers: DaemonThreadPool
+    ) -> _PendingBatch:
         groups = self._groups_N[indices].tolist()
         loading = {}
         for group in dict.fromkeys(groups):
-            if group not in self._held:
-                self._held[group] = fetchers.submit(functools.partial(self._load, group))
-            self._held.move_to_end(group)
-            self._pins[group] += 1
-            loading[group] = self._held[group]
-        self._make_room()
-        return _Ahead(indices, groups, loading)
+            if group not in self._cached_groups:
+                self._cached_groups[group] = fetchers.submit(
+                    functools.partial(self._load_group, group)
+                )
+            self._cached_groups.move_to_end(group)
+            self._pin_counts[group] += 1
+            loading[group] = self._cached_groups[group]
+        self._evict_groups()
+        return _PendingBatch(indices, groups, loading)
 
-    def _make_room(self) -> None:
-        """Drop row groups that no batch ahead needs, the least recently used first."""
-        total = sum(int(self._num_bytes[group]) for group in self._held)
-        for group in list(self._held):
-            if total <= LIMIT_BYTES:
+    def _evict_groups(self) -> None:
+        """Drop row groups that no pending batch needs, least recently used first."""
+        total_bytes = sum(int(self._group_num_bytes[group]) for group in self._cached_groups)
+        for group in list(self._cached_groups):
+            if total_bytes <= MAX_CACHED_BYTES:
                 return
-            if group not in self._pins:
-                del self._held[group]
-                total -= int(self._num_bytes[group])
+            if group not in self._pin_counts:
+                del self._cached_groups[group]
+                total_bytes -= int(self._group_num_bytes[group])
 
-    def _decode(self, ahead: _Ahead, decoders: Threads) -> list[Future[list[Tensor]]]:
-        rows = self._own_rows_N[ahead.indices].tolist()
-        places = list(zip(ahead.groups, rows, strict=True))
+    def _submit_decode(
+        self, batch: _PendingBatch, decoders: DaemonThreadPool
+    ) -> list[Future[list[Tensor]]]:
+        rows = self._rows_in_group_N[batch.indices].tolist()
+        group_and_row = list(zip(batch.group_indices, rows, strict=True))
 
         def decode(start: int) -> list[Tensor]:
-            part = places[start : start + _IMAGES_PER_TASK]
-            images = [ahead.loading[group].result().read(row, self._size) for group, row in part]
-            return [planes(image) for image in images]
+            part = group_and_row[start : start + _IMAGES_PER_TASK]
+            images = [
+                batch.group_futures[group].result().decode(row, self._decode_size)
+                for group, row in part
+            ]
+            return [hwc_to_chw(image) for image in images]
 
-        starts = range(0, len(places), _IMAGES_PER_TASK)
+        starts = range(0, len(group_and_row), _IMAGES_PER_TASK)
         return [decoders.submit(functools.partial(decode, start)) for start in starts]
 
-    def _images(self, ahead: _Ahead) -> list[Tensor]:
+    def _wait_for_images(self, batch: _PendingBatch) -> list[Tensor]:
         seconds = self._timeout_seconds
         try:
-            return [image for part in ahead.images for image in part.result(seconds)]
-        except NotInTime:
+            return [image for part in batch.image_futures for image in part.result(seconds)]
+        except FutureTimeoutError:
             raise SetupError(
-                f"data: no batch came within {seconds:g} seconds; look at the connection or the "
-                "disk, or raise run.timeout_seconds (a batch has half of it); continue with "
+                f"data: no batch arrived within {seconds:g} seconds; check the connection or the "
+                "disk, or raise run.timeout_seconds (a batch may take half of it); continue with "
                 "--resume",
                 code="setup.timeout",
             ) from None
 
-    def _unpin(self, ahead: _Ahead) -> None:
-        for group in ahead.loading:
-            self._pins[group] -= 1
-            if not self._pins[group]:
-                del self._pins[group]
+    def _unpin_groups(self, batch: _PendingBatch) -> None:
+        for group in batch.group_futures:
+            self._pin_counts[group] -= 1
+            if not self._pin_counts[group]:
+                del self._pin_counts[group]
 
-    def _drop_unfinished(self) -> None:
-        """Drop row groups that were not fetched or failed; the next `read_all` fetches them."""
-        for group, loading in list(self._held.items()):
+    def _drop_unfinished_groups(self) -> None:
+        """Drop unfinished and failed row groups; the next `read_batches` fetches them again."""
+        for group, loading in list(self._cached_groups.items()):
             if not loading.done() or loading.cancelled() or loading.exception() is not None:
-                del self._held[group]
+                del self._cached_groups[group]
 
 
-def is_streamed(split: Split) -> bool:
-    """True if a split's images are read in place, and never all of them at once."""
-    return isinstance(split.items, ShardItems)
+def build_prefetcher(
+    split: Split, *, num_workers: int, timeout_seconds: float
+) -> Prefetcher | None:
+    """Build the prefetcher of a streamed split; None for any other split.
 
-
-def prefetch_of(split: Split, *, workers: int, timeout_seconds: float) -> Prefetch | None:
-    """Return the reader of a streamed split; None for any other. Args: as for `Prefetch`."""
-    items = split.items
-    if not isinstance(items, ShardItems):
+    Args: see `Prefetcher`.
+    """
+    images = split.images
+    if not isinstance(images, StreamedImages):
         return None
-    return Prefetch(split, items, workers=workers, timeout_seconds=timeout_seconds)
+    return Prefetcher(split, images, num_workers=num_workers, timeout_seconds=timeout_seconds)

@@ -1,4 +1,4 @@
-"""Parts of a file, read in place: on this machine, or by ranges from the hub or any server."""
+"""Read byte ranges of a file: on this machine, on the Hugging Face Hub or on any HTTP server."""
 
 from __future__ import annotations
 
@@ -16,17 +16,26 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import build_hf_headers
 
 from finetune.errors import DataError, HubError
-from finetune.hub.client import Fault, Watch, httpx, refusal, retried, was_cut
+from finetune.hub.client import (
+    RequestMonitor,
+    TransientHubError,
+    httpx,
+    is_connection_error,
+    permanent_hub_error,
+    retry,
+)
 
-__all__ = ["HubFile", "LocalFile", "ShardFile", "WebFile"]
+__all__ = ["HubDatasetFile", "LocalFile", "ShardFile", "WebFile"]
 
-PATIENCE_SECONDS = 60.0  # beyond the tries of one call: a run of days outlives a short outage
-_PAUSE_SECONDS = 5.0
-_ANSWER_SECONDS = 30.0  # between two pieces of an answer; the client itself would wait for ever
-_LEAST_RATE = 1000  # bytes a second, on the whole; without it a drip would last for ever
-_MOST_HOPS = 3  # a renamed repository redirects to its new name
-_REDIRECTS = (301, 302, 303, 307, 308)
-_SPAN = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+MAX_OUTAGE_SECONDS = (
+    60.0  # repeat failed calls of `retry` for this long, so that a long run survives an outage
+)
+_RETRY_PAUSE_SECONDS = 5.0
+_TIMEOUT_SECONDS = 30.0  # between two chunks of a response; without it, the client waits forever
+_MIN_BYTES_PER_SECOND = 1000  # on average; else a slow but steady response never times out
+_MAX_REDIRECTS = 3  # a renamed repository redirects to its new name
+_REDIRECT_STATUS_CODES = (301, 302, 303, 307, 308)
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 _Result = TypeVar("_Result")
 
 
@@ -35,9 +44,9 @@ class LocalFile:
     """A file on this machine.
 
     Attributes:
-        path: of the file.
-        size: in bytes, when the source was opened.
-        modified_ns: the time of its last change then.
+        path: path of the file.
+        size: size in bytes when the source was opened.
+        modified_ns: modification time in nanoseconds when the source was opened.
     """
 
     path: Path
@@ -45,300 +54,318 @@ class LocalFile:
     modified_ns: int
 
     @classmethod
-    def at(cls, path: Path) -> LocalFile:
-        """Describe a file as it is now. Raises: OSError if there is none."""
-        state = path.stat()
-        return cls(path, state.st_size, state.st_mtime_ns)
+    def from_path(cls, path: Path) -> LocalFile:
+        """Record the current size and modification time. Raises: OSError for a missing file."""
+        stat = path.stat()
+        return cls(path, stat.st_size, stat.st_mtime_ns)
 
     @property
-    def title(self) -> str:
+    def display_name(self) -> str:
         """The file's name in messages."""
         return str(self.path)
 
     @property
-    def content_name(self) -> str:
-        """Empty: the content has no name without reading it."""
+    def etag(self) -> str:
+        """Empty: a local file has no ETag."""
         return ""
 
-    def read(self, first: int, length: int) -> bytes:
-        """Read `length` bytes from byte `first` on. Raises: DataError if the file has changed."""
+    def read(self, offset: int, length: int) -> bytes:
+        """Read `length` bytes from `offset`. Raises: DataError if the file has changed."""
         try:
             with self.path.open("rb") as stream:
-                stream.seek(first)
+                stream.seek(offset)
                 part = stream.read(length)
-                state = os.fstat(stream.fileno())  # it may have changed meanwhile
+                stat = os.fstat(stream.fileno())  # after the read, which may see a change
         except OSError as error:
             raise DataError(
-                f"{self.path}: cannot be read any more ({error.strerror or error}); look at its "
-                "disk",
+                f"{self.path}: can no longer be read ({error.strerror or error}); check its disk",
                 code="data.unreadable",
             ) from None
-        now = state.st_size, state.st_mtime_ns
-        if now != (self.size, self.modified_ns) or len(part) != length:
+        current = stat.st_size, stat.st_mtime_ns
+        if current != (self.size, self.modified_ns) or len(part) != length:
             raise DataError(
-                f"{self.path}: has changed since it was opened, and must not while it is read: "
-                "restore it and start again",
+                f"{self.path}: has changed since it was opened; restore it and start again (files "
+                "must not change during a run)",
                 code="data.changed",
             )
         return part
 
 
 @dataclass(frozen=True)
-class HubFile:
-    """A file of a data set at one commit of the hub.
+class HubDatasetFile:
+    """A file of a dataset repository on the Hub, at one commit.
 
     Attributes:
-        where: the data set as the user wrote it, for messages.
-        repository: owner/name.
-        commit: the full sha.
-        path: in the repository.
-        size: in bytes.
-        content_name: the hub's name for its content: a sha256, or git's sha1 of a small file.
+        source: the user's source string, for messages.
+        repo_id: owner/name.
+        commit: full sha of the commit.
+        path: path in the repository.
+        size: size in bytes.
+        etag: the Hub's hash of the content: sha256 of an LFS file, git's sha1 of any other file.
     """
 
-    where: str
-    repository: str
+    source: str
+    repo_id: str
     commit: str
     path: str
     size: int
-    content_name: str
+    etag: str
 
     @property
-    def title(self) -> str:
+    def display_name(self) -> str:
         """The file's name in messages."""
-        return f"{self.where} {self.path}"
+        return f"{self.source} {self.path}"
 
-    def read(self, first: int, length: int) -> bytes:
-        """Read `length` bytes from byte `first` on, again while the hub fails.
+    def read(self, offset: int, length: int) -> bytes:
+        """Read `length` bytes from `offset`; retry while the Hub fails.
 
-        Raises: HubError if the hub keeps failing, or refuses; DataError if the file is gone or has
-            changed.
+        Raises: HubError if the Hub keeps failing or denies access; DataError if the file is gone or
+            has changed.
         """
-        return _patiently(self.title, lambda: self._once(first, length))
+        return _retry_through_outage(self.display_name, lambda: self._read_once(offset, length))
 
-    def _once(self, first: int, length: int) -> bytes:
-        place = _places.get(self)
+    def _read_once(self, offset: int, length: int) -> bytes:
+        url = _redirected_urls.get(self)
         try:
-            for _ in range(_MOST_HOPS):
-                answer = self._request(place, first, length)
-                if not isinstance(answer, str):
-                    return answer
-                place = answer
-        except Fault:
-            _places.pop(self, None)  # an address of the file store is signed, and expires
+            for _ in range(_MAX_REDIRECTS):
+                result = self._send_range_request(url, offset, length)
+                if not isinstance(result, str):
+                    return result
+                url = result
+        except TransientHubError:
+            _redirected_urls.pop(self, None)  # the file store's signed URLs expire
             raise
-        message = f"{self.title}: the hub leads from one address to another; try again later"
+        message = f"{self.display_name}: the hub redirects too often; try again later"
         raise HubError(message, code="hub.wrong_answer")
 
-    def _request(self, place: str | None, first: int, length: int) -> bytes | str:
-        """Send one request. Returns: the bytes, or the address of a redirect."""
-        own = hf_hub_url(self.repository, self.path, repo_type="dataset", revision=self.commit)
-        url = place or own
+    def _send_range_request(
+        self, redirect_url: str | None, offset: int, length: int
+    ) -> bytes | str:
+        """Send one request. Returns: the bytes, or the target URL of a redirect."""
+        hub_url = hf_hub_url(self.repo_id, self.path, repo_type="dataset", revision=self.commit)
+        url = redirect_url or hub_url
         is_hub = _host(url) == _host(constants.ENDPOINT)
-        headers = dict(build_hf_headers()) if is_hub else {}  # the token is for the hub alone
-        headers |= {"Range": f"bytes={first}-{first + length - 1}", "Accept-Encoding": "identity"}
+        headers = dict(build_hf_headers()) if is_hub else {}  # send the token only to the Hub
+        headers |= {"Range": f"bytes={offset}-{offset + length - 1}", "Accept-Encoding": "identity"}
         session = get_session()
-        request = session.build_request("GET", url, headers=headers, timeout=_ANSWER_SECONDS)
-        watch = Watch(stores=() if is_hub else (urlsplit(url).hostname or "",))
-        answer = watch.send(session.send, request, stream=True, follow_redirects=False)
+        request = session.build_request("GET", url, headers=headers, timeout=_TIMEOUT_SECONDS)
+        monitor = RequestMonitor(storage_hosts=() if is_hub else (urlsplit(url).hostname or "",))
+        response = monitor.send(session.send, request, stream=True, follow_redirects=False)
         try:
             if is_hub:
-                self._refuse_other(answer.headers, follows=answer.status_code in _REDIRECTS)
-            if answer.status_code in _REDIRECTS:
-                target = urljoin(url, answer.headers.get("location", ""))
+                self._check_unchanged(
+                    response.headers, is_redirect=response.status_code in _REDIRECT_STATUS_CODES
+                )
+            if response.status_code in _REDIRECT_STATUS_CODES:
+                target = urljoin(url, response.headers.get("location", ""))
                 if _host(target) != _host(constants.ENDPOINT):
-                    _places[self] = target
+                    _redirected_urls[self] = target
                 return target
-            self._refuse_no_range(answer, first, length)
-            body = _body(answer, length)
+            self._check_range_response(response, offset, length)
+            body = _read_body(response, length)
         except Exception as error:
-            if not was_cut(error):
+            if not is_connection_error(error):
                 raise
         else:
             if len(body) == length:
                 return body
         finally:
-            answer.close()
-        raise Fault("the connection was cut")
+            response.close()
+        raise TransientHubError("the connection was dropped")
 
-    def _refuse_other(self, headers: Any, *, follows: bool) -> None:
-        """Refuse a file that has changed since it was opened."""
-        etag = headers.get("x-linked-etag") or (None if follows else headers.get("etag"))
+    def _check_unchanged(self, headers: Any, *, is_redirect: bool) -> None:
+        """Raise a DataError if the file has changed since it was opened."""
+        etag = headers.get("x-linked-etag") or (None if is_redirect else headers.get("etag"))
         size = headers.get("x-linked-size")
-        name = etag.removeprefix("W/").strip('"') if etag else self.content_name
-        if name != self.content_name or (size or str(self.size)) != str(self.size):
-            raise self._changed()
+        name = etag.removeprefix("W/").strip('"') if etag else self.etag
+        if name != self.etag or (size or str(self.size)) != str(self.size):
+            raise self._changed_error()
 
-    def _refuse_no_range(self, answer: Any, first: int, length: int) -> None:
-        """Refuse an answer that is not the requested part of the file."""
-        status = answer.status_code
-        span = _SPAN.fullmatch(answer.headers.get("content-range", ""))
+    def _check_range_response(self, response: Any, offset: int, length: int) -> None:
+        """Raise an error if the response is not the requested part of the file."""
+        status = response.status_code
+        span = _CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
         if status == 206 and span:
             if span[3] not in ("*", str(self.size)):
-                raise self._changed()
-            if (int(span[1]), int(span[2])) == (first, first + length - 1):
+                raise self._changed_error()
+            if (int(span[1]), int(span[2])) == (offset, offset + length - 1):
                 return
-            raise Fault("the hub sent another part of the file")
+            raise TransientHubError("the hub sent another part of the file")
         if status == 416:
-            raise self._changed()
-        if status == 404 and answer.headers.get("x-error-code") in (None, "EntryNotFound"):
+            raise self._changed_error()
+        if status == 404 and response.headers.get("x-error-code") in (None, "EntryNotFound"):
             raise DataError(
-                f"{self.title}: is gone from revision {self.commit}; restore it, or train anew on "
-                "another revision",
+                f"{self.display_name}: no longer exists in revision {self.commit}; restore it, or "
+                "train from scratch on another revision",
                 code="data.not_found",
             )
-        answer.read()
+        response.read()
         try:
-            hf_raise_for_status(answer)
+            hf_raise_for_status(response)
         except HfHubHTTPError as error:
-            known = refusal(error, self.where, self.commit, missing=DataError, noun="data set")
+            known = permanent_hub_error(
+                error, self.source, self.commit, not_found_error=DataError, repo_noun="dataset"
+            )
             if known is not None:
                 raise known from None
         raise HubError(
-            f"{self.title}: the server does not send parts of files (answer {status}); set "
-            "data.streaming=false",
+            f"{self.display_name}: the server does not support range requests (status {status}); "
+            "set data.streaming=false",
             code="hub.wrong_answer",
         )
 
-    def _changed(self) -> DataError:
+    def _changed_error(self) -> DataError:
         return DataError(
-            f"{self.title}: is another file than when it was opened, at the same revision "
-            f"{self.commit}; restore it, or train anew",
+            f"{self.display_name}: has changed since it was opened, at the same revision "
+            f"{self.commit}; restore it, or train from scratch",
             code="data.changed",
         )
 
 
 @dataclass(frozen=True)
 class WebFile:
-    """A file at a server that sends parts of files.
+    """A file on an HTTP server that supports range requests.
 
     Attributes:
-        url: of the file; it may hold a password, and is not shown.
-        size: in bytes, when the source was opened.
-        content_name: the server's tag of the content then; empty if it has none.
+        url: URL of the file; it may hold a password and is never shown.
+        size: size in bytes when the source was opened.
+        etag: the server's ETag, else its Last-Modified header, when the source was opened; empty if
+            the server sends neither.
     """
 
     url: str = field(repr=False)
     size: int
-    content_name: str
+    etag: str
 
     @classmethod
-    def at(cls, url: str) -> WebFile:
-        """Ask for a file's size and tag. Raises: as `read`."""
-        return _patiently(_shown(url), lambda: cls(url, -1, "")._answer(0, 1)[0])
+    def from_url(cls, url: str) -> WebFile:
+        """Request a file's size and ETag. Raises: same as `read`."""
+        return _retry_through_outage(
+            _url_without_secrets(url), lambda: cls(url, -1, "")._request_range(0, 1)[0]
+        )
 
     @property
-    def title(self) -> str:
-        """The file's address, without password and query."""
-        return _shown(self.url)
+    def display_name(self) -> str:
+        """The file's URL, without password and query."""
+        return _url_without_secrets(self.url)
 
     @property
     def path(self) -> str:
         """The path on the server."""
         return unquote(urlsplit(self.url).path)
 
-    def read(self, first: int, length: int) -> bytes:
-        """Read `length` bytes from byte `first` on, again while the server fails.
+    def read(self, offset: int, length: int) -> bytes:
+        """Read `length` bytes from `offset`; retry while the server fails.
 
-        Raises: HubError if the server keeps failing, or refuses; DataError if the file is gone or
-            has changed.
+        Raises: HubError if the server keeps failing or denies access; DataError if the file is gone
+            or has changed.
         """
-        found, body = _patiently(self.title, lambda: self._answer(first, length))
-        if (found.size, found.content_name) != (self.size, self.content_name):
+        found, body = _retry_through_outage(
+            self.display_name, lambda: self._request_range(offset, length)
+        )
+        if (found.size, found.etag) != (self.size, self.etag):
             raise DataError(
-                f"{self.title}: is another file than when it was opened; restore it, or train anew",
+                f"{self.display_name}: has changed since it was opened; restore it, or train "
+                "from scratch",
                 code="data.changed",
             )
         return body
 
-    def _answer(self, first: int, length: int) -> tuple[WebFile, bytes]:
-        """Send one request. Returns: the file as it is now, and the bytes."""
+    def _request_range(self, offset: int, length: int) -> tuple[WebFile, bytes]:
+        """Send one request. Returns: a WebFile with the current size and ETag, and the bytes."""
         session = get_session()
-        headers = {"Range": f"bytes={first}-{first + length - 1}", "Accept-Encoding": "identity"}
-        options: dict[str, Any] = {"headers": headers, "timeout": _ANSWER_SECONDS}
+        headers = {"Range": f"bytes={offset}-{offset + length - 1}", "Accept-Encoding": "identity"}
+        options: dict[str, Any] = {"headers": headers, "timeout": _TIMEOUT_SECONDS}
 
         def send(request: Any, **options: Any) -> Any:
-            answer = session.send(request, **options)
-            self._refuse(answer.status_code)
-            return answer
+            response = session.send(request, **options)
+            self._check_status(response.status_code)
+            return response
 
-        watch = Watch(stores=(urlsplit(self.url).hostname or "",), noun="the server")
+        monitor = RequestMonitor(
+            storage_hosts=(urlsplit(self.url).hostname or "",), server_name="the server"
+        )
         try:
             request = session.build_request("GET", self.url, **options)
-            answer = watch.send(send, request, stream=True, follow_redirects=True)
+            response = monitor.send(send, request, stream=True, follow_redirects=True)
         except (httpx.RequestError, httpx.InvalidURL) as error:
             raise HubError(
-                f"{self.title}: cannot be asked for ({error}); check its address",
+                f"{self.display_name}: cannot be requested ({error}); check its URL",
                 code="hub.wrong_answer",
             ) from None
         try:
-            span = _SPAN.fullmatch(answer.headers.get("content-range", ""))
-            if answer.status_code != 206 or not span or span[3] == "*":
+            span = _CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
+            if response.status_code != 206 or not span or span[3] == "*":
                 raise HubError(
-                    f"{self.title}: the server does not send parts of files (answer "
-                    f"{answer.status_code}); download it, and give its path",
+                    f"{self.display_name}: the server does not support range requests (status "
+                    f"{response.status_code}); download it, and give its path",
                     code="hub.wrong_answer",
                 )
-            tag = answer.headers.get("etag") or answer.headers.get("last-modified", "")
-            body = _body(answer, length)
+            tag = response.headers.get("etag") or response.headers.get("last-modified", "")
+            body = _read_body(response, length)
         except Exception as error:
-            if not was_cut(error):
+            if not is_connection_error(error):
                 raise
-            raise Fault("the connection was cut") from None
+            raise TransientHubError("the connection was dropped") from None
         finally:
-            answer.close()
-        if (int(span[1]), int(span[2]), len(body)) != (first, first + length - 1, length):
-            raise Fault("the server sent another part of the file")
+            response.close()
+        if (int(span[1]), int(span[2]), len(body)) != (offset, offset + length - 1, length):
+            raise TransientHubError("the server sent another part of the file")
         return WebFile(self.url, int(span[3]), tag.removeprefix("W/").strip('"')), body
 
-    def _refuse(self, status: int) -> None:
-        """Refuse for good what another request would not change."""
+    def _check_status(self, status: int) -> None:
+        """Raise an error for a permanent HTTP error status, which a retry would not change."""
         if status in (401, 403):
             raise HubError(
-                f"{self.title}: the server refuses it ({status}); check address and rights",
+                f"{self.display_name}: the server denies access ({status}); check URL and "
+                "permissions",
                 code="hub.forbidden",
             )
         if status in (404, 410):
-            message = f"{self.title}: no such file ({status}); check its address"
+            message = f"{self.display_name}: no such file ({status}); check its URL"
             raise DataError(message, code="data.not_found")
         if status == 416:
-            message = f"{self.title}: ends before what is read of it; restore it"
+            message = (
+                f"{self.display_name}: shorter than when it was opened; restore it and start again"
+            )
             raise DataError(message, code="data.changed")
 
 
-ShardFile = LocalFile | HubFile | WebFile
+ShardFile = LocalFile | HubDatasetFile | WebFile
 
 
-def _patiently(title: str, call: Callable[[], _Result]) -> _Result:
-    """Call again and again while a server fails. Raises: HubError when it goes on too long."""
-    began = time.monotonic()
+def _retry_through_outage(display_name: str, call: Callable[[], _Result]) -> _Result:
+    """Retry while a server fails. Raises: HubError after `MAX_OUTAGE_SECONDS`."""
+    start = time.monotonic()
     while True:
         try:
-            return retried(title, call)
-        except Fault as fault:
-            if time.monotonic() - began >= PATIENCE_SECONDS:
+            return retry(display_name, call)
+        except TransientHubError as error:
+            if time.monotonic() - start >= MAX_OUTAGE_SECONDS:
                 raise HubError(
-                    f"{title}: {fault}, again and again; try again later: a run goes on with "
-                    "--resume",
+                    f"{display_name}: {error}, repeatedly; try again later (continue a run with "
+                    "--resume)",
                     code="hub.unreachable",
                 ) from None
-        time.sleep(_PAUSE_SECONDS)
+        time.sleep(_RETRY_PAUSE_SECONDS)
 
 
-def _body(answer: Any, length: int) -> bytes:
-    """Read an answer of some bytes. Raises: Fault if more come, or if they hardly come."""
-    body, began = bytearray(), time.monotonic()
-    for piece in answer.iter_bytes():
+def _read_body(response: Any, length: int) -> bytes:
+    """Read a response body. Raises: TransientHubError if it is too long or too slow."""
+    body, start = bytearray(), time.monotonic()
+    for piece in response.iter_bytes():
         body += piece
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - start
         if len(body) > length:
-            raise Fault(f"the server sent more than the {length:,} bytes asked for")
-        if seconds > _ANSWER_SECONDS and len(body) < seconds * _LEAST_RATE:
-            raise Fault(f"the server is too slow ({len(body):,} bytes in {seconds:.0f} s)")
+            raise TransientHubError(f"the server sent more than the requested {length:,} bytes")
+        if seconds > _TIMEOUT_SECONDS and len(body) < seconds * _MIN_BYTES_PER_SECOND:
+            raise TransientHubError(
+                f"the server is too slow ({len(body):,} bytes in {seconds:.0f} s)"
+            )
     return bytes(body)
 
 
-def _shown(url: str) -> str:
+def _url_without_secrets(url: str) -> str:
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
@@ -347,5 +374,6 @@ def _host(url: str) -> str:
     return urlsplit(url).netloc
 
 
-# Of files in the file store. No lock: one that a thread holds at a fork is never free in the child.
-_places: dict[HubFile, str] = {}
+# Redirect target of each file in the Hub's file store. Has no lock, because a lock that another
+# thread holds during a fork is never released in the child.
+_redirected_urls: dict[HubDatasetFile, str] = {}

@@ -1,1 +1,1 @@
-"""Networks of our own, registered with timm."""
+"""Networks that finetune adds to timm's model registry."""

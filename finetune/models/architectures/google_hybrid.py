@@ -1,4 +1,4 @@
-"""Google's hybrids of ResNet and ViT, registered with timm, and their checkpoints' convolutions."""
+"""Google's ResNet-ViT hybrids, registered with timm, and conversion of their ResNet weights."""
 
 # C channels, D width, h w kernel in pixels
 
@@ -32,11 +32,11 @@ default_cfgs = generate_default_cfgs(
         }
     }
 )
-_UNIT = re.compile(r"block(\d+)/unit(\d+)/(conv|gn)(\d|_proj)/(kernel|scale|bias)")
+_UNIT_PATTERN = re.compile(r"block(\d+)/unit(\d+)/(conv|gn)(\d|_proj)/(kernel|scale|bias)")
 
 
-class _StandardisedConv(StdConv2dSame):
-    """Weights minus mean, over standard deviation plus 1e-5; timm adds to the variance."""
+class _StandardizedConv(StdConv2dSame):
+    """Standardized convolution that adds eps to the weights' std; timm adds it to the variance."""
 
     def forward(self, x: Tensor) -> Tensor:
         mean = self.weight.mean(dim=(1, 2, 3), keepdim=True)
@@ -56,15 +56,15 @@ def vit_hybrid(
     stem_chs: int = 64,
     **kwargs: Any,
 ) -> VisionTransformer:
-    """ViT on the feature map of a ResNet with group norms, as Google's checkpoints have it.
+    """ViT on the feature map of a ResNet with group norm, as in Google's checkpoints.
 
-    By default the ResNet of R50+ViT-B/16; R26+ViT-S/32 has layers (2, 2, 2, 2). timm's own
+    The defaults are the ResNet of R50+ViT-B/16; R26+ViT-S/32 has layers (2, 2, 2, 2). timm's
     hybrids (vit_base_r50_s16_224 and others) differ in two small constants.
 
     Args:
-        layers: units of each stage.
-        channels: of each stage's output, four times those inside its units.
-        stem_chs: channels of the stem.
+        layers: number of bottleneck blocks in each stage.
+        channels: output channels of each stage; its bottlenecks have a quarter of them.
+        stem_chs: output channels of the stem.
     Source: vision_transformer, vit_jax/models_resnet.py.
     """
     backbone = ResNetV2(
@@ -75,7 +75,7 @@ def vit_hybrid(
         global_pool="",
         preact=False,
         stem_type="same",
-        conv_layer=_StandardisedConv,
+        conv_layer=_StandardizedConv,
         norm_layer=partial(GroupNormAct, num_groups=32, eps=1e-6),
     )
     kwargs.setdefault("patch_size", 1)
@@ -89,25 +89,28 @@ def vit_hybrid(
     )
 
 
-def convert_backbone(flat: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any], int]:
-    """Convert the ResNet of a checkpoint to timm's layout; its sizes are read off the tensors.
+def convert_backbone(
+    flat_params: Mapping[str, Tensor],
+) -> tuple[dict[str, Tensor], dict[str, Any], int]:
+    """Convert the ResNet of a checkpoint to timm's layout; infer all sizes from the tensors.
 
     Args:
-        flat: the checkpoint's tensors without the prefix of an optimiser.
-    Returns: state dict, keyword arguments of `vit_hybrid`, and pixels per step of its feature map.
+        flat_params: the checkpoint's tensors by name, without an `opt/target/` or `params/` prefix.
+    Returns: the state dict, the keyword arguments of `vit_hybrid`, and the stride of the feature
+        map in pixels.
     Raises: KeyError for a missing tensor.
     Source: vision_transformer, vit_jax/models_resnet.py.
     """
     root, top = "patch_embed.backbone", "patch_embed.backbone.stem"
     state = {
-        f"{top}.conv.weight": _convolution(flat["conv_root/kernel"]),
-        f"{top}.norm.weight": flat["gn_root/scale"].flatten(),
-        f"{top}.norm.bias": flat["gn_root/bias"].flatten(),
+        f"{top}.conv.weight": _to_conv_weight(flat_params["conv_root/kernel"]),
+        f"{top}.norm.weight": flat_params["gn_root/scale"].flatten(),
+        f"{top}.norm.bias": flat_params["gn_root/bias"].flatten(),
     }
     layers: dict[int, int] = {}
     channels: dict[int, int] = {}
-    for name, tensor in flat.items():
-        match = _UNIT.fullmatch(name)
+    for name, tensor in flat_params.items():
+        match = _UNIT_PATTERN.fullmatch(name)
         if match is None:
             continue
         stage, unit, number = int(match[1]), int(match[2]), match[4]
@@ -115,7 +118,7 @@ def convert_backbone(flat: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dic
         kind = "conv" if match[3] == "conv" else "norm"
         part = f"downsample.{kind}" if number == "_proj" else f"{kind}{number}"
         suffix = "bias" if match[5] == "bias" else "weight"
-        value = _convolution(tensor) if kind == "conv" else tensor.flatten()
+        value = _to_conv_weight(tensor) if kind == "conv" else tensor.flatten()
         state[f"{root}.stages.{stage - 1}.blocks.{unit - 1}.{part}.{suffix}"] = value
         if match[3] + number == "conv3":
             channels[stage] = value.shape[0]
@@ -129,5 +132,5 @@ def convert_backbone(flat: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dic
     return state, args, 4 * 2 ** (len(layers) - 1)
 
 
-def _convolution(kernel_hwCD: Tensor) -> Tensor:
+def _to_conv_weight(kernel_hwCD: Tensor) -> Tensor:
     return kernel_hwCD.permute(3, 2, 0, 1).contiguous()

@@ -1,12 +1,12 @@
-"""ShiftViT: a vision transformer with shifted channels for attention, registered with timm.
+"""ShiftViT: a vision transformer that shifts channels instead of attention, registered with timm.
 
-`shift` picks a version: "paper" moves a twelfth of the channels by one pixel in each direction;
-"document", the code of the widely read tutorial on it, clears an edge of twelve channels in each
-direction and moves nothing. Both take the shortcut after the shift and have no norm before the
-pooling.
+The argument `shift` selects a version. "paper" shifts one twelfth of the channels by one token in
+each of the four directions. "document" reproduces the code of the Keras tutorial on ShiftViT, which
+shifts nothing: for each direction it zeroes one edge in twelve channels. In both versions, the
+residual branch starts after the shift, and no norm precedes the pooling.
 """
 
-# B batch, H W tokens in a column and a row (pixels where an image is meant), C channels, K classes
+# B batch, H W height and width of the token grid (of an image: in pixels), C channels, K classes
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from timm.layers import ClassifierHead, DropPath, Mlp, PatchEmbed, calculate_dro
 from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
-from finetune.errors import RecipeError, nearest
+from finetune.errors import RecipeError, did_you_mean
 
-__all__ = ["SHIFTS", "ShiftViT", "clear_edges", "shift_channels", "shiftvit_tiny_patch4_48"]
+__all__ = ["SHIFT_VERSIONS", "ShiftViT", "shift_channels", "shiftvit_tiny_patch4_48", "zero_edges"]
 
-SHIFTS = ("document", "paper")
+SHIFT_VERSIONS = ("document", "paper")
 _EPS = 1e-5
 
 default_cfgs = generate_default_cfgs(
@@ -32,7 +32,7 @@ default_cfgs = generate_default_cfgs(
             "num_classes": 10,
             "first_conv": "patch_embed.proj",
             "classifier": "head.fc",
-            "mean": (0.0, 0.0, 0.0),  # pixel values go in as they are, from 0 to 1
+            "mean": (0.0, 0.0, 0.0),  # the network takes pixel values from 0 to 1
             "std": (1.0, 1.0, 1.0),
             "interpolation": "bilinear",
             "crop_pct": 1.0,
@@ -41,14 +41,15 @@ default_cfgs = generate_default_cfgs(
 )
 
 
-def clear_edges(x_BHWC: Tensor, num_channels: int) -> Tensor:
-    """Set an edge to zero in each of the first four groups of channels; nothing moves.
+def zero_edges(x_BHWC: Tensor, num_channels: int) -> Tensor:
+    """Zero one edge in each of the first four channel groups, without shifting them.
 
-    The groups lose, in this order, their last column, first column, last row and first row.
+    The zeroed edges of the four groups are the last column, the first column, the last row and the
+    first row.
 
     Args:
         x_BHWC: (B, H, W, C), C at least 4 * num_channels.
-        num_channels: in each group.
+        num_channels: number of channels in each group.
     Returns: (B, H, W, C), a new tensor.
     Source: Keras, code examples, "A Vision Transformer without Attention".
     """
@@ -61,35 +62,42 @@ def clear_edges(x_BHWC: Tensor, num_channels: int) -> Tensor:
 
 
 def shift_channels(x_BHWC: Tensor, num_channels: int) -> Tensor:
-    """Move each of the first four groups of channels by one place; zeros come in at the edge.
+    """Shift each of the first four channel groups by one token; fill the edge with zeros.
 
-    The groups move, in this order, left, right, up and down; the other channels stay.
+    The four groups shift left, right, up and down, in this order; other channels do not change.
 
     Args:
         x_BHWC: (B, H, W, C), C at least 4 * num_channels.
-        num_channels: in each group.
+        num_channels: number of channels in each group.
     Returns: (B, H, W, C), a new tensor.
     Source: Wang et al., "When Shift Operation Meets Vision Transformer" (2022), section 3.
     """
-    moving, staying = x_BHWC.split([4 * num_channels, x_BHWC.shape[-1] - 4 * num_channels], dim=-1)
-    left, right, up, down = nn.functional.pad(moving, (0, 0, 1, 1, 1, 1)).chunk(4, dim=-1)
-    moved = (left[:, 1:-1, 2:], right[:, 1:-1, :-2], up[:, 2:, 1:-1], down[:, :-2, 1:-1])
-    return torch.cat([*moved, staying], dim=-1)
+    groups, rest = x_BHWC.split([4 * num_channels, x_BHWC.shape[-1] - 4 * num_channels], dim=-1)
+    left, right, up, down = nn.functional.pad(groups, (0, 0, 1, 1, 1, 1)).chunk(4, dim=-1)
+    shifted = (left[:, 1:-1, 2:], right[:, 1:-1, :-2], up[:, 2:, 1:-1], down[:, :-2, 1:-1])
+    return torch.cat([*shifted, rest], dim=-1)
 
 
 class _Block(nn.Module):
-    """Shift, then a residual MLP whose shortcut starts after the shift."""
+    """Shift, then a residual MLP; the shortcut starts after the shift."""
 
     def __init__(
-        self, width: int, *, shift: str, num_div: int, mlp_ratio: float, drop: float, path: float
+        self,
+        width: int,
+        *,
+        shift: str,
+        num_div: int,
+        mlp_ratio: float,
+        drop_rate: float,
+        drop_path_rate: float,
     ) -> None:
         super().__init__()
-        self.shift = clear_edges if shift == "document" else shift_channels
-        # the document took the number of groups for the number of channels in one
+        self.shift = zero_edges if shift == "document" else shift_channels
+        # in the tutorial's code, num_div is the number of channels per group, not of groups
         self.group_width = num_div if shift == "document" else width // num_div
         self.norm = nn.LayerNorm(width, eps=_EPS)
-        self.mlp = Mlp(width, int(width * mlp_ratio), act_layer=nn.GELU, drop=drop)
-        self.drop_path = DropPath(path) if path else nn.Identity()
+        self.mlp = Mlp(width, int(width * mlp_ratio), act_layer=nn.GELU, drop=drop_rate)
+        self.drop_path = DropPath(drop_path_rate) if drop_path_rate else nn.Identity()
 
     def forward(self, x_BHWC: Tensor) -> Tensor:
         shifted = self.shift(x_BHWC, self.group_width)
@@ -97,8 +105,8 @@ class _Block(nn.Module):
         return out
 
 
-class _Merge(nn.Module):
-    """Merge four tokens into one of twice the width."""
+class _PatchMerging(nn.Module):
+    """Merge 2 x 2 tokens into one token of twice the width."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -108,14 +116,14 @@ class _Merge(nn.Module):
     def forward(self, x_BHWC: Tensor) -> Tensor:
         height, width = x_BHWC.shape[1:3]
         x_BCHW = self.norm(x_BHWC).permute(0, 3, 1, 2)
-        # zeros on the right and at the bottom of an odd side: "same" of the document's framework
+        # pad odd sides with zeros on the right and at the bottom, like "same" padding in Keras
         x_BCHW = nn.functional.pad(x_BCHW, (0, width % 2, 0, height % 2))
         out: Tensor = self.reduction(x_BCHW).permute(0, 2, 3, 1)
         return out
 
 
 class _Stage(nn.Module):
-    """Merging, then blocks of one width."""
+    """Patch merging, then blocks of constant width."""
 
     def __init__(self, downsample: nn.Module, blocks: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -131,24 +139,24 @@ class _Stage(nn.Module):
 
 
 class ShiftViT(nn.Module):
-    """Four stages of shift blocks, global average pooling, a linear classifier.
+    """Stages of shift blocks, global average pooling, linear classifier.
 
     Args:
-        shift: "document" (an edge of `num_div` channels is cleared in each direction; drop path
-            grows from 0 within each stage) or "paper" (C // num_div channels are moved in each
-            direction; drop path grows over the whole depth).
-        num_classes: K; 0 for none.
-        in_chans: channels of an image.
-        global_pool: "avg", or "" for none.
-        patch_size: pixels, a side.
-        embed_dim: C of the first stage; each further one has twice as many.
-        depths: blocks of each stage.
-        num_div: see `shift`.
-        mlp_ratio: width of the hidden layer of the MLP, in C.
-        drop_rate: dropout before the classifier.
-        proj_drop_rate: dropout after both layers of the MLP.
-        drop_path_rate: stochastic depth of the last block, per sample.
-    Raises: RecipeError for an unknown `shift`, or fewer channels than the groups take.
+        shift: "document" (zero one edge of `num_div` channels per direction; drop path rates grow
+            from 0 within each stage) or "paper" (shift C // num_div channels per direction; drop
+            path rates grow from 0 over the whole network).
+        num_classes: K; 0 for no classifier.
+        in_chans: number of image channels.
+        global_pool: "avg", or "" for no pooling.
+        patch_size: side of a patch in pixels.
+        embed_dim: C of the first stage; C doubles with each stage.
+        depths: number of blocks in each stage.
+        num_div: channels per group ("document") or number of groups ("paper"); see `shift`.
+        mlp_ratio: hidden width of the MLP as a multiple of C.
+        drop_rate: dropout rate before the classifier.
+        proj_drop_rate: dropout rate after both layers of the MLP.
+        drop_path_rate: stochastic depth rate of the last block.
+    Raises: RecipeError for an unknown `shift`, or if C does not allow the channel groups.
     Source: Wang et al., "When Shift Operation Meets Vision Transformer" (2022); Keras, code
         examples, "A Vision Transformer without Attention".
     """
@@ -170,36 +178,39 @@ class ShiftViT(nn.Module):
         drop_path_rate: float = 0.0,
     ) -> None:
         super().__init__()
-        _check(shift, embed_dim, num_div)
+        _check_channel_groups(shift, embed_dim, num_div)
         self.num_classes = num_classes
         self.num_features = self.head_hidden_size = embed_dim * 2 ** (len(depths) - 1)
         self.patch_embed = PatchEmbed(
             None, patch_size, in_chans, embed_dim, output_fmt="NHWC", strict_img_size=False
         )
         rates: Any = [calculate_drop_path_rates(drop_path_rate, depth) for depth in depths]
-        if shift == "paper":  # over the whole depth, not from 0 in each stage
+        if shift == "paper":
             rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
         stages, self.feature_info = [], []
         settings: dict[str, Any] = {"shift": shift, "num_div": num_div, "mlp_ratio": mlp_ratio}
         for number, paths in enumerate(rates):
             width = embed_dim * 2**number
-            blocks = [_Block(width, **settings, drop=proj_drop_rate, path=path) for path in paths]
-            stages.append(_Stage(_Merge(width // 2) if number else nn.Identity(), blocks))
-            place = {"num_chs": width, "reduction": patch_size * 2**number}
-            self.feature_info.append({**place, "module": f"stages.{number}"})
+            blocks = [
+                _Block(width, **settings, drop_rate=proj_drop_rate, drop_path_rate=path)
+                for path in paths
+            ]
+            stages.append(_Stage(_PatchMerging(width // 2) if number else nn.Identity(), blocks))
+            info = {"num_chs": width, "reduction": patch_size * 2**number}
+            self.feature_info.append({**info, "module": f"stages.{number}"})
         self.stages = nn.Sequential(*stages)
         self.head = ClassifierHead(
             self.num_features, num_classes, global_pool, drop_rate, input_fmt="NHWC"
         )
-        self.apply(_initialise)
+        self.apply(_init_weights)
 
     def forward_features(self, images_BCHW: Tensor) -> Tensor:
-        """Compute the tokens of the last stage, (B, H, W, C)."""
+        """Compute the output of the last stage, (B, H, W, C)."""
         out: Tensor = self.stages(self.patch_embed(images_BCHW))
         return out
 
     def forward_head(self, x_BHWC: Tensor, pre_logits: bool = False) -> Tensor:
-        """Pool the tokens and classify them, (B, K); with `pre_logits` (B, C)."""
+        """Pool and compute logits (B, K); with `pre_logits`, the pooled features (B, C)."""
         out: Tensor = self.head(x_BHWC, pre_logits=pre_logits)
         return out
 
@@ -213,52 +224,53 @@ class ShiftViT(nn.Module):
         return classifier
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the classifier by a new one; `global_pool` None keeps the pooling."""
+        """Replace the classifier with a new one; `global_pool=None` keeps the pooling."""
         self.num_classes = num_classes
         self.head.reset(num_classes, pool_type=global_pool)
-        self.head.apply(_initialise)
+        self.head.apply(_init_weights)
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters without weight decay: none."""
+        """Return the names of parameters without weight decay: an empty set."""
         return set()
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute the activations of the blocks in the backward pass."""
+        """Turn activation checkpointing of the blocks on or off."""
         for stage in self.stages:
             stage.grad_checkpointing = enable  # type: ignore[assignment]
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """timm's grouping into stem and blocks; merging belongs to the block after it."""
+        """Return timm's parameter groups; patch merging belongs to the first block after it."""
         fine = [(r"^stages\.(\d+)\.downsample", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None)]
         return {"stem": r"^patch_embed", "blocks": r"^stages\.(\d+)" if coarse else fine}
 
 
-def _check(shift: str, width: int, num_div: int) -> None:
-    if shift not in SHIFTS:
+def _check_channel_groups(shift: str, width: int, num_div: int) -> None:
+    if shift not in SHIFT_VERSIONS:
         raise RecipeError(
-            f"shift: unknown '{shift}'{nearest(shift, SHIFTS)} Choose from {', '.join(SHIFTS)}.",
+            f"shift: unknown '{shift}'{did_you_mean(shift, SHIFT_VERSIONS) or '.'} "
+            f"Choose from {', '.join(SHIFT_VERSIONS)}",
             code="recipe.unknown_name",
         )
     if shift == "paper" and not 4 <= num_div <= width:
         raise RecipeError(
-            f"num_div: {num_div} groups of {width} channels; the four directions need a group each "
-            f"and a group needs a channel: use a number from 4 to {width}",
+            f"num_div: {num_div} groups for {width} channels; each of the four directions "
+            f"needs a group of at least one channel: use a number from 4 to {width}",
             code="recipe.conflict",
         )
-    # the document's framework splits into equal groups, and refuses others
+    # the tutorial's code splits the channels into groups of equal size
     if shift == "document" and (width < 4 * num_div or width % num_div):
         raise RecipeError(
-            f"embed_dim: {width} is not four or more groups of num_div={num_div} channels; use a "
-            f"multiple of {num_div} from {4 * num_div} on",
+            f"embed_dim: {width} does not split into four or more groups of "
+            f"num_div={num_div} channels; use a multiple of {num_div}, at least {4 * num_div}",
             code="recipe.conflict",
         )
 
 
-def _initialise(module: nn.Module) -> None:
-    """Draw weights as the document's framework does by default; biases are 0."""
+def _init_weights(module: nn.Module) -> None:
+    """Initialize like Keras by default: Xavier uniform weights, zero biases."""
     if isinstance(module, nn.Linear | nn.Conv2d):
         nn.init.xavier_uniform_(module.weight)
         if module.bias is not None:
@@ -267,7 +279,7 @@ def _initialise(module: nn.Module) -> None:
 
 @register_model
 def shiftvit_tiny_patch4_48(pretrained: bool = False, **kwargs: Any) -> ShiftViT:
-    """`ShiftViT` for 48-pixel images: 11,690,602 parameters at 10 classes."""
+    """`ShiftViT` for 48 px images: 11,690,602 parameters with 10 classes."""
     model: ShiftViT = build_model_with_cfg(
         ShiftViT, "shiftvit_tiny_patch4_48", pretrained, **kwargs
     )

@@ -1,4 +1,4 @@
-"""A ViT with the representation layer (tanh) of pre-training, registered with timm."""
+"""A ViT with the pre-training representation layer (linear + tanh), registered with timm."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ default_cfgs = generate_default_cfgs(
 )
 
 
-def _representation_vit(*, representation_size: int, **kwargs: Any) -> VisionTransformer:
+def _create_vit(*, representation_size: int, **kwargs: Any) -> VisionTransformer:
     num_classes = kwargs.pop("num_classes", 1000)
     model = VisionTransformer(num_classes=0, **{"fc_norm": False, **kwargs})
     model.fc_norm = nn.Sequential(
@@ -44,17 +44,17 @@ def vit_representation(
 ) -> VisionTransformer:
     """ViT with `Linear + tanh` between the pooled token and the classifier.
 
-    timm's own ViT has no such layer, since fine-tuning usually drops it. Here it takes the place
-    of the norm after pooling, which this network does not use, so forward(), checkpointing and
-    get_classifier() stay timm's. A folder saved from it loads in timm once `finetune.models` is
-    imported.
+    timm's VisionTransformer does not have this layer, because fine-tuning usually drops it. Here
+    the layer takes the place of `fc_norm`, the optional norm after pooling, so timm's forward(),
+    checkpointing and get_classifier() work unchanged. To load a saved model of this architecture in
+    timm, run `import finetune.models` first.
 
     Args:
-        representation_size: outputs of the layer, and inputs of the head.
+        representation_size: output width of the layer, which is the input width of the head.
     Source: vision_transformer, vit_jax/models_vit.py, representation_size.
     """
     return build_model_with_cfg(
-        _representation_vit,
+        _create_vit,
         "vit_representation",
         pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,

@@ -1,13 +1,14 @@
-"""A ViT trained from scratch, with fixed sinusoidal positions; and its position-embedding study.
+"""A ViT for training from scratch, with a choice of position embeddings (sinusoidal by default).
 
-As the review describes it: patches flattened as (channel, row, column), pre-LN blocks, dropout on
-attention weights and in the head only, and a head that ends in a LayerNorm over the K logits. The
-blocks, the class token, the patches and the head leave 2,048 of the printed 302,520,350 parameters
-over: one more LayerNorm over D, which is here where pre-LN networks have it, after the last block.
+The network follows the description in the paper review: patches flattened as (channel, row,
+column), pre-LN blocks, dropout only on attention weights and in the head, and a head that ends in a
+LayerNorm over the K logits. The review reports 302,520,350 parameters. Blocks, class token, patch
+embedding and head have 2,048 fewer, which is exactly one more LayerNorm over D = 1024. We put it
+after the last block, as is usual in pre-LN networks.
 """
 
-# B batch, N tokens (class token first), D width, G heads, C channels (of a head), K classes,
-# H W pixels
+# B batch, N tokens (class token first), D width, G heads, C channels (in attention: head width),
+# K classes, H W pixels
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ from torch.utils.checkpoint import checkpoint
 
 from finetune.errors import RecipeError
 from finetune.models.architectures.position_embeddings import (
-    Relative,
-    attach,
-    check,
+    RelativePositionEmbedding,
+    add_position_embedding,
     position_table,
-    resize,
+    resize_position_embedding,
+    resolve_location,
 )
 
 __all__ = ["ScratchViT", "vit_scratch_large_patch8_32"]
@@ -39,7 +40,7 @@ default_cfgs = generate_default_cfgs(
             "num_classes": 10,
             "fixed_input_size": True,
             "first_conv": "patch_embed.proj",
-            "classifier": "head",  # with its LayerNorm, whose size follows the classes too
+            "classifier": "head",  # includes its LayerNorm, whose width is K
             "crop_pct": 1.0,
             "interpolation": "bilinear",
             "mean": (0.5, 0.5, 0.5),
@@ -50,7 +51,7 @@ default_cfgs = generate_default_cfgs(
 
 
 class _Attention(nn.Module):
-    """Self-attention with dropout on its weights, and no other."""
+    """Self-attention with dropout on the attention weights only."""
 
     def __init__(self, width: int, num_heads: int, attn_drop_rate: float) -> None:
         super().__init__()
@@ -59,24 +60,30 @@ class _Attention(nn.Module):
         self.attn_drop = nn.Dropout(attn_drop_rate)
         self.proj = nn.Linear(width, width)
 
-    def forward(self, tokens_BND: Tensor, relative: Relative | None) -> Tensor:
+    def forward(
+        self, tokens_BND: Tensor, relative_position: RelativePositionEmbedding | None
+    ) -> Tensor:
         heads = self.qkv(tokens_BND).unflatten(-1, (3, self.num_heads, -1))
         query_BGNC, key_BGNC, value_BGNC = heads.permute(2, 0, 3, 1, 4).unbind(0)
-        bias = None if relative is None else relative(query_BGNC).to(query_BGNC.dtype)
+        bias = (
+            None
+            if relative_position is None
+            else relative_position(query_BGNC).to(query_BGNC.dtype)
+        )
         if self.fused_attn:
             rate = self.attn_drop.p if self.training else 0.0
-            read_BGNC = F.scaled_dot_product_attention(
+            output_BGNC = F.scaled_dot_product_attention(
                 query_BGNC, key_BGNC, value_BGNC, attn_mask=bias, dropout_p=rate
             )
         else:
             scores_BGNN = (query_BGNC * query_BGNC.shape[-1] ** -0.5) @ key_BGNC.mT
             scores_BGNN = scores_BGNN if bias is None else scores_BGNN + bias
-            read_BGNC = self.attn_drop(scores_BGNN.softmax(dim=-1)) @ value_BGNC
-        return self.proj(read_BGNC.transpose(1, 2).flatten(2))
+            output_BGNC = self.attn_drop(scores_BGNN.softmax(dim=-1)) @ value_BGNC
+        return self.proj(output_BGNC.transpose(1, 2).flatten(2))
 
 
 class _Block(nn.Module):
-    """Pre-LN attention and MLP, with position embeddings of its own if it has any."""
+    """Pre-LN attention and MLP, optionally with the block's own position embeddings."""
 
     pos_embed: Tensor | nn.Module | None
 
@@ -87,10 +94,13 @@ class _Block(nn.Module):
         self.norm2 = nn.LayerNorm(width, eps=1e-5)
         self.mlp = Mlp(width, mlp_width, act_layer=nn.GELU)
 
-    def forward(self, tokens_BND: Tensor, shared: Tensor | nn.Module | None) -> Tensor:
-        """Transform tokens; `shared` positions, of all blocks, replace the block's own."""
-        position = self.pos_embed if shared is None else shared
-        relative = position if isinstance(position, Relative) else None
+    def forward(self, tokens_BND: Tensor, shared_pos_embed: Tensor | nn.Module | None) -> Tensor:
+        """Transform tokens (B, N, D).
+
+        If given, `shared_pos_embed`, which all blocks share, replaces the block's own `pos_embed`.
+        """
+        position = self.pos_embed if shared_pos_embed is None else shared_pos_embed
+        relative = position if isinstance(position, RelativePositionEmbedding) else None
         table_1ND = position_table(position)
         if table_1ND is not None:
             tokens_BND = tokens_BND + table_1ND
@@ -99,26 +109,27 @@ class _Block(nn.Module):
 
 
 class ScratchViT(nn.Module):
-    """The review's ViT; the same network carries the study of position embeddings.
+    """The ViT of the paper review; also used to compare position embeddings.
 
-    Linear layers start as torch has them, the class token from U[0, 1).
+    Linear layers have torch's default initialization; the class token is drawn from U[0, 1).
 
     Args:
-        img_size: pixels, or (height, width).
-        patch_size: pixels; divides both sides.
-        in_chans: channels of an image.
+        img_size: image size in pixels, or (height, width).
+        patch_size: side of a patch in pixels; must divide both sides of the image.
+        in_chans: number of image channels.
         num_classes: K; 0 for no head.
         embed_dim: D.
-        depth: blocks.
-        num_heads: divides D.
-        mlp_ratio: hidden width of an MLP, in D.
-        position: one of `position_embeddings.KINDS`.
-        where: one of `position_embeddings.PLACES`; None for the usual place. At every layer the
-            positions are added to what enters each block, the first included, and not in the
-            stem; "shared" means that all blocks have the same ones, which a fixed table always is.
-        drop_rate: dropout in the head.
-        attn_drop_rate: dropout on attention weights.
-    Raises: RecipeError for values that do not go together.
+        depth: number of blocks.
+        num_heads: number of attention heads; must divide D.
+        mlp_ratio: hidden width of an MLP as a multiple of D.
+        position: one of `position_embeddings.POSITION_KINDS`.
+        where: one of `position_embeddings.POSITION_LOCATIONS`; None for the default of `position`.
+            With "every_layer", each block, including the first, adds its own position embeddings to
+            its input, and the stem adds none. With "every_layer_shared" all blocks share one set;
+            for the fixed "sinusoidal" table both are equivalent.
+        drop_rate: dropout rate in the head.
+        attn_drop_rate: dropout rate on attention weights.
+    Raises: RecipeError for values that conflict.
     Source: paper review, the ViT from scratch; ViT paper, appendix D.4.
     """
 
@@ -142,10 +153,10 @@ class ScratchViT(nn.Module):
         attn_drop_rate: float = 0.0,
     ) -> None:
         super().__init__()
-        self.where = check(position, where)
+        self.where = resolve_location(position, where)
         if embed_dim % num_heads:
             raise RecipeError(
-                f"num_heads: {num_heads} does not divide embed_dim, {embed_dim}; correct one",
+                f"num_heads: {num_heads} does not divide embed_dim={embed_dim}; change one of them",
                 code="recipe.conflict",
             )
         self.in_chans, self.drop_rate = in_chans, drop_rate
@@ -153,15 +164,15 @@ class ScratchViT(nn.Module):
         self.grad_checkpointing = False
         self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim)
         self.cls_token = nn.Parameter(torch.rand(1, 1, embed_dim))
-        rest = (embed_dim, num_heads, int(embed_dim * mlp_ratio), attn_drop_rate)
-        self.blocks = nn.ModuleList(_Block(*rest) for _ in range(depth))
+        block_args = (embed_dim, num_heads, int(embed_dim * mlp_ratio), attn_drop_rate)
+        self.blocks = nn.ModuleList(_Block(*block_args) for _ in range(depth))
         self.norm = nn.LayerNorm(embed_dim, eps=1e-5)
         self.reset_classifier(num_classes)
-        for holder in (self, *self.blocks):
-            has = (holder is self) != (self.where == "every_layer")
-            attach(
-                holder,
-                position if has else "none",
+        for module in (self, *self.blocks):
+            has_positions = (module is self) != (self.where == "every_layer")
+            add_position_embedding(
+                module,
+                position if has_positions else "none",
                 grid=self.patch_embed.grid_size,
                 width=embed_dim,
                 head_width=embed_dim // num_heads,
@@ -170,8 +181,8 @@ class ScratchViT(nn.Module):
     def forward_features(self, images_BCHW: Tensor) -> Tensor:
         """Compute all tokens after the last LayerNorm: (B, N, D)."""
         patches_BND = self.patch_embed(images_BCHW)
-        first_B1D = self.cls_token.expand(patches_BND.shape[0], -1, -1)
-        tokens_BND = torch.cat([first_B1D, patches_BND], dim=1)
+        class_tokens_B1D = self.cls_token.expand(patches_BND.shape[0], -1, -1)
+        tokens_BND = torch.cat([class_tokens_B1D, patches_BND], dim=1)
         if self.where == "stem":
             table_1ND = position_table(self.pos_embed)
             tokens_BND = tokens_BND if table_1ND is None else tokens_BND + table_1ND
@@ -184,24 +195,24 @@ class ScratchViT(nn.Module):
         return self.norm(tokens_BND)
 
     def forward_head(self, tokens_BND: Tensor, pre_logits: bool = False) -> Tensor:
-        """Compute logits (B, K); with `pre_logits` or without classes, the class token (B, D)."""
+        """Compute logits (B, K); with `pre_logits` or zero classes, the class token (B, D)."""
         if pre_logits or not self.num_classes:
             return tokens_BND[:, 0]
         return self.head(tokens_BND)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        """Compute logits of images of the network's own size."""
+        """Compute logits (B, K) for images of size `img_size`."""
         return self.forward_head(self.forward_features(images_BCHW))
 
     def get_classifier(self) -> nn.Module:
-        """Return the whole head, whose last linear layer zero initialisation sets to zero."""
+        """Return the whole head; `zero_head` sets its last linear layer to zero."""
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the head, on the same device; the class token is the only pooling."""
+        """Replace the head, on the same device; only class-token pooling is supported."""
         if global_pool not in (None, "token"):
             raise RecipeError(
-                f"global_pool: '{global_pool}'; this network's head reads 'token'; use that",
+                f"global_pool: '{global_pool}' is not supported by this network; use 'token'",
                 code="recipe.wrong_value",
             )
         self.num_classes = num_classes
@@ -210,16 +221,19 @@ class ScratchViT(nn.Module):
         ).to(self.cls_token)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute the blocks' activations in the backward pass."""
+        """Turn activation checkpointing of the blocks on or off."""
         self.grad_checkpointing = enable
 
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters without weight decay: the class token and all learned positions."""
+        """Return the names of parameters without weight decay.
+
+        These are the class token and all learned position embeddings.
+        """
         names = [name for name, _ in self.named_parameters()]
         return {name for name in names if "pos_embed" in name.split(".") or name == "cls_token"}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """timm's grouping: the stem with what all blocks share, then block after block."""
+        """Return timm's parameter groups: stem (with shared position embeddings), then blocks."""
         blocks = r"^blocks\.(\d+)"
         return {
             "stem": r"^cls_token|^pos_embed|^patch_embed",
@@ -228,18 +242,19 @@ class ScratchViT(nn.Module):
 
 
 class _Head(nn.Module):
-    """On all tokens Linear, GELU, dropout; then the class token's logits through a LayerNorm.
+    """Linear, GELU and dropout on all tokens; then LayerNorm over the class token's logits.
 
-    With the linear layer at zero GELU(0) = 0 reaches the LayerNorm, which leaves its bias of 0: all
-    logits are 0 and the first loss is ln K. The LayerNorm divides by sqrt(eps) there, so the first
-    gradient of that layer is some 300 times that of the same head without it.
+    If the linear layer is initialized to zero, the input of the LayerNorm is GELU(0) = 0 and its
+    output is its bias, 0: all logits are 0 and the first loss is ln K. The LayerNorm then divides
+    by sqrt(eps), so the first gradient of the linear layer is about 300 times as large as without a
+    LayerNorm.
     """
 
-    def __init__(self, width: int, num_classes: int, rate: float) -> None:
+    def __init__(self, width: int, num_classes: int, drop_rate: float) -> None:
         super().__init__()
         self.fc = nn.Linear(width, num_classes)
         self.act = nn.GELU()
-        self.drop = nn.Dropout(rate)
+        self.drop = nn.Dropout(drop_rate)
         self.norm = nn.LayerNorm(num_classes, eps=1e-5)
 
     def forward(self, tokens_BND: Tensor) -> Tensor:
@@ -247,20 +262,24 @@ class _Head(nn.Module):
         return self.norm(outputs_BNK[:, 0])
 
 
-def _fit(state: Mapping[str, Tensor], model: ScratchViT) -> dict[str, Tensor]:
-    """Weights of another image size or with other classes, for timm to load."""
+def _checkpoint_filter_fn(state: Mapping[str, Tensor], model: ScratchViT) -> dict[str, Tensor]:
+    """Resize position embeddings from another image size so that timm can load the weights."""
     own, fitted = model.state_dict(), {}
     for name, tensor in state.items():
         if name not in own or own[name].shape == tensor.shape:
             fitted[name] = tensor
-        elif not name.startswith("head."):  # timm asks for the fresh head where classes differ
-            fitted[name] = resize(name, tensor, model.patch_embed.grid_size)
+        elif not name.startswith("head."):  # timm keeps the new head if K differs
+            fitted[name] = resize_position_embedding(name, tensor, model.patch_embed.grid_size)
     return fitted
 
 
 @register_model
 def vit_scratch_large_patch8_32(pretrained: bool = False, **kwargs: Any) -> ScratchViT:
-    """`ScratchViT` of 8 px patches, 32 px images: 302,520,350 parameters, 5.15 GMACs at K = 10."""
+    """`ScratchViT` for 32 px images, 8 px patches: 302,520,350 parameters, 5.15 GMACs at K = 10."""
     return build_model_with_cfg(
-        ScratchViT, "vit_scratch_large_patch8_32", pretrained, pretrained_filter_fn=_fit, **kwargs
+        ScratchViT,
+        "vit_scratch_large_patch8_32",
+        pretrained,
+        pretrained_filter_fn=_checkpoint_filter_fn,
+        **kwargs,
     )

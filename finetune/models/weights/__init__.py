@@ -1,1 +1,1 @@
-"""Pretrained weights: found, read, renamed, resized."""
+"""Pretrained weights: find, read, rename, resize and load them."""

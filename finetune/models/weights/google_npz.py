@@ -1,4 +1,4 @@
-"""Google's ViT checkpoints (.npz) in the layout of timm's VisionTransformer."""
+"""Convert Google's ViT checkpoints (.npz) to the layout of timm's VisionTransformer."""
 
 # D width, h w patch in pixels, C channels, A attention heads, E width of one head
 
@@ -16,61 +16,64 @@ from finetune.models.architectures.google_hybrid import convert_backbone
 from finetune.models.weights.resize_posemb import square_grid
 from finetune.models.weights.timm_config import registered_config
 
-__all__ = ["config_of", "convert"]
+__all__ = ["convert_checkpoint", "google_pretrained_config"]
 
-PREFIXES = ("opt/target/", "params/")
-BLOCK = re.compile(r"Transformer/encoderblock_(\d+)/(.+)")
+PARAM_PREFIXES = ("opt/target/", "params/")
+BLOCK_PATTERN = re.compile(r"Transformer/encoderblock_(\d+)/(.+)")
 
 
-def convert(
+def convert_checkpoint(
     tensors: Mapping[str, Tensor], *, source: str, args: Mapping[str, Any]
 ) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Translate a checkpoint; every size is read off the tensors.
+    """Convert a checkpoint to timm's names and layout; infer all sizes from the tensors.
 
-    Both of flax's numberings are understood (`LayerNorm_2`, `MlpBlock_3` before linen,
-    `LayerNorm_1`, `MlpBlock_0` since). Google's GELU is the tanh approximation and its average
-    pooling comes after the last LayerNorm; both go into the arguments, so that a saved folder
-    means the same to plain timm.
+    Supports both ways in which flax numbers modules (`LayerNorm_2`, `MlpBlock_3` before linen;
+    `LayerNorm_1`, `MlpBlock_0` since). Google's models use the tanh approximation of GELU and, if
+    they have no class token, average pooling after the last LayerNorm. Both become keyword
+    arguments of timm's network, so plain timm gets the same logits from a saved model.
 
     Args:
-        tensors: the .npz, name to array.
-        source: how the user wrote it, for messages.
-        args: `architecture` (default vit_base_patch16_224, resized) and `pre_logits` (True keeps
-            the tanh layer before the head; the default drops it, as the paper does to fine-tune).
-    Returns: timm's architecture, its keyword arguments, and the state dict.
-    Raises: WeightsError if the file is not such a checkpoint, or is of a hybrid that should keep
-        a layer which it does not have.
+        tensors: content of the .npz, {name: array}.
+        source: name of the weights as the user gave it, for messages.
+        args: `architecture` (default vit_base_patch16_224, with sizes from the tensors) and
+            `pre_logits` (True keeps the tanh layer before the head; by default it is dropped, as
+            the paper does for fine-tuning).
+    Returns: timm's architecture name, its keyword arguments, and the state dict.
+    Raises: WeightsError if the file is not a ViT checkpoint from Google, or if `pre_logits` is set
+        for a ResNet-ViT hybrid, which has no such layer.
     Source: vision_transformer, vit_jax/models_vit.py and vit_jax/checkpoint.py.
     """
-    prefix = next((p for p in PREFIXES if f"{p}embedding/kernel" in tensors), "")
-    flat = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-    hybrid = "conv_root/kernel" in flat  # it begins with a ResNet
+    prefix = next((p for p in PARAM_PREFIXES if f"{p}embedding/kernel" in tensors), "")
+    flat_params = {
+        name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)
+    }
+    hybrid = "conv_root/kernel" in flat_params  # it starts with a ResNet
     if hybrid and args.get("pre_logits"):
         raise WeightsError(
-            f"{source}: a hybrid of ResNet and ViT, which keeps no layer before its head; leave "
-            f"model.args.pre_logits out",
+            f"{source}: model.args.pre_logits: a ResNet-ViT hybrid has no tanh layer before its "
+            f"head; remove the key",
             code="weights.unsupported",
         )
     backbone: dict[str, Any] = {}
-    step = 1
+    stride = 1
     try:
-        state, num_heads = _state(flat)
+        state, num_heads = _convert_state_dict(flat_params)
         if hybrid:
-            convolutions, backbone, step = convert_backbone(flat)
+            convolutions, backbone, stride = convert_backbone(flat_params)
             state |= convolutions
         if args.get("pre_logits"):
-            state |= _dense(flat, "pre_logits", "fc_norm.fc")
-        model_args = _arguments(state, num_heads, step) | backbone
+            state |= _convert_dense(flat_params, "pre_logits", "fc_norm.fc")
+        model_args = _infer_model_args(state, num_heads, stride) | backbone
     except KeyError as error:
         raise WeightsError(
-            f"{source}: not a ViT checkpoint of Google's, it has no tensor {error}; for other "
-            f"networks give timm's .safetensors",
+            f"{source}: not a ViT checkpoint from Google: the tensor {error} is missing; for other "
+            f"networks use timm's .safetensors",
             code="weights.missing_tensors",
         ) from error
-    except (RuntimeError, IndexError, ValueError) as error:  # a tensor of another shape
+    except (RuntimeError, IndexError, ValueError) as error:  # a tensor has an unexpected shape
         raise WeightsError(
-            f"{source}: not a ViT checkpoint of Google's, a tensor has another shape "
-            f"({str(error).splitlines()[0]}); get it again",
+            f"{source}: not a ViT checkpoint from Google: a tensor has an unexpected shape "
+            f"({str(error).splitlines()[0]}); download it again",
             code="weights.wrong_shape",
         ) from error
     architecture = args.get("architecture") or ("vit_hybrid" if hybrid else "vit_base_patch16_224")
@@ -80,15 +83,15 @@ def convert(
     return architecture, model_args, state
 
 
-def config_of(
+def google_pretrained_config(
     architecture: str, model_args: Mapping[str, Any], state: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """The pretrained configuration of a checkpoint: Google's preprocessing, the file's own size.
+    """Return timm's pretrained configuration with Google's preprocessing and image size.
 
     Source: vision_transformer, vit_jax/input_pipeline.py (whole image, bilinear, [-1, 1]).
     """
     config = registered_config(architecture)
-    for key in ("tag", "license"):  # of timm's own file
+    for key in ("tag", "license"):  # they describe timm's own weights file
         config.pop(key, None)
     size = model_args.get("img_size")
     if size is not None:
@@ -102,8 +105,10 @@ def config_of(
     return config
 
 
-def _arguments(state: Mapping[str, Tensor], num_heads: int, step: int) -> dict[str, Any]:
-    """timm's keyword arguments; `step`: pixels of the image behind one that a patch reads."""
+def _infer_model_args(
+    state: Mapping[str, Tensor], num_heads: int, backbone_stride: int
+) -> dict[str, Any]:
+    """Infer timm's keyword arguments; `backbone_stride` is the ResNet's stride, 1 without one."""
     width, _, *patch_size = state["patch_embed.proj.weight"].shape
     args: dict[str, Any] = {
         "patch_size": patch_size[0] if patch_size[0] == patch_size[1] else patch_size,
@@ -120,37 +125,44 @@ def _arguments(state: Mapping[str, Tensor], num_heads: int, step: int) -> dict[s
     else:
         grid = square_grid(state["pos_embed"].shape[1] - ("cls_token" in state))
         if grid is not None:
-            args["img_size"] = [grid[0] * patch_size[0] * step, grid[1] * patch_size[1] * step]
+            args["img_size"] = [
+                grid[0] * patch_size[0] * backbone_stride,
+                grid[1] * patch_size[1] * backbone_stride,
+            ]
     return args
 
 
-def _state(flat: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+def _convert_state_dict(flat_params: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int]:
     state = {
-        "patch_embed.proj.weight": flat["embedding/kernel"].permute(3, 2, 0, 1),  # hwCD -> DChw
-        "patch_embed.proj.bias": flat["embedding/bias"],
-        **_norm(flat, "Transformer/encoder_norm", "norm"),
+        # hwCD -> DChw
+        "patch_embed.proj.weight": flat_params["embedding/kernel"].permute(3, 2, 0, 1),
+        "patch_embed.proj.bias": flat_params["embedding/bias"],
+        **_convert_norm(flat_params, "Transformer/encoder_norm", "norm"),
     }
-    if "cls" in flat:
-        state["cls_token"] = flat["cls"]
-    if "Transformer/posembed_input/pos_embedding" in flat:
-        state["pos_embed"] = flat["Transformer/posembed_input/pos_embedding"]
-    if "head/kernel" in flat:
-        state |= _dense(flat, "head", "head")
+    if "cls" in flat_params:
+        state["cls_token"] = flat_params["cls"]
+    if "Transformer/posembed_input/pos_embedding" in flat_params:
+        state["pos_embed"] = flat_params["Transformer/posembed_input/pos_embedding"]
+    if "head/kernel" in flat_params:
+        state |= _convert_dense(flat_params, "head", "head")
     blocks: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in flat.items():
-        if match := BLOCK.fullmatch(name):
+    for name, tensor in flat_params.items():
+        if match := BLOCK_PATTERN.fullmatch(name):
             blocks.setdefault(int(match[1]), {})[match[2]] = tensor
     if not blocks:
         raise KeyError("Transformer/encoderblock_0")
     num_heads = 0
     for index, block in blocks.items():
-        converted, num_heads = _block(block, f"blocks.{index}")
+        converted, num_heads = _convert_block(block, f"blocks.{index}")
         state |= converted
     return {name: tensor.contiguous() for name, tensor in state.items()}, num_heads
 
 
-def _block(block: Mapping[str, Tensor], target: str) -> tuple[dict[str, Tensor], int]:
-    """One encoder block; its parts are told apart by kind and order, not by flax's numbers."""
+def _convert_block(block: Mapping[str, Tensor], target: str) -> tuple[dict[str, Tensor], int]:
+    """Convert one encoder block; identify its modules by type and order, not by flax's numbers.
+
+    Returns: the state dict of the block, and its number of attention heads.
+    """
     parts = sorted({name.split("/")[0] for name in block})
     norms = [part for part in parts if part.startswith("LayerNorm_")]
     attention = next((p for p in parts if p.startswith("MultiHeadDotProductAttention_")), "")
@@ -161,25 +173,25 @@ def _block(block: Mapping[str, Tensor], target: str) -> tuple[dict[str, Tensor],
     kernels_DAE = [block[f"{attention}/{role}/kernel"] for role in roles]
     out_AED = block[f"{attention}/out/kernel"]
     return {
-        **_norm(block, norms[0], f"{target}.norm1"),
-        **_norm(block, norms[1], f"{target}.norm2"),
+        **_convert_norm(block, norms[0], f"{target}.norm1"),
+        **_convert_norm(block, norms[1], f"{target}.norm2"),
         f"{target}.attn.qkv.weight": torch.cat([kernel.flatten(1).T for kernel in kernels_DAE]),
         f"{target}.attn.qkv.bias": torch.cat(
             [block[f"{attention}/{role}/bias"].flatten() for role in roles]
         ),
         f"{target}.attn.proj.weight": out_AED.flatten(0, 1).T,
         f"{target}.attn.proj.bias": block[f"{attention}/out/bias"],
-        **_dense(block, f"{mlp}/Dense_0", f"{target}.mlp.fc1"),
-        **_dense(block, f"{mlp}/Dense_1", f"{target}.mlp.fc2"),
+        **_convert_dense(block, f"{mlp}/Dense_0", f"{target}.mlp.fc1"),
+        **_convert_dense(block, f"{mlp}/Dense_1", f"{target}.mlp.fc2"),
     }, kernels_DAE[0].shape[1]
 
 
-def _dense(tensors: Mapping[str, Tensor], source: str, target: str) -> dict[str, Tensor]:
+def _convert_dense(tensors: Mapping[str, Tensor], source: str, target: str) -> dict[str, Tensor]:
     weight = tensors[f"{source}/kernel"].T.contiguous()
     return {f"{target}.weight": weight, f"{target}.bias": tensors[f"{source}/bias"]}
 
 
-def _norm(tensors: Mapping[str, Tensor], source: str, target: str) -> dict[str, Tensor]:
+def _convert_norm(tensors: Mapping[str, Tensor], source: str, target: str) -> dict[str, Tensor]:
     return {
         f"{target}.weight": tensors[f"{source}/scale"],
         f"{target}.bias": tensors[f"{source}/bias"],

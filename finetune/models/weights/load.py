@@ -1,8 +1,7 @@
-"""Put weights into a network: resize what may be resized, load all or nothing."""
+"""Load weights into a network: resize position embeddings, then load strictly."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping
 from typing import Any, cast
 
@@ -10,17 +9,16 @@ import timm
 from torch import Tensor, nn
 
 from finetune.errors import WeightsError
-from finetune.models.head import as_names, classifier_names
-from finetune.models.weights.rename import matched
-from finetune.models.weights.resize_posemb import resize_grid, square_grid
+from finetune.log import logger
+from finetune.models.head import as_name_tuple, classifier_names
+from finetune.models.weights.rename import match_by_shape
+from finetune.models.weights.resize_posemb import resize_posemb, square_grid
 from finetune.models.weights.timm_config import Weights
 
-__all__ = ["load", "stride"]
-
-_log = logging.getLogger(__name__)
+__all__ = ["load_weights", "token_stride"]
 
 
-def load(
+def load_weights(
     model: nn.Module,
     weights: Weights,
     create_args: Mapping[str, Any],
@@ -28,30 +26,32 @@ def load(
     posemb: str,
     keep_head: bool,
 ) -> tuple[nn.Module, str]:
-    """Put the weights into the network, all of them or none.
+    """Load all weights into the network, or raise an error.
 
-    What fits after the position embeddings are resized is loaded as it is; anything else (another
-    layout, relative position tables at another size) goes through timm's own conversion, strictly.
+    If names and shapes match once the position embeddings are resized, the state dict is loaded
+    directly. Otherwise (another tensor layout, relative position tables of another size) timm
+    converts it and loads it strictly.
 
     Args:
-        weights: without tensors they leave the network as it is.
-        create_args: what `model` was created with, `num_classes` included.
-        posemb: "paper" or "timm".
-        keep_head: False leaves the network's fresh head in place.
-    Returns: the network, and how position embeddings were resized: none, paper or timm.
-    Raises: WeightsError naming the tensors that do not fit.
+        weights: the weights; if `weights.state` is None, the network is returned unchanged.
+        create_args: keyword arguments that created `model`, including `num_classes`.
+        posemb: method for position embeddings, "paper" or "timm".
+        keep_head: True loads the pretrained head, False keeps the head of `model`.
+    Returns: the network with the weights (a new one if timm loaded them), and how position
+        embeddings were resized: "none", "paper" or "timm".
+    Raises: WeightsError with the names of the tensors that do not match.
     """
     if weights.state is None:
         return model, "none"
     state, own = dict(weights.state), model.state_dict()
     num_classes = create_args["num_classes"]
     if not keep_head or not num_classes:
-        # The head's place is filled with the fresh one, so that loading can be strict.
+        # replace the pretrained head with the new one, so that loading can be strict
         for module in classifier_names(model):
             for key in [k for k in state if k.startswith(f"{module}.")]:
                 del state[key]
             state |= {k: v for k, v in own.items() if k.startswith(f"{module}.")}
-    resized = _resize_position(model, state, weights, posemb)
+    resized = _resize_position_embeddings(model, state, weights, posemb)
     if {k: v.shape for k, v in state.items()} == {k: v.shape for k, v in own.items()}:
         model.load_state_dict(state)
         return model, resized
@@ -64,28 +64,28 @@ def load(
         )
     except (RuntimeError, KeyError, ValueError, AssertionError, AttributeError) as error:
         head = classifier_names(model)
-        raise _does_not_fit(state, own, weights, error, head=head) from error
-    # The configuration would keep the weights in memory a second time.
+        raise _mismatch_error(state, own, weights, error, head_names=head) from error
+    # pretrained_cfg would keep a second copy of the weights in memory
     cast(dict[str, Any], model.pretrained_cfg).pop("state_dict", None)
     after = model.state_dict()
     if resized != "none":
-        after["pos_embed"].copy_(state["pos_embed"])  # ours, whatever timm made of the grid
-    elsewhere = _resized_by_timm(state, after, weights, posemb)
-    return model, "timm" if elsewhere else resized
+        after["pos_embed"].copy_(state["pos_embed"])  # overwrite what timm resized
+    by_timm = _was_resized_by_timm(state, after, weights, posemb)
+    return model, "timm" if by_timm else resized
 
 
-def _resized_by_timm(
-    state: Mapping[str, Tensor], after: Mapping[str, Tensor], weights: Weights, posemb: str
+def _was_resized_by_timm(
+    state: Mapping[str, Tensor], loaded: Mapping[str, Tensor], weights: Weights, posemb: str
 ) -> bool:
-    """True if timm resized position tables; warns if the user asked for another method."""
-    stems = as_names(weights.config.get("first_conv"))  # patch kernels are not positions
+    """True if timm resized position tables; warn if `posemb` asks for another method."""
+    stems = as_name_tuple(weights.config.get("first_conv"))  # patch kernels are not position tables
     changed = [
         name
         for name, tensor in state.items()
-        if name in after and tensor.shape != after[name].shape and not name.startswith(stems)
+        if name in loaded and tensor.shape != loaded[name].shape and not name.startswith(stems)
     ]
     if changed and posemb != "timm":
-        _log.warning(
+        logger.warning(
             "model.posemb: '%s' does not apply to %s of %s; timm's own resizing was used",
             posemb,
             changed[0],
@@ -94,13 +94,16 @@ def _resized_by_timm(
     return bool(changed)
 
 
-def _resize_position(
+def _resize_position_embeddings(
     model: nn.Module, state: dict[str, Tensor], weights: Weights, method: str
 ) -> str:
-    """Resize the learned position embeddings in `state` to the network's grid, where it has any."""
+    """Resize learned position embeddings in `state` to the network's grid, in place.
+
+    Returns: the method used; "none" if nothing was resized.
+    """
     source, target = state.get("pos_embed"), getattr(model, "pos_embed", None)
     grid = getattr(getattr(model, "patch_embed", None), "grid_size", None)
-    grid = grid or getattr(model, "tokens_spatial_shape", None)  # of Hiera
+    grid = grid or getattr(model, "tokens_spatial_shape", None)  # Hiera
     if source is None or not isinstance(target, Tensor) or grid is None:
         return "none"
     num_prefix = target.shape[1] - grid[0] * grid[1]
@@ -109,27 +112,31 @@ def _resize_position(
     source_grid = _source_grid(model, weights, source.shape[1] - num_prefix)
     if source_grid == tuple(grid):
         return "none"
-    state["pos_embed"] = resize_grid(
-        source, tuple(grid), method=method, num_prefix=num_prefix, source_grid=source_grid
+    state["pos_embed"] = resize_posemb(
+        source, tuple(grid), method=method, num_prefix_tokens=num_prefix, source_grid=source_grid
     )
     return method
 
 
 def _source_grid(model: nn.Module, weights: Weights, num_patches: int) -> tuple[int, int] | None:
-    """The weights' own grid: from the image size that they record, else a square."""
-    size, step = weights.model_args.get("img_size"), stride(model)
+    """Return the grid of the weights' position embeddings, (height, width).
+
+    It comes from the image size in the configuration of the weights if that fits; otherwise the
+    grid is a square, or None if `num_patches` is not a square number.
+    """
+    size, step = weights.model_args.get("img_size"), token_stride(model)
     size = size or tuple(weights.config.get("input_size", ()))[-2:]
     if size and step:
         height, width = (size, size) if isinstance(size, int) else size
-        below, across = _kernel_ratio(model, weights)
-        grid = (int(height / step[0] / below), int(width / step[1] / across))
+        ratio_y, ratio_x = _patch_size_ratio(model, weights)
+        grid = (int(height / step[0] / ratio_y), int(width / step[1] / ratio_x))
         if grid[0] * grid[1] == num_patches:
             return grid
     return square_grid(num_patches)
 
 
-def _kernel_ratio(model: nn.Module, weights: Weights) -> tuple[float, float]:
-    """Patch size of the weights over that of the network, (vertical, horizontal)."""
+def _patch_size_ratio(model: nn.Module, weights: Weights) -> tuple[float, float]:
+    """Return patch size of the weights / patch size of the network, (vertical, horizontal)."""
     name = "patch_embed.proj.weight"
     theirs, ours = (weights.state or {}).get(name), model.state_dict().get(name)
     if theirs is None or ours is None or theirs.ndim != 4 or ours.ndim != 4:
@@ -137,22 +144,27 @@ def _kernel_ratio(model: nn.Module, weights: Weights) -> tuple[float, float]:
     return theirs.shape[2] / ours.shape[2], theirs.shape[3] / ours.shape[3]
 
 
-def _does_not_fit(
+def _mismatch_error(
     state: Mapping[str, Tensor],
-    own: Mapping[str, Tensor],
+    model_state: Mapping[str, Tensor],
     weights: Weights,
     error: Exception,
     *,
-    head: Collection[str],
+    head_names: Collection[str],
 ) -> WeightsError:
-    """Name three tensors of each kind that does not fit; advise a rename if only names differ."""
-    shapes = [k for k in own if k in state and state[k].shape != own[k].shape]
+    """Return an error that lists up to three tensors per kind of mismatch.
+
+    If only the names differ, it suggests model.rename.
+    """
+    shapes = [k for k in model_state if k in state and state[k].shape != model_state[k].shape]
     kinds = {
         ("weights.wrong_shape", "tensors of another shape:"): [
-            f"{k} {tuple(state[k].shape)} for {tuple(own[k].shape)}" for k in shapes
+            f"{k} {tuple(state[k].shape)} for {tuple(model_state[k].shape)}" for k in shapes
         ],
-        ("weights.missing_tensors", "missing:"): [k for k in own if k not in state],
-        ("weights.unknown_tensors", "not of this network:"): [k for k in state if k not in own],
+        ("weights.missing_tensors", "missing:"): [k for k in model_state if k not in state],
+        ("weights.unknown_tensors", "not of this network:"): [
+            k for k in state if k not in model_state
+        ],
     }
     kinds = {kind: names for kind, names in kinds.items() if names}
     parts = [f"{len(names)} {text} {', '.join(names[:3])}" for (_, text), names in kinds.items()]
@@ -161,13 +173,13 @@ def _does_not_fit(
     advice = "check model.name and model.args"
     if "rename" in weights.provenance:
         advice += ", and the patterns of model.rename"
-    elif pairs := matched(weights.state or {}, own, free=head):
+    elif pairs := match_by_shape(weights.state or {}, model_state, head_names=head_names):
         code = "weights.other_names"
         renames = [f"{theirs} is {ours}" for theirs, ours in pairs if theirs != ours]
         advice = (
-            f"every shape fits in order under other names ({', '.join(renames[:2])}, …): write "
-            f"them as `regex: replacement` into a file for model.rename, or see what `python -m "
-            f"finetune.models.weights.rename FILE {weights.architecture}` makes of them"
+            f"all shapes match in order, only the names differ ({', '.join(renames[:2])}, …): "
+            f"write `regex: replacement` lines into a file for model.rename, or let `python -m "
+            f"finetune.models.weights.rename FILE {weights.architecture}` propose them"
         )
     return WeightsError(
         f"{weights.provenance.get('source')}: the weights do not fit {weights.architecture} "
@@ -176,14 +188,17 @@ def _does_not_fit(
     )
 
 
-def stride(model: nn.Module) -> tuple[int, int] | None:
-    """Pixels from one token to the next, (vertical, horizontal); None without a token grid."""
+def token_stride(model: nn.Module) -> tuple[int, int] | None:
+    """Return the distance between neighboring tokens in pixels, (vertical, horizontal).
+
+    None for a network without a token grid, or whose overlapping patches accept any image size.
+    """
     embed = getattr(model, "patch_embed", None)
     if embed is None or not hasattr(embed, "patch_size"):
         return None
     proj = getattr(embed, "proj", None)
     overlaps = getattr(proj, "stride", None) != getattr(proj, "kernel_size", None)
-    if overlaps and not hasattr(embed, "feat_ratio"):  # it pads, and so takes any size
+    if overlaps and not hasattr(embed, "feat_ratio"):  # overlapping patches pad the image
         return None
     ratio = embed.feat_ratio() if hasattr(embed, "feat_ratio") else embed.patch_size
     vertical, horizontal = (ratio, ratio) if isinstance(ratio, int) else ratio

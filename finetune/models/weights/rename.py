@@ -1,7 +1,7 @@
-"""Rename the tensors of another implementation to timm's names, by regular expressions.
+"""Rename the tensors of another implementation to timm's names with regular expressions.
 
-`python -m finetune.models.weights.rename FILE ARCHITECTURE` proposes such a mapping from the order
-of shapes.
+`python -m finetune.models.weights.rename FILE ARCHITECTURE` proposes the patterns: it pairs the
+tensors of both implementations in order, if all shapes match.
 """
 
 from __future__ import annotations
@@ -19,31 +19,32 @@ from finetune.errors import FinetuneError, WeightsError
 from finetune.models.head import classifier_names
 from finetune.models.weights.read import read_tensors
 
-__all__ = ["main", "matched", "propose", "renamed"]
+__all__ = ["main", "match_by_shape", "propose_patterns", "rename_tensors"]
 
-# Last parts of a name that mean the same in every network of PyTorch.
-_KINDS = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
+# Suffixes of tensor names that have the same meaning in every PyTorch network.
+_KNOWN_SUFFIXES = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
 
 
-def renamed(
-    state: Mapping[str, Tensor], rename: Mapping[str, str], *, source: str
+def rename_tensors(
+    state: Mapping[str, Tensor], patterns: Mapping[str, str], *, source: str
 ) -> dict[str, Tensor]:
-    """Rename tensors: every pattern is replaced in every name, one pattern after the other.
+    """Rename tensors: apply each pattern in turn to every name with re.sub.
 
     Args:
-        rename: regular expression to replacement, as of re.sub.
-        source: what the user calls the weights, for messages.
-    Raises: WeightsError for a pattern that is found in no name, two tensors of one name, and a
-        tensor that cannot be what its new name says.
+        state: {name: tensor}.
+        patterns: {regular expression: replacement}.
+        source: name of the weights as the user gave it, for messages.
+    Raises: WeightsError for a pattern that matches no name, two tensors with the same new name, or
+        a new name of another kind (for example a weight renamed to a bias).
     """
     names = {name: name for name in state}
-    for pattern, replacement in rename.items():
+    for pattern, replacement in patterns.items():
         after = {old: re.sub(pattern, replacement, new) for old, new in names.items()}
         if not any(re.search(pattern, new) for new in names.values()):
             shown = ", ".join(list(names.values())[:3])
             raise WeightsError(
-                f"{source}: model.rename: '{pattern}' is found in no name ({shown}, …); correct "
-                f"it or remove it",
+                f"{source}: model.rename: '{pattern}' matches no tensor name ({shown}, …); correct "
+                f"or remove it",
                 code="weights.wrong_rename",
             )
         names = after
@@ -53,11 +54,11 @@ def renamed(
         if new in result:
             raise WeightsError(
                 f"{source}: model.rename: both {before[new]} and {old} become {new}; make the "
-                f"patterns narrower",
+                f"patterns more specific",
                 code="weights.wrong_rename",
             )
         result[new], before[new] = state[old], old
-        if problem := _contradiction(old, new, state[old]):
+        if problem := _rename_problem(old, new, state[old]):
             raise WeightsError(
                 f"{source}: model.rename: {old} cannot become {new}: {problem}; correct the "
                 f"patterns",
@@ -66,91 +67,99 @@ def renamed(
     return result
 
 
-def _contradiction(old: str, new: str, tensor: Tensor) -> str | None:
-    """The reason why a tensor cannot have this new name; None if it can."""
-    kinds = _kind(old), _kind(new)
-    if kinds[0] != kinds[1] and _KINDS.issuperset(kinds):
-        return f"a {kinds[0]} is no {kinds[1]}"
+def _rename_problem(old: str, new: str, tensor: Tensor) -> str | None:
+    """Return the reason why a tensor cannot have this new name; None if it can."""
+    kinds = _suffix(old), _suffix(new)
+    if kinds[0] != kinds[1] and _KNOWN_SUFFIXES.issuperset(kinds):
+        return f"a {kinds[0]} is not a {kinds[1]}"
     if kinds[1] == "running_var" and bool((tensor < 0).any()):
-        return "a variance is not below 0"
+        return "a variance cannot be negative"
     return None
 
 
-def _kind(name: str) -> str:
+def _suffix(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def matched(
-    state: Mapping[str, Tensor], own: Mapping[str, Tensor], *, free: Collection[str] = ()
+def match_by_shape(
+    state: Mapping[str, Tensor],
+    model_state: Mapping[str, Tensor],
+    *,
+    head_names: Collection[str] = (),
 ) -> list[tuple[str, str]]:
-    """Pairs (their name, the network's) where every shape fits in order; [] where one does not.
+    """Pair the n-th tensor of the weights with the n-th of the network, if all shapes match.
 
-    A weight never stands in the place of a bias, whatever their shapes.
+    A weight never pairs with a bias, even if their shapes are equal.
 
     Args:
-        state: the weights, in the order of their file.
-        own: the network's, in its order.
-        free: modules of the network, such as its head, whose first dimension may differ.
+        state: the weights, in file order.
+        model_state: the network's state dict.
+        head_names: modules of the network whose number of classes may differ.
+    Returns: pairs (name in the weights, name in the network); [] if any pair does not match.
     """
-    if len(state) != len(own):
+    if len(state) != len(model_state):
         return []
-    pairs = list(zip(state, own, strict=True))
+    pairs = list(zip(state, model_state, strict=True))
     for theirs, ours in pairs:
-        start = 1 if ours.rpartition(".")[0] in free else 0
-        one, other = state[theirs].shape, own[ours].shape
+        start = 1 if ours.rpartition(".")[0] in head_names else 0
+        one, other = state[theirs].shape, model_state[ours].shape
         fits = len(one) == len(other) and one[start:] == other[start:]
-        if not fits or _contradiction(theirs, ours, state[theirs]):
+        if not fits or _rename_problem(theirs, ours, state[theirs]):
             return []
     return pairs
 
 
-def propose(pairs: list[tuple[str, str]]) -> dict[str, str]:
-    """Patterns, one for each module, that turn the first name of each pair into the second.
+def propose_patterns(pairs: list[tuple[str, str]]) -> dict[str, str]:
+    """Return rename patterns, one per module, that map the first name of each pair to the second.
 
-    Raises: WeightsError if the names overlap so that no order of the patterns does it.
+    Raises: WeightsError if neither order of the patterns works, because names overlap.
     """
     modules: dict[str, str] = {}
     for theirs, ours in pairs:
         (before, _, one), (after, _, other) = theirs.rpartition("."), ours.rpartition(".")
-        alike = bool(before and after) and one == other
-        old, new = (f"{before}.", f"{after}.") if alike else (theirs, ours)
+        same_suffix = bool(before and after) and one == other
+        old, new = (f"{before}.", f"{after}.") if same_suffix else (theirs, ours)
         if old != new:
-            modules[f"^{re.escape(old)}{'' if alike else '$'}"] = new
-    for rename in (modules, dict(reversed(modules.items()))):
+            modules[f"^{re.escape(old)}{'' if same_suffix else '$'}"] = new
+    for patterns in (modules, dict(reversed(modules.items()))):
         names = [theirs for theirs, _ in pairs]
-        for pattern, new in rename.items():
+        for pattern, new in patterns.items():
             names = [re.sub(pattern, lambda _, new=new: new, name) for name in names]  # type: ignore[misc]
         if names == [ours for _, ours in pairs]:
-            return rename
+            return patterns
     raise WeightsError(
-        "the names overlap: no order of patterns renames them; write it by hand",
+        "tensor names overlap, so no order of the patterns works; write model.rename by hand",
         code="weights.wrong_rename",
     )
 
 
-def main(arguments: list[str]) -> int:
-    """Print the mapping for a file and an architecture of timm as YAML. Returns: the exit code."""
-    if len(arguments) != 2 or not timm.is_model(arguments[1]):
+def main(argv: list[str]) -> int:
+    """Print rename patterns for a weights file and a timm architecture as YAML.
+
+    Returns: the exit code.
+    """
+    if len(argv) != 2 or not timm.is_model(argv[1]):
         sys.stderr.write(
-            "use: python -m finetune.models.weights.rename FILE ARCHITECTURE (timm's name)\n"
+            "usage: python -m finetune.models.weights.rename FILE ARCHITECTURE (timm's name)\n"
         )
         return 2
-    file, architecture = arguments
+    file, architecture = argv
     try:
         network = timm.create_model(architecture)
-        free = classifier_names(network)
-        pairs = matched(read_tensors(Path(file)), network.state_dict(), free=free)
+        heads = classifier_names(network)
+        pairs = match_by_shape(read_tensors(Path(file)), network.state_dict(), head_names=heads)
         if not pairs:
             raise WeightsError(
-                f"{file}: not the shapes of {architecture}, in order; check both",
+                f"{file}: the tensor shapes, in order, are not those of {architecture}; check the "
+                "file and the architecture",
                 code="weights.wrong_shape",
             )
-        rename = propose(pairs)
+        patterns = propose_patterns(pairs)
     except FinetuneError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
-    sys.stdout.write(f"# {file} to {architecture}, by the order of shapes alone: check each line\n")
-    sys.stdout.write(yaml.safe_dump(rename, sort_keys=False, width=10_000))
+    sys.stdout.write(f"# {file} to {architecture}, matched only by shape order: check each line\n")
+    sys.stdout.write(yaml.safe_dump(patterns, sort_keys=False, width=10_000))
     return 0
 
 

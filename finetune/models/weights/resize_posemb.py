@@ -1,4 +1,4 @@
-"""Grids of learned position embeddings: resize to any image size; prefix tokens stay untouched."""
+"""Resize learned position embeddings to another grid; prefix tokens do not change."""
 
 # N tokens, D width, h w grid in patches
 
@@ -12,60 +12,60 @@ from torch import Tensor
 
 from finetune.errors import WeightsError
 
-__all__ = ["METHODS", "resize_grid", "square_grid"]
+__all__ = ["RESIZE_METHODS", "resize_posemb", "square_grid"]
 
-METHODS = ("paper", "timm")
+RESIZE_METHODS = ("paper", "timm")
 
 
 def square_grid(num_tokens: int) -> tuple[int, int] | None:
-    """Return the square grid that holds so many patch tokens, (height, width), or None."""
+    """Return (side, side) if the number of patch tokens is a square number above 0, else None."""
     side = math.isqrt(max(num_tokens, 0))
     return (side, side) if side * side == num_tokens and side else None
 
 
-def resize_grid(
+def resize_posemb(
     posemb_1ND: Tensor,
-    grid: tuple[int, int],
+    target_grid: tuple[int, int],
     *,
     method: str = "paper",
-    num_prefix: int = 1,
+    num_prefix_tokens: int = 1,
     source_grid: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Resize a grid of position embeddings; prefix tokens stay as they are.
+    """Resize a grid of position embeddings; prefix tokens do not change.
 
     Args:
-        posemb_1ND: (1, num_prefix + h*w, D), patches in row-major order.
-        grid: target (height, width) in patches.
-        method: one of METHODS: "paper" is bilinear with aligned corners, computed in float64;
-            "timm" is timm's antialiased bicubic.
-        num_prefix: leading tokens without a place in the grid (class, distillation, registers);
-            0 for networks that embed patches only.
-        source_grid: (h, w) of the embeddings as given; None when they are square.
-    Returns: (1, num_prefix + height*width, D), same dtype.
+        posemb_1ND: (1, num_prefix_tokens + h*w, D): prefix tokens, then patches in row-major order.
+        target_grid: (height, width) in patches.
+        method: one of RESIZE_METHODS: "paper" is bilinear with aligned corners, computed in
+            float64; "timm" is timm's antialiased bicubic.
+        num_prefix_tokens: leading tokens outside the grid (class, distillation, registers); 0 for
+            networks that embed only patches.
+        source_grid: (h, w) of `posemb_1ND`; None for a square grid.
+    Returns: (1, num_prefix_tokens + height*width, D), same dtype.
     Raises: WeightsError if the tokens do not fill the source grid.
     Source: vision_transformer, vit_jax/checkpoint.py, load_pretrained (zoom, order=1);
         timm.layers.resample_abs_pos_embed.
     """
-    num_patches = posemb_1ND.shape[1] - num_prefix
+    num_patches = posemb_1ND.shape[1] - num_prefix_tokens
     source_grid = source_grid or square_grid(num_patches)
     if source_grid is None or source_grid[0] * source_grid[1] != num_patches:
         raise WeightsError(
-            f"pos_embed: {num_patches} position embeddings (and {num_prefix} prefix tokens) do not "
-            f"form the grid {source_grid or 'of a square image'}; give the image size that the "
-            f"weights were trained at",
+            f"pos_embed: {num_patches} position embeddings (and {num_prefix_tokens} prefix tokens) "
+            f"do not form the grid {source_grid or 'of a square image'}; give the image size that "
+            f"the weights were trained at",
             code="weights.wrong_shape",
         )
-    if source_grid == tuple(grid):
+    if source_grid == tuple(target_grid):
         return posemb_1ND
     if method == "timm":
         return resample_abs_pos_embed(
-            posemb_1ND, list(grid), list(source_grid), num_prefix_tokens=num_prefix
+            posemb_1ND, list(target_grid), list(source_grid), num_prefix_tokens=num_prefix_tokens
         )
-    prefix_1PD, patches_1ND = posemb_1ND[:, :num_prefix], posemb_1ND[:, num_prefix:]
+    prefix_1PD, patches_1ND = posemb_1ND[:, :num_prefix_tokens], posemb_1ND[:, num_prefix_tokens:]
     image_1Dhw = patches_1ND.double().transpose(1, 2).unflatten(2, source_grid)
-    # With aligned corners a target of one patch takes the first source patch, as zoom does too.
+    # with aligned corners, a target of one patch gets the first source patch, as in scipy's zoom
     resized_1Dhw = torch.nn.functional.interpolate(
-        image_1Dhw, size=tuple(grid), mode="bilinear", align_corners=True
+        image_1Dhw, size=tuple(target_grid), mode="bilinear", align_corners=True
     )
     resized_1ND = resized_1Dhw.flatten(2).transpose(1, 2).to(posemb_1ND.dtype)
     return torch.cat([prefix_1PD, resized_1ND], dim=1)

@@ -1,4 +1,4 @@
-"""Pretrained configurations as timm knows them; an untrusted config.json is checked first."""
+"""Read timm's pretrained configurations; validate an untrusted config.json."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ import timm
 from timm.models import PretrainedCfg, split_model_name_tag
 from torch import Tensor
 
-from finetune.errors import WeightsError, nearest
-from finetune.files import open_regular
+from finetune.errors import WeightsError, did_you_mean
+from finetune.files import open_regular_file
 
 __all__ = [
     "CONTROL_ARGS",
     "Weights",
-    "clean",
-    "enormous",
-    "is_size",
-    "read_config",
-    "read_json",
+    "drop_source_keys",
+    "has_huge_value",
+    "is_image_size",
+    "read_timm_config",
+    "read_untrusted_json",
     "registered_config",
 ]
 
-# Keys that the architecture decides, where an old config.json leaves them out.
-STRUCTURE_KEYS = ("classifier", "first_conv", "fixed_input_size", "input_size")
-# Keys of timm's pretrained configuration for the place that weights came from.
-PLACE_KEYS = ("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "custom_load")
-# Keywords of timm.create_model() that steer it (where it loads from, what it returns) and are
-# no arguments of a network.
+# Keys whose defaults come from timm's registry, because an old config.json may omit them.
+ARCHITECTURE_KEYS = ("classifier", "first_conv", "fixed_input_size", "input_size")
+# Keys of timm's pretrained configuration that say where to load the weights from.
+SOURCE_KEYS = ("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "custom_load")
+# Keyword arguments of timm.create_model() that control loading or the returned object; they are not
+# arguments of the network.
 CONTROL_ARGS = (
     "model_name",
     "pretrained",
@@ -57,27 +57,29 @@ CONTROL_ARGS = (
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
 CROP_MODES = ("center", "squash", "border")
-MULTILABEL = "multi_label_classification"  # the problem_type that transformers knows, too
-LARGEST_SIDE = 8192  # pixels
-LARGEST_ARGUMENT = 20_000  # far above any width, depth or length of a network
-LARGEST_JSON = 8 * 2**20  # bytes; ImageNet-21k's class names with their descriptions take 2 MB
+MULTILABEL_PROBLEM_TYPE = "multi_label_classification"  # problem_type of transformers
+MAX_IMAGE_SIDE = 8192  # pixels
+MAX_ARGUMENT = 20_000  # far above the width, depth or length of any network
+MAX_JSON_BYTES = 8 * 2**20  # ImageNet-21k's class names and descriptions take 2 MB
 
 
 @dataclass(frozen=True)
 class Weights:
-    """An architecture with its arguments and, unless it starts from scratch, its tensors.
+    """An architecture with its arguments and, if pretrained, its tensors.
 
     Attributes:
         architecture: timm's name, without a tag.
-        model_args: keyword arguments of timm that the tensors need.
+        model_args: keyword arguments of timm.create_model() with which the tensors fit.
         config: timm's pretrained configuration (mean, std, input_size, classifier, …).
-        state: name to tensor on the CPU, all finite; None when training starts from scratch.
-        class_names: in the order of the classifier's outputs, when the weights carry them.
+        state: {name: tensor} on the CPU, all finite; None for random weights, or before they are
+            read.
+        class_names: names in the order of the classifier's outputs; None if the weights have none.
         provenance: source, revision, file, sha256, license.
-        temperature: divides the logits before the softmax; None when it was never fitted.
-        multilabel: an image has any number of labels: the scores are sigmoids.
-        thresholds: of each class, from which score on it is said; None when they were never fitted.
-        from_config: model_args and config come from a config.json, not from timm or the user.
+        temperature: divisor of the logits before softmax; None if it was not fitted.
+        multilabel: True if an image can have any number of labels; scores are sigmoid(logit).
+        thresholds: one per class; a class is predicted if its score is at least its threshold. None
+            if they were not fitted.
+        from_config: True if model_args and config were read from a config.json.
     """
 
     architecture: str
@@ -93,47 +95,50 @@ class Weights:
 
     @property
     def pretrained_cfg(self) -> dict[str, Any] | None:
-        """The configuration as timm.create_model() takes it; None for timm's own."""
+        """Return `pretrained_cfg` for timm.create_model(); None to use timm's default."""
         return {**self.config, "architecture": self.architecture} if self.config else None
 
 
-def read_json(path: Path, label: str) -> Any:
-    """Read an untrusted JSON file, of which at most LARGEST_JSON bytes are taken into memory.
+def read_untrusted_json(path: Path, label: str) -> Any:
+    """Read an untrusted JSON file of at most MAX_JSON_BYTES.
 
     Args:
-        label: what the user calls it, for messages.
-    Raises: WeightsError for a file that cannot be read, is too large, or is not JSON.
+        path: the JSON file.
+        label: name of the file in messages.
+    Raises: WeightsError for a file that is unreadable, too large, or not JSON.
     """
     try:
-        with open_regular(path, limit_bytes=LARGEST_JSON) as file:
-            content = file.read(LARGEST_JSON)
+        with open_regular_file(path, max_bytes=MAX_JSON_BYTES) as file:
+            content = file.read(MAX_JSON_BYTES)
     except OSError as error:
         raise WeightsError(
-            f"{label} cannot be read ({error.strerror}); check the file", code="weights.unreadable"
+            f"{label} is not readable ({error.strerror}); check the file", code="weights.unreadable"
         ) from error
     except ValueError as error:
         raise WeightsError(
-            f"{label} describes no network ({error}); get it again", code="weights.wrong_format"
+            f"{label} does not describe a network ({error}); download it again",
+            code="weights.wrong_format",
         ) from error
     try:
         return json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise WeightsError(
-            f"{label} is not JSON ({error}); get it again", code="weights.damaged"
+            f"{label} is not JSON ({error}); download it again", code="weights.damaged"
         ) from error
 
 
-def read_config(path: Path, source: str, **place: Any) -> Weights:
-    """Read timm's config.json; nothing in it may steer timm's loader.
+def read_timm_config(path: Path, source: str, **provenance: Any) -> Weights:
+    """Read a config.json in timm's format; reject keys that would control timm's loader.
 
     Args:
-        source: what the user calls it, for messages and the provenance.
-        place: further keys of the provenance, such as the repository and its revision.
-    Returns: everything but the tensors.
-    Raises: WeightsError naming the key.
+        path: the config.json.
+        source: name of the weights as the user gave it, for messages and the provenance.
+        provenance: additional entries of the provenance, such as repository and revision.
+    Returns: weights without tensors.
+    Raises: WeightsError naming the invalid key.
     """
     label = f"{source}: config.json"
-    content = read_json(path, label)
+    content = read_untrusted_json(path, label)
     if not isinstance(content, dict) or "architecture" not in content:
         kind = "transformers" if isinstance(content, dict) and "architectures" in content else ""
         cause = f"{label} is in {kind}'s format" if kind else f"{label} has no architecture"
@@ -142,184 +147,189 @@ def read_config(path: Path, source: str, **place: Any) -> Weights:
         )
     architecture, _ = split_model_name_tag(str(content["architecture"]))
     if not timm.is_model(architecture):
-        close = nearest(architecture, timm.list_models()) or "; choose another model"
+        close = did_you_mean(architecture, timm.list_models()) or "; choose another model"
         raise WeightsError(
-            f"{source}: this timm does not know '{architecture}'{close}",
+            f"{source}: this version of timm has no model '{architecture}'{close}",
             code="weights.unknown_name",
         )
-    # Older folders hold the pretrained configuration at the top level.
-    pretrained_cfg = _mapping(content, "pretrained_cfg", label) or content
+    # older folders have the pretrained configuration at the top level
+    pretrained_cfg = _get_mapping(content, "pretrained_cfg", label) or content
     entry = timm.get_pretrained_cfg(architecture)
-    structure = {key: getattr(entry, key, None) for key in STRUCTURE_KEYS}
-    known = {f.name for f in fields(PretrainedCfg)}
-    config = structure | {k: v for k, v in pretrained_cfg.items() if k in known}
+    defaults = {key: getattr(entry, key, None) for key in ARCHITECTURE_KEYS}
+    known_keys = {f.name for f in fields(PretrainedCfg)}
+    config = defaults | {k: v for k, v in pretrained_cfg.items() if k in known_keys}
     config["architecture"] = architecture
     config["num_classes"] = content.get("num_classes", config.get("num_classes"))
-    config = clean(config)
-    for key, (expected, is_valid) in CHECKS.items():
+    config = drop_source_keys(config)
+    for key, (expected, is_valid) in CONFIG_CHECKS.items():
         if key in config and not is_valid(config[key]):
-            raise _wrong(label, key, config[key], expected)
+            raise _wrong_value_error(label, key, config[key], expected)
     names = content.get("label_names") or pretrained_cfg.get("label_names") or content.get("labels")
-    multilabel = content.get("problem_type") == MULTILABEL
+    multilabel = content.get("problem_type") == MULTILABEL_PROBLEM_TYPE
     classes = config.get("num_classes")
     return Weights(
         architecture=architecture,
-        class_names=_class_names(names, classes, label),
-        temperature=None if multilabel else _temperature(content, label),
+        class_names=_read_class_names(names, classes, label),
+        temperature=None if multilabel else _read_temperature(content, label),
         multilabel=multilabel,
-        thresholds=_thresholds(content, classes, label) if multilabel else None,
-        model_args=_model_args(content, label),
+        thresholds=_read_thresholds(content, classes, label) if multilabel else None,
+        model_args=_read_model_args(content, label),
         config=config,
-        provenance={"source": source, **place, "license": config.get("license")},
+        provenance={"source": source, **provenance, "license": config.get("license")},
         from_config=True,
     )
 
 
-def clean(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A pretrained configuration without the places that its weights once came from."""
-    drop = (*PLACE_KEYS, "label_names", "label_descriptions")
+def drop_source_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a pretrained configuration without SOURCE_KEYS, label names and None values."""
+    drop = (*SOURCE_KEYS, "label_names", "label_descriptions")
     return {k: v for k, v in config.items() if k not in drop and v is not None}
 
 
 def registered_config(architecture: str) -> dict[str, Any]:
-    """timm's own pretrained configuration of an architecture; empty if it has none."""
+    """Return the pretrained configuration in timm's registry; empty if there is none."""
     entry = timm.get_pretrained_cfg(architecture)
-    return clean(asdict(entry)) if entry is not None else {}
+    return drop_source_keys(asdict(entry)) if entry is not None else {}
 
 
-def is_size(value: object) -> bool:
-    """True if this is a size in pixels: one whole number, or (height, width)."""
+def is_image_size(value: object) -> bool:
+    """True for an image size in pixels: one integer, or (height, width)."""
     sides = value if isinstance(value, list | tuple) else (value, value)
-    return len(sides) == 2 and all(_is_side(side) for side in sides)
+    return len(sides) == 2 and all(_is_image_side(side) for side in sides)
 
 
-def _is_side(value: object) -> bool:
-    return _is_whole(value, least=1) and value <= LARGEST_SIDE  # type: ignore[operator]
+def _is_image_side(value: object) -> bool:
+    return _is_int(value, minimum=1) and value <= MAX_IMAGE_SIDE  # type: ignore[operator]
 
 
-def enormous(args: object) -> bool:
-    """True if arguments hold a number for which a network would take all memory."""
-    if isinstance(args, Mapping):
-        return any(map(enormous, args.values()))
-    if isinstance(args, list | tuple):
-        return any(map(enormous, args))
-    return isinstance(args, int | float) and not -LARGEST_ARGUMENT <= args <= LARGEST_ARGUMENT
+def has_huge_value(value: object) -> bool:
+    """True if a value, or an item in it, is a number above MAX_ARGUMENT in magnitude."""
+    if isinstance(value, Mapping):
+        return any(map(has_huge_value, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(has_huge_value, value))
+    return isinstance(value, int | float) and not -MAX_ARGUMENT <= value <= MAX_ARGUMENT
 
 
-def _is_whole(value: object, *, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_int(value: object, *, minimum: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
-def _is_real(value: object) -> bool:
+def _is_finite_number(value: object) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and math.isfinite(value)  # type: ignore[arg-type]
 
 
-def _three(value: object, is_valid: Callable[[Any], bool]) -> bool:
+def _is_triple(value: object, is_valid: Callable[[Any], bool]) -> bool:
     return isinstance(value, list | tuple) and len(value) == 3 and all(map(is_valid, value))
 
 
-def _is_names(value: object) -> bool:
-    several = value if isinstance(value, list | tuple) else (value,)
-    return all(isinstance(name, str) for name in several)
+def _is_name_or_names(value: object) -> bool:
+    names = value if isinstance(value, list | tuple) else (value,)
+    return all(isinstance(name, str) for name in names)
 
 
-# Keys of a pretrained configuration: the expected value in words, and the test for it.
-CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "mean": ("3 finite numbers", lambda v: _three(v, _is_real)),
-    "std": ("3 finite numbers above 0", lambda v: _three(v, lambda x: _is_real(x) and x > 0)),
-    # timm has up to 1.15
-    "crop_pct": ("a number above 0 and below 2", lambda v: _is_real(v) and 0 < v < 2),
+# {key of a pretrained configuration: (description of valid values, check)}.
+CONFIG_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "mean": ("3 finite numbers", lambda v: _is_triple(v, _is_finite_number)),
+    "std": (
+        "3 finite numbers above 0",
+        lambda v: _is_triple(v, lambda x: _is_finite_number(x) and x > 0),
+    ),
+    # timm uses values up to 1.15
+    "crop_pct": ("a number above 0 and below 2", lambda v: _is_finite_number(v) and 0 < v < 2),
     "input_size": (
         "3 whole numbers, [3, height, width]",
-        lambda v: _three(v, _is_side) and v[0] == 3,
+        lambda v: _is_triple(v, _is_image_side) and v[0] == 3,
     ),
     "interpolation": ("one of " + ", ".join(INTERPOLATIONS), lambda v: v in INTERPOLATIONS),
     "crop_mode": ("one of " + ", ".join(CROP_MODES), lambda v: v in CROP_MODES),
-    "num_classes": ("a whole number", _is_whole),
-    "label_offset": ("a whole number", _is_whole),
-    "classifier": ("a name or a list of names", _is_names),
-    "first_conv": ("a name or a list of names", _is_names),
+    "num_classes": ("a whole number", _is_int),
+    "label_offset": ("a whole number", _is_int),
+    "classifier": ("a name or a list of names", _is_name_or_names),
+    "first_conv": ("a name or a list of names", _is_name_or_names),
 }
 
 
-def _wrong(label: str, key: str, value: object, expected: str) -> WeightsError:
+def _wrong_value_error(label: str, key: str, value: object, expected: str) -> WeightsError:
     text = repr(value)
     text = text if len(text) <= 60 else f"{text[:57]}..."
-    return WeightsError(f"{label}: {key}: {text}, expected {expected}", code="weights.wrong_config")
+    return WeightsError(f"{label}: {key}: {text}; expected {expected}", code="weights.wrong_config")
 
 
-def _mapping(content: Mapping[str, Any], key: str, label: str) -> dict[str, Any]:
+def _get_mapping(content: Mapping[str, Any], key: str, label: str) -> dict[str, Any]:
     value = content.get(key)
     if value is not None and not isinstance(value, dict):
-        raise _wrong(label, key, value, "a mapping")
+        raise _wrong_value_error(label, key, value, "a mapping")
     return dict(value or {})
 
 
-def _temperature(content: Mapping[str, Any], label: str) -> float | None:
-    """The temperature that `finetune eval` fitted on a split, or None."""
+def _read_temperature(content: Mapping[str, Any], label: str) -> float | None:
+    """Return the temperature from the "calibration" entry; None without one."""
     if content.get("calibration") is None:
         return None
-    calibration = _mapping(content, "calibration", label)
+    calibration = _get_mapping(content, "calibration", label)
     value: Any
     value, split = calibration.get("temperature"), calibration.get("split")
-    if not _is_real(value) or value <= 0:
-        raise _wrong(label, "calibration.temperature", value, "a finite number above 0")
+    if not _is_finite_number(value) or value <= 0:
+        raise _wrong_value_error(label, "calibration.temperature", value, "a finite number above 0")
     if not isinstance(split, str) or not split:
-        raise _wrong(label, "calibration.split", split, "the name of a split")
+        raise _wrong_value_error(label, "calibration.split", split, "the name of a split")
     return float(value)
 
 
-def _thresholds(content: Mapping[str, Any], classes: Any, label: str) -> list[float] | None:
-    """The threshold of each class that a run fitted, or None."""
-    values = _mapping(content, "calibration", label).get("thresholds")
+def _read_thresholds(content: Mapping[str, Any], classes: Any, label: str) -> list[float] | None:
+    """Return the thresholds, one per class, from the "calibration" entry; None without them."""
+    values = _get_mapping(content, "calibration", label).get("thresholds")
     if values is None:
         return None
     is_list = isinstance(values, list) and len(values) == classes
-    if not is_list or not all(_is_real(value) and 0 <= value <= 1 for value in values):
+    if not is_list or not all(_is_finite_number(value) and 0 <= value <= 1 for value in values):
         expected = "a number from 0 to 1 for each class"
-        raise _wrong(label, "calibration.thresholds", values, expected)
+        raise _wrong_value_error(label, "calibration.thresholds", values, expected)
     return [float(value) for value in values]
 
 
-def _model_args(content: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """The network's arguments, without those that timm writes there and build() decides."""
-    args = _mapping(content, "model_args", label)
+def _read_model_args(content: Mapping[str, Any], label: str) -> dict[str, Any]:
+    """Return and validate the model_args, without those that build_model() sets itself."""
+    args = _get_mapping(content, "model_args", label)
     args.pop("num_classes", None)
     if args.get("in_chans") in (3, None):
         args.pop("in_chans", None)
     for key, value in args.items():
         name = f"model_args.{key}"
         if key == "in_chans":
-            raise _wrong(label, name, value, "3; images have three channels here")
+            raise _wrong_value_error(label, name, value, "3; only RGB images are supported")
         if key in CONTROL_ARGS:
             raise WeightsError(
-                f"{label}: {name} steers timm's loader and is no argument of a network; remove it "
-                f"if you trust the rest",
+                f"{label}: {name} controls timm's loader and is not an argument of the network; "
+                f"remove it if you trust the rest",
                 code="weights.unsafe",
             )
-        if enormous(value) and key != "img_size":
-            raise _wrong(label, name, value, f"numbers of at most {LARGEST_ARGUMENT}")
-    if args.get("img_size") is not None and not is_size(args["img_size"]):
-        raise _wrong(label, "model_args.img_size", args["img_size"], "pixels, or [height, width]")
+        if has_huge_value(value) and key != "img_size":
+            raise _wrong_value_error(label, name, value, f"numbers of at most {MAX_ARGUMENT}")
+    if args.get("img_size") is not None and not is_image_size(args["img_size"]):
+        raise _wrong_value_error(
+            label, "model_args.img_size", args["img_size"], "pixels or [height, width]"
+        )
     return args
 
 
-def _class_names(names: Any, num_classes: int | None, label: str) -> list[str] | None:
-    """Class names as a list; timm also allows {index: name} and {name: index}."""
+def _read_class_names(names: Any, num_classes: int | None, label: str) -> list[str] | None:
+    """Return class names as a list, also from {index: name}; None if they cannot form a list."""
     if not names:
         return None
     if isinstance(names, Mapping):
         by_index = {int(k): v for k, v in names.items() if str(k).isdecimal()}
         if sorted(by_index) != list(range(len(names))):
-            return None  # gaps in the numbering: no list can hold them
+            return None  # {name: index}, or gaps in the indices
         names = [by_index[i] for i in range(len(names))]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise _wrong(label, "label_names", names, "a list of strings")
+        raise _wrong_value_error(label, "label_names", names, "a list of strings")
     if num_classes is not None and len(names) != num_classes:
         raise WeightsError(
-            f"{label}: label_names: {len(names)} names for {num_classes} classes; give one each, "
-            f"or remove the key",
+            f"{label}: label_names: {len(names)} names for {num_classes} classes; give one name "
+            f"per class, or remove the key",
             code="weights.wrong_config",
         )
     return names

@@ -1,4 +1,4 @@
-"""Names that timm knows: the nearest to a wrong one, and the class names of ImageNet."""
+"""Suggestions for misspelled timm model names, and ImageNet's class names."""
 
 from __future__ import annotations
 
@@ -10,32 +10,35 @@ import timm
 from timm.data.imagenet_info import ImageNetInfo, infer_imagenet_subset
 from timm.models import split_model_name_tag
 
-from finetune.errors import nearest
+from finetune.errors import did_you_mean
 
-__all__ = ["imagenet_names", "suggest"]
+__all__ = ["imagenet_class_names", "suggest_model_name"]
 
-# Families that timm does not have, and its nearest network.
-_ELSEWHERE = {"cvt": "pvt_v2_b2", "pvt": "pvt_v2_b2", "t2t": "deit_small_patch16_224"}
+# Model families that are not in timm, and the most similar timm model.
+_NEAREST_TIMM_MODELS = {"cvt": "pvt_v2_b2", "pvt": "pvt_v2_b2", "t2t": "deit_small_patch16_224"}
 
 
-def suggest(name: str) -> str:
-    """The nearest registry name: among the tags when the architecture is known, else overall."""
+def suggest_model_name(name: str) -> str:
+    """Return the end of an error message that suggests the closest timm name.
+
+    If the name has a tag, the closest name with a tag is preferred.
+    """
     if family := re.match(r"(cvt|pvt|t2t)(?!_v2)", name.lower()):
-        near = _ELSEWHERE[family[1]]
+        near = _NEAREST_TIMM_MODELS[family[1]]
         other = " (transformers has it: 'transformers:owner/name')" if family[1] != "t2t" else ""
-        return f"; it is not in timm{other}; nearest there is '{near}'"
+        return f"; it is not in timm{other}; the nearest timm model is '{near}'"
     architecture, tag = split_model_name_tag(name)
-    close = nearest(architecture, timm.list_models())
+    close = did_you_mean(architecture, timm.list_models())
     if not close:
-        return "; see `timm.list_models()`; names of hub repositories begin with 'hf-hub:'"
+        return "; see `timm.list_models()`; for a Hub repository write 'hf-hub:owner/name'"
     if tag:
         tagged = difflib.get_close_matches(name, timm.list_pretrained(), n=1)
         close = f"; did you mean '{tagged[0]}'?" if tagged else close
     return close
 
 
-def imagenet_names(num_classes: int | None) -> list[str] | None:
-    """ImageNet's class names for weights that do not carry them; None for other class counts."""
+def imagenet_class_names(num_classes: int | None) -> list[str] | None:
+    """Return the class names of the ImageNet version with this many classes, or None."""
     subset = infer_imagenet_subset({"num_classes": num_classes})
     if subset is None:
         return None

@@ -1,0 +1,87 @@
+"""Arguments and options that several commands share; they are checked before torch is imported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from finetune.errors import RecipeError, WeightsError
+from finetune.recipe.paths import check_data_source, check_model_name, resolve_data_source
+
+__all__ = [
+    "IMAGE_SIZE",
+    "PORT",
+    "check_model_argument",
+    "check_run_or_model_folder",
+    "checked_by",
+    "data_option",
+    "model_argument",
+    "source_argument",
+]
+
+IMAGE_SIZE = click.IntRange(1, 8192)  # pixels a side; larger images would take gigabytes each
+PORT = click.IntRange(0, 65535)
+
+
+def checked_by(check: Callable[[str], object]) -> Callable[..., Any]:
+    """Return a callback of a click parameter that checks its value or each of its values.
+
+    Args:
+        check: raises a FinetuneError.
+    """
+
+    def callback(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+        for each in value if isinstance(value, tuple) else (value,):
+            if each is not None:
+                check(each)
+        return value
+
+    return callback
+
+
+def check_model_argument(model: str) -> None:
+    """Check a MODEL. Raises: RecipeError for a recipe, WeightsError for a missing path."""
+    _check_not_a_recipe(model)
+    check_model_name(model)
+
+
+def check_run_or_model_folder(path: str) -> None:
+    """Check a RUN. Raises: RecipeError for a recipe, WeightsError for a missing folder."""
+    _check_not_a_recipe(path)
+    if not os.path.lexists(path):
+        raise WeightsError(
+            f"{path}: no such folder; give the one that `finetune train` wrote",
+            code="weights.not_found",
+        )
+
+
+def _check_not_a_recipe(model: str) -> None:
+    if not model.endswith((".yaml", ".yml")):
+        return
+    run = Path("runs") / Path(model).stem
+    if (run / "run.json").is_file():
+        advice = f"give its run directory, {run}"
+    else:
+        advice = f"train it first (finetune train {model}), then give the run directory"
+    raise RecipeError(
+        f"{model}: is a recipe; this command takes a trained model; {advice}",
+        code="recipe.conflict",
+    )
+
+
+def _resolve_source(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    return resolve_data_source(value)
+
+
+model_argument = click.argument("model", callback=checked_by(check_model_argument))
+source_argument = click.argument("source", callback=_resolve_source)
+data_option = click.option(
+    "--data",
+    metavar="SOURCE",
+    callback=checked_by(check_data_source),
+    help="Default: the data that MODEL was trained on.",
+)

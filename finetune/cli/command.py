@@ -1,0 +1,158 @@
+"""What every command shares: --json and --debug, its result on standard output, its help."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from finetune.cli.output import to_json
+from finetune.cli.streams import stdout_errors
+from finetune.errors import (
+    FinetuneError,
+    RecipeError,
+    SetupError,
+    did_you_mean,
+    escape_control_chars,
+)
+from finetune.ranks import is_main_process
+
+__all__ = ["CommandGroup", "CommandResult", "command"]
+
+_OUTPUT_OPTIONS = ("out", "sheet", "page", "profile", "export_space")
+
+
+@dataclass(frozen=True)
+class CommandResult:
+    """The result of a command.
+
+    Attributes:
+        data: printed with --json.
+        text: printed otherwise.
+        error: raised after the result is printed; None if the command succeeded.
+    """
+
+    data: Any
+    text: str
+    error: FinetuneError | None = None
+
+
+class CommandGroup(click.Group):
+    """A group that takes --debug, lists its commands in sections, and suggests the nearest name."""
+
+    def __init__(
+        self,
+        *args: Any,
+        sections: Mapping[str, Sequence[click.Command]] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.params.append(_debug_option())
+        self.sections = sections or {}
+        for commands in self.sections.values():
+            for each in commands:
+                self.add_command(each)
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        name = args[0]
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            ctx.fail(f"no such command '{name}'{did_you_mean(name, self.list_commands(ctx))}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the first sentence of each command's help in full; click would cut it."""
+        sections = self.sections or {"Commands": list(self.commands.values())}
+        width = max(map(len, self.commands), default=0)
+        for title, commands in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(
+                    [
+                        (f"{each.name:{width}}", each.get_short_help_str(limit=sys.maxsize))
+                        for each in commands
+                    ]
+                )
+
+
+def command(name: str, *, example: str) -> Callable[[Callable[..., CommandResult]], click.Command]:
+    """Decorator: make a click command with --json and --debug that prints the returned result.
+
+    Args:
+        name: of the command.
+        example: a command line that --help shows.
+    """
+
+    def decorate(function: Callable[..., CommandResult]) -> click.Command:
+        @functools.wraps(function)
+        def run_and_print(as_json: bool, **arguments: Any) -> None:
+            state = click.get_current_context().find_root().obj
+            state["json"] = as_json
+            _check_output_paths(arguments)
+            with contextlib.redirect_stdout(sys.stderr):  # for what libraries print
+                result = function(**arguments)
+            if is_main_process():
+                text = to_json(result.data) if as_json else escape_control_chars(result.text)
+                state["result_printed"] = bool(text)
+                with stdout_errors():
+                    click.echo(text, nl=bool(text))
+            if result.error:
+                raise result.error
+
+        made = click.command(name, epilog=f"\b\nExample:\n  {example}")(run_and_print)
+        json_help = "Print machine-readable output."
+        made.params.append(click.Option(["--json", "as_json"], is_flag=True, help=json_help))
+        made.params.append(_debug_option())
+        return made
+
+    return decorate
+
+
+def _debug_option() -> click.Option:
+    return click.Option(
+        ["--debug"],
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_enable_debug,
+        help="Show tracebacks.",
+    )
+
+
+def _enable_debug(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:
+        ctx.find_root().obj["debug"] = True
+
+
+def _check_output_paths(arguments: Mapping[str, Any]) -> None:
+    """Refuse, before any work, an output path that the file system cannot represent.
+
+    The command itself checks what exists there and whether it is writable.
+
+    Args:
+        arguments: of a command, by name.
+    Raises: RecipeError or SetupError naming the option.
+    """
+    for name in _OUTPUT_OPTIONS:
+        option, path = f"--{name.replace('_', '-')}", arguments.get(name)
+        if path is None:
+            continue
+        if not path.strip():
+            raise RecipeError(
+                f"{option}: is empty; give a path, or omit the option", code="recipe.wrong_value"
+            )
+        try:
+            os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            continue
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or "no path has such characters"
+            raise SetupError(
+                f"{option}: '{escape_control_chars(path)}' cannot be written ({why}); choose "
+                f"another {option}",
+                code="setup.not_writable",
+            ) from error

@@ -1,0 +1,75 @@
+"""Commands for datasets: `data info` and `data scan`."""
+
+from __future__ import annotations
+
+import click
+
+from finetune.cli.arguments import source_argument
+from finetune.cli.command import CommandGroup, CommandResult, command
+from finetune.cli.output import format_nested
+from finetune.errors import DataError
+
+__all__ = ["data"]
+
+multilabel_option = click.option(
+    "--multilabel",
+    is_flag=True,
+    help="Read any number of labels per image, like data.task=multilabel.",
+)
+
+
+@click.group("data", cls=CommandGroup)
+def data() -> None:
+    """Show a dataset's classes and find images that cannot be read."""
+
+
+@command("info", example="finetune data info photos --sheet photos.png")
+@source_argument
+@click.option("--sheet", metavar="FILE", help="Draw images of each class into a .png or .jpg file.")
+@multilabel_option
+def info(source: str, sheet: str | None, *, multilabel: bool) -> CommandResult:
+    """Show the splits, classes and image sizes of SOURCE.
+
+    SOURCE is a folder or file of images, or one of the forms of data.source: see `finetune start`.
+    """
+    from finetune.data.open_source import open_source
+    from finetune.data.summary import summarize_source
+
+    sheet_entry = {}
+    if sheet:
+        from finetune.commands.show_images import show_source
+
+        path = show_source(source, sheet, option="--sheet", multilabel=multilabel)
+        sheet_entry["sheet"] = str(path)
+    summary = {**summarize_source(open_source(source, multilabel=multilabel)), **sheet_entry}
+    return CommandResult(summary, format_nested(summary))
+
+
+@command("scan", example="finetune data scan photos")
+@source_argument
+@multilabel_option
+def scan(source: str, *, multilabel: bool) -> CommandResult:
+    """Decode every image of SOURCE and list those that cannot be read.
+
+    SOURCE is a folder or file of images, or one of the forms of data.source: see `finetune start`.
+    """
+    from finetune.data.decode_split import find_unreadable_images
+    from finetune.data.open_source import open_source
+
+    opened = open_source(source, multilabel=multilabel)
+    unreadable = find_unreadable_images(opened)
+    error = None
+    if unreadable:
+        total = sum(len(split) for split in opened.splits.values())
+        error = DataError(
+            f"{source}: {len(unreadable)} of {total} images cannot be read; fix or remove them, "
+            "or train with data.unreadable=quarantine",
+            code="data.unreadable",
+        )
+    lines = [f"{row['split']}: {row['name']}: {row['error']}" for row in unreadable]
+    text = "\n".join(lines) or f"{source}: every image can be read"
+    return CommandResult(unreadable, text, error)
+
+
+for each in (info, scan):
+    data.add_command(each)

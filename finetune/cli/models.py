@@ -1,0 +1,347 @@
+"""Commands that take a model: predict, eval, demo, export, average, info, show, probe, report."""
+
+from __future__ import annotations
+
+import glob
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from finetune.cli.arguments import (
+    IMAGE_SIZE,
+    PORT,
+    check_run_or_model_folder,
+    checked_by,
+    data_option,
+    model_argument,
+)
+from finetune.cli.command import CommandResult, command
+from finetune.errors import DataError, RecipeError
+from finetune.ranks import is_main_process
+from finetune.recipe.paths import check_model_name, is_data_source, resolve_data_source
+
+if TYPE_CHECKING:
+    from finetune.recipe.schema import Recipe
+
+__all__ = [
+    "average",
+    "demo",
+    "evaluate",
+    "export",
+    "info",
+    "predict",
+    "probe",
+    "report",
+    "show",
+]
+
+
+@command("predict", example="finetune predict runs/quickstart photos/ --top-k 5 --out labels.csv")
+@model_argument
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True)
+@click.option(
+    "--top-k", default=3, show_default=True, type=click.IntRange(min=1), help="Classes per image."
+)
+@click.option("--out", metavar="FILE", help="Write a .csv or .jsonl file.")
+@click.option("--sheet", metavar="FILE", help="Draw the images with their predictions as .png.")
+@click.option("--calibrated", is_flag=True, help="Divide the logits by MODEL's temperature.")
+@click.option(
+    "--threshold",
+    metavar="T",
+    type=float,
+    help="Multi-label: 0 to 1, for every class instead of MODEL's own thresholds.",
+)
+@click.option(
+    "--batch-size",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Images per forward pass.  [default: 8 on a CPU, else 64]",
+)
+def predict(
+    model: str, paths: tuple[str, ...], out: str | None, sheet: str | None, **options: Any
+) -> CommandResult:
+    """Classify images.
+
+    MODEL is a run directory, a model folder, hf-hub:owner/name[@revision] or a timm name.
+
+    PATH is a file, a folder, a pattern, or "-" for a list of paths on standard input.
+    """
+    from finetune.commands.predict import predict
+    from finetune.commands.prediction_output import format_predictions, unreadable_files_error
+
+    rows = predict(model, paths, out=out, sheet=sheet, **options)
+    return CommandResult(
+        rows, format_predictions(rows, out=out, sheet=sheet), unreadable_files_error(rows)
+    )
+
+
+@command("eval", example="finetune eval runs/quickstart --split test --out evaluation")
+@model_argument
+@data_option
+@click.option(
+    "--split",
+    help="train, val or test.  [default: test, else val; the whole of a source with one split]",
+)
+@click.option("--out", metavar="DIR", help="Write results.json, per_class.csv and figures.")
+@click.option(
+    "--fit-temperature",
+    is_flag=True,
+    help="Fit a temperature on val (or --split) and write it into MODEL's config.json.",
+)
+@click.option(
+    "--corrupt",
+    metavar="KIND",
+    help="Also evaluate corrupted images: all, noise, blur, jpeg or contrast; noise:3 is one of "
+    "five severities.",
+)
+def evaluate(model: str, out: str | None, **options: Any) -> CommandResult:
+    """Measure the accuracy of a model on labeled images.
+
+    MODEL is a run directory, a model folder, hf-hub:owner/name[@revision] or a timm name.
+    """
+    from finetune.commands.evaluate import evaluate_model, format_evaluation, write_evaluation
+
+    results = evaluate_model(model, out=out, **options)
+    files = write_evaluation(results, out) if out and is_main_process() else []
+    return CommandResult(results, "\n".join([format_evaluation(results), *files]))
+
+
+@command("demo", example="finetune demo runs/quickstart --port 0")
+@model_argument
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=7860, show_default=True, type=PORT, help="0: any free port.")
+@click.option("--share", is_flag=True, help="Also create a public link, through Gradio's servers.")
+@click.option("--export-space", metavar="DIR", help="Write a folder that runs as a hub Space.")
+def demo(model: str, host: str, port: int, share: bool, export_space: str | None) -> CommandResult:
+    """Try a model in the browser.
+
+    Drop an image to see its classes and the attention map.
+    """
+    if export_space:
+        from finetune.demo import space
+
+        written = space.export_space(model, export_space)
+        return CommandResult(written, f"{written['folder']}: {len(written['files'])} files")
+    from finetune.demo.server import serve
+
+    return CommandResult(serve(model, host=host, port=port, share=share), "")
+
+
+@command("export", example="finetune export runs/quickstart --format onnx --out model.onnx")
+@model_argument
+@click.option(
+    "--format",
+    default="onnx",
+    show_default=True,
+    metavar="TEXT",
+    type=click.Choice(["onnx", "torch"]),
+    help="onnx or torch.",
+)
+@click.option("--out", metavar="PATH", help="Output file, or the folder for it.")
+@click.option("--images", metavar="PATH", multiple=True, help="Compare the logits on these images.")
+@click.option("--image-size", metavar="N", type=IMAGE_SIZE, help="Resize to N pixels.")
+def export(model: str, **options: Any) -> CommandResult:
+    """Export a model to ONNX or torch.export.
+
+    The file includes the preprocessing. Its logits are compared with those of MODEL.
+    """
+    from finetune.commands.export import export_model, format_export
+
+    exported = export_model(model, **options)
+    return CommandResult(exported, format_export(exported))
+
+
+@command("average", example="finetune average runs/a runs/b --greedy --out soup")
+@click.argument(
+    "runs",
+    metavar="RUN...",
+    nargs=-1,
+    required=True,
+    callback=checked_by(check_run_or_model_folder),
+)
+@click.option("--out", metavar="DIR", required=True, help="Output folder for the model.")
+@click.option(
+    "--alpha",
+    "alphas",
+    metavar="A",
+    multiple=True,
+    type=float,
+    help="WiSE-FT: weight of RUN, 0 to 1. Repeatable; the best on validation is kept.",
+)
+@click.option("--greedy", is_flag=True, help="Add only runs that improve validation.")
+def average(runs: tuple[str, ...], **options: Any) -> CommandResult:
+    """Average the weights of several runs (model soup, WiSE-FT).
+
+    One RUN is averaged with its pretrained weights (WiSE-FT, with --alpha), several RUNs with each
+    other (model soup). The result is a model folder.
+    """
+    from finetune.commands.average import average_runs, format_average
+
+    result = average_runs(runs, **options)
+    return CommandResult(result, format_average(result))
+
+
+@command("info", example="finetune info vit_base_patch16_224 --image-size 384")
+@click.argument("model", metavar="MODEL|RECIPE")
+@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
+@click.option("--image-size", metavar="N", type=IMAGE_SIZE, help="Count for images of N pixels.")
+@click.option("--plan", is_flag=True, help="Estimate memory and time of training RECIPE.")
+def info(
+    model: str, overrides: tuple[str, ...], image_size: int | None, plan: bool
+) -> CommandResult:
+    """Show the size, layers and preprocessing of a model.
+
+    Parameters, MACs and tokens are counted without downloading weights.
+
+    With --plan, estimate from a few steps what training RECIPE takes on this machine, and which
+    settings would halve it.
+    """
+    if plan:
+        return _estimate_training(model, overrides, image_size)
+    if model.endswith((".yaml", ".yml")):
+        raise RecipeError(
+            f"{model}: is a recipe; add --plan to estimate its training, or name a model",
+            code="recipe.conflict",
+        )
+    if overrides:
+        raise RecipeError(
+            f"{overrides[0]}: is only for a recipe, with --plan; remove it, or add --plan",
+            code="recipe.conflict",
+        )
+    check_model_name(model)
+
+    from finetune.commands.info import format_model_info, model_info
+
+    result = model_info(model, image_size=image_size)
+    return CommandResult(result, format_model_info(result))
+
+
+def _estimate_training(
+    recipe: str, overrides: tuple[str, ...], image_size: int | None
+) -> CommandResult:
+    if image_size is not None:
+        raise RecipeError(
+            f"--image-size: not with --plan; write model.image_size={image_size} instead",
+            code="recipe.conflict",
+        )
+    path, _ = _load_recipe_or_run(recipe, overrides)
+
+    from finetune.commands.estimate import estimate_run, format_run_estimate
+
+    estimate = estimate_run(path, overrides)
+    return CommandResult(estimate, format_run_estimate(estimate))
+
+
+def _load_recipe_or_run(name: str, overrides: tuple[str, ...]) -> tuple[str, Recipe]:
+    """Load a recipe, or the recipe of a run directory. Returns: its path, the recipe."""
+    from finetune.recipe.load import load_recipe
+    from finetune.recipe.validate import check_override_conflicts
+
+    check_override_conflicts(overrides)
+    recipe_of_run = Path(name) / "recipe.yaml"
+    path = str(recipe_of_run) if recipe_of_run.is_file() else name
+    return path, load_recipe(path, overrides)
+
+
+@command("show", example="finetune show runs/quickstart cat.jpg --out figures")
+@click.argument("model", metavar="MODEL|SOURCE|RECIPE")
+@click.argument("words", metavar="[IMAGE|KEY=VALUE]...", nargs=-1)
+@click.option("--images", "of_images", is_flag=True, help="Draw images of SOURCE or RECIPE.")
+@click.option(
+    "--out",
+    metavar="PATH",
+    help="Folder for the figures; with --images a .png or .jpg file, by default sheet.png.",
+)
+def show(model: str, words: tuple[str, ...], out: str | None, *, of_images: bool) -> CommandResult:
+    """Draw attention maps, filters and training images.
+
+    Draws the attention maps of MODEL, its patch filters, position embeddings and attention
+    distances.
+
+    With --images, draws the images of SOURCE by class, or the training images of RECIPE (or of a
+    run) as the network gets them: before augmentation, in eight epochs, and in evaluation.
+    """
+    if of_images:
+        return _show_images(model, words, out or "sheet.png")
+    if out is None:
+        raise click.UsageError("Missing option '--out'.")
+    if model.endswith((".yaml", ".yml")):
+        raise RecipeError(
+            f"{model}: is a recipe; add --images to draw its training images, or name a model",
+            code="recipe.conflict",
+        )
+    check_model_name(model)
+    for word in words:
+        if not glob.has_magic(word) and not os.path.lexists(word):
+            raise DataError(f"{word}: no such file; check the path", code="data.not_found")
+    from finetune.commands.show import show_model
+
+    drawn = show_model(model, words, out=out)
+    skipped = [f"{name}: {reason}" for name, reason in drawn["skipped"].items()]
+    return CommandResult(drawn, "\n".join([*drawn["files"], *skipped]))
+
+
+def _show_images(target: str, overrides: tuple[str, ...], out: str) -> CommandResult:
+    """Draw images of a source, or the training images of a recipe."""
+    if is_data_source(target):
+        if overrides:
+            raise RecipeError(
+                f"{overrides[0]}: is only for a recipe, and {target} is a source; remove it",
+                code="recipe.conflict",
+            )
+        source = resolve_data_source(target)
+        from finetune.commands.show_images import show_source
+
+        path = show_source(source, out)
+    else:
+        recipe = _load_recipe_or_run(target, overrides)[1]
+        from finetune.commands.show_images import show_training
+
+        path = show_training(recipe, out)
+    return CommandResult({"file": str(path)}, str(path))
+
+
+@command("probe", example="finetune probe vit_base_patch16_224.dino --data folder:photos --knn 20")
+@model_argument
+@data_option
+@click.option("--split", help="test or val.  [default: test, else val]")
+@click.option("--shots", default="1,5,10,25", show_default=True, help="Images per class.")
+@click.option(
+    "--seeds", default=3, show_default=True, type=click.IntRange(min=1), help="Draws of the shots."
+)
+@click.option("--linear", is_flag=True, help="Also logistic regression on all training images.")
+@click.option(
+    "--linear-sgd", is_flag=True, help="Also linear heads at 13 learning rates, like DINOv2."
+)
+@click.option("--knn", metavar="K", type=click.IntRange(min=1), help="Also K nearest neighbors.")
+@click.option("--out", metavar="DIR", help="Write probe.json.")
+def probe(model: str, shots: str, **options: Any) -> CommandResult:
+    """Measure frozen features: few-shot and linear accuracy.
+
+    MODEL is a run directory, a model folder, hf-hub:owner/name[@revision] or a timm name.
+    """
+    from finetune.commands.probe import format_probe, parse_shots, probe_model
+
+    result = probe_model(model, shots=parse_shots(shots), **options)
+    return CommandResult(result, format_probe(result))
+
+
+@command("report", example="finetune report runs/a runs/b --out comparison.html")
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True)
+@click.option(
+    "--out", metavar="PATH", help="File or folder of the page; for several runs, the comparison."
+)
+def report(runs: tuple[str, ...], out: str | None) -> CommandResult:
+    """Write an HTML page per run, and compare runs."""
+    from finetune.report.run_data import check_run_directory
+
+    for run in runs:
+        check_run_directory(Path(run))
+
+    from finetune.report.page import write_report_pages
+
+    written = write_report_pages(runs, out=out)
+    pages = [*written["reports"], written["comparison"]]
+    return CommandResult(written, "\n".join(str(page) for page in pages if page))

@@ -1,0 +1,61 @@
+"""Standard streams: closed ones, unbuffered ones, and errors of standard output."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Iterator
+
+from finetune.errors import SetupError
+
+__all__ = ["buffer_stdout", "discard_stdout", "open_closed_streams", "stdout_errors"]
+
+
+def open_closed_streams() -> None:
+    """Connect closed standard streams to /dev/null.
+
+    Otherwise the next file that is opened gets the stream's number, and what a library prints
+    ends up in that file.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            mode = "w" if number else "r"
+            stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
+
+
+def buffer_stdout() -> None:
+    """Write results completely even if PYTHONUNBUFFERED is set.
+
+    Without a buffer, Python drops the rest of a text if the system accepts only a part: on a pipe
+    whose reader exits, or on an almost full disk.
+    """
+    if isinstance(getattr(sys.stdout, "buffer", None), io.RawIOBase):
+        number, encoding = sys.stdout.fileno(), sys.stdout.encoding
+        sys.stdout = open(number, "w", encoding=encoding, closefd=False)  # noqa: SIM115
+
+
+@contextlib.contextmanager
+def stdout_errors() -> Iterator[None]:
+    """Raise SetupError if standard output cannot be written; BrokenPipeError passes through."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        discard_stdout()
+        raise SetupError(
+            f"standard output: {error.strerror}; write it elsewhere", code="setup.not_writable"
+        ) from error
+
+
+def discard_stdout() -> None:
+    """Send the rest of standard output to /dev/null; Python would fail again when it closes it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,223 @@
+"""List the images to predict, and write predictions as CSV, JSONL or text."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import csv
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import overload
+
+from finetune.errors import DataError
+from finetune.files import atomic_replace, explain_disk_errors
+from finetune.formatting import escape_csv_formula, escape_to_one_line, format_probability
+from finetune.inference import PredictionRow
+
+__all__ = [
+    "PredictionTable",
+    "format_predictions",
+    "open_prediction_writer",
+    "unreadable_files_error",
+]
+
+
+PREDICTION_SUFFIXES = (".csv", ".jsonl")
+_MAX_LISTED_FILES = 20  # unreadable files listed in a message; the rows contain all
+
+
+class PredictionTable(Sequence[PredictionRow]):
+    """A sequence of prediction rows, stored compactly as paths and arrays.
+
+    A dictionary takes about a kilobyte, so 100,000 of them would need more memory than the network.
+
+    Args:
+        class_names: in the order of the logits.
+        is_multilabel: the rows also have "labels".
+    """
+
+    def __init__(self, class_names: Sequence[str], *, is_multilabel: bool = False) -> None:
+        self._class_names = list(class_names)
+        self._keys = ("predictions", "labels") if is_multilabel else ("predictions",)
+        self._paths: list[str] = []
+        self._errors: dict[int, str] = {}
+        # concatenated over all rows and keys; _starts has the offset of each list
+        self._indices = array.array("i")
+        self._confidences = array.array("d")
+        self._starts = array.array("q", [0])
+
+    def append(self, row: PredictionRow) -> None:
+        """Append a row from `Classifier.iter_predictions`."""
+        if "error" in row:
+            self._errors[len(self)] = row["error"]
+        for key in self._keys:
+            for prediction in row.get(key, ()):
+                self._indices.append(prediction["index"])
+                self._confidences.append(prediction["confidence"])
+            self._starts.append(len(self._indices))
+        self._paths.append(row["path"])
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    @overload
+    def __getitem__(self, place: int) -> PredictionRow: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[PredictionRow]: ...
+    def __getitem__(self, place: int | slice) -> PredictionRow | list[PredictionRow]:
+        selected = range(len(self))[place]
+        if isinstance(selected, range):
+            return [self[index] for index in selected]
+        path = self._paths[selected]
+        if selected in self._errors:
+            return {"path": path, "error": self._errors[selected]}
+        lists = enumerate(self._keys, selected * len(self._keys))
+        return {"path": path, **{key: self._read_predictions(number) for number, key in lists}}
+
+    def _read_predictions(self, number: int) -> list[PredictionRow]:
+        span = slice(self._starts[number], self._starts[number + 1])
+        return [
+            {"label": self._class_names[index], "index": index, "confidence": confidence}
+            for index, confidence in zip(self._indices[span], self._confidences[span], strict=True)
+        ]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (PredictionTable, list, tuple)):
+            return NotImplemented
+        pairs = zip(self, other, strict=False)
+        return len(self) == len(other) and all(left == right for left, right in pairs)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def tolist(self) -> list[PredictionRow]:
+        """Return all rows as dictionaries, for JSON."""
+        return list(self)
+
+
+@contextlib.contextmanager
+def open_prediction_writer(
+    path: Path, *, num_predictions: int, is_multilabel: bool = False
+) -> Iterator[Callable[[PredictionRow], None]]:
+    """Write rows to a .csv or .jsonl file one by one; the file appears when all are written.
+
+    Args:
+        path: of the file, replaced atomically.
+        num_predictions: per row.
+        is_multilabel: the rows also have "labels".
+    Returns: a function that writes one row.
+    Raises: SetupError if the file cannot be written.
+    """
+    format_row, header = _format_jsonl_row, ""
+    if path.suffix.lower() == ".csv":
+        label_columns = ["labels", "confidences"] if is_multilabel else []
+        format_row, header = (
+            _format_csv_row,
+            _join_csv_cells(
+                ["path", *label_columns, *_prediction_columns(num_predictions), "error"]
+            ),
+        )
+    with atomic_replace(path) as temporary:
+        with explain_disk_errors(path):
+            # keeps the bytes of names that are not UTF-8
+            file = temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="")
+
+        def write(row: PredictionRow) -> None:
+            with explain_disk_errors(path):
+                file.write(format_row(row, num_predictions, is_multilabel))
+
+        try:
+            file.write(header)
+            yield write
+        finally:
+            with explain_disk_errors(path):
+                file.close()  # flushing the buffer may fail on a full disk
+
+
+def _prediction_columns(num_predictions: int) -> list[str]:
+    return [
+        f"{name}_{rank}"
+        for rank in range(1, num_predictions + 1)
+        for name in ("label", "confidence")
+    ]
+
+
+def _format_csv_row(row: PredictionRow, num_predictions: int, is_multilabel: bool) -> str:
+    """Format a row: path, all labels with their confidences, label_1, confidence_1, …, error."""
+    cells: list[str] = []
+    # in the format that `data.csv_file` reads
+    if is_multilabel and (labels := row.get("labels")) is not None:
+        cells = [escape_csv_formula("|".join(prediction["label"] for prediction in labels) or "[]")]
+        cells.append("|".join(f"{prediction['confidence']:.6f}" for prediction in labels))
+    for prediction in row.get("predictions", ()):
+        cells += [escape_csv_formula(prediction["label"]), f"{prediction['confidence']:.6f}"]
+    cells += [""] * (2 * (num_predictions + is_multilabel) - len(cells))
+    return _join_csv_cells(
+        [escape_csv_formula(row["path"]), *cells, escape_csv_formula(row.get("error", ""))]
+    )
+
+
+def _join_csv_cells(cells: Sequence[str]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\r\n").writerow(cells)
+    return text.getvalue()
+
+
+def _format_jsonl_row(row: PredictionRow, num_predictions: int, is_multilabel: bool) -> str:
+    # ASCII only: \udc.. escapes preserve names that are not UTF-8
+    return json.dumps(row, allow_nan=False) + "\n"
+
+
+def unreadable_files_error(rows: Iterable[PredictionRow]) -> DataError | None:
+    """Return an error that lists the unreadable files, to raise after all output is written."""
+    lines, count = [], 0
+    for row in rows:
+        if "error" in row:
+            count += 1
+            if count <= _MAX_LISTED_FILES:
+                lines.append(f"  {escape_to_one_line(row['path'])}: {row['error']}")
+    if not count:
+        return None
+    if count > _MAX_LISTED_FILES:
+        lines.append(f"  … and {count - _MAX_LISTED_FILES} more; --out FILE lists them all")
+    subject = "1 file was" if count == 1 else f"{count} files were"
+    return DataError(
+        "\n".join([f"{subject} not classified; fix or remove:", *lines]), code="data.unreadable"
+    )
+
+
+def format_predictions(
+    rows: Sequence[PredictionRow], *, out: str | Path | None = None, sheet: str | Path | None = None
+) -> str:
+    """Format the rows as a table, or one line per written file."""
+    readable = [index for index, row in enumerate(rows) if "error" not in row]
+    written = []
+    if out is not None:
+        written.append(f"{out}: {len(readable)} of {len(rows)} files classified")
+    if sheet is not None:
+        written.append(f"{sheet}: contact sheet")
+    if out is not None:
+        return "\n".join(written)
+    width = max((len(escape_to_one_line(rows[index]["path"])) for index in readable), default=0)
+    table = (_format_table_row(rows[index], width) for index in readable)
+    return "\n".join([*table, *written])
+
+
+def _format_table_row(row: PredictionRow, width: int) -> str:
+    texts = [_format_prediction(prediction) for prediction in row["predictions"]]
+    if "labels" in row:  # predictions below their thresholds are put in brackets
+        others = [
+            _format_prediction(prediction)
+            for prediction in row["predictions"]
+            if prediction not in row["labels"]
+        ]
+        texts = [_format_prediction(prediction) for prediction in row["labels"]] or ["no label"]
+        texts += [f"({'  '.join(others)})"] if others else []
+    return f"{escape_to_one_line(row['path']):{width}}  " + "  ".join(texts)
+
+
+def _format_prediction(prediction: PredictionRow) -> str:
+    return (
+        f"{escape_to_one_line(prediction['label'])} {format_probability(prediction['confidence'])}"
+    )

@@ -1,0 +1,258 @@
+"""Load datasets from the Hugging Face Hub at exactly one commit, with retries."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, constants, get_token, is_offline_mode
+from huggingface_hub.errors import HFValidationError, HTTPError
+
+from finetune.errors import DataError, FinetuneError, HubError
+from finetune.hub.client import (
+    TransientHubError,
+    expect_json,
+    is_connection_error,
+    monitor_requests,
+    permanent_hub_error,
+    redact,
+    retry,
+)
+from finetune.hub.download import verify_checksum
+from finetune.log import warn_once
+
+__all__ = [
+    "cached_commit",
+    "force_offline",
+    "load_hub_dataset",
+    "resolve_commit",
+    "snapshot_folder",
+    "to_user_error",
+]
+
+_TIMEOUT_SECONDS = 10.0
+
+
+def load_hub_dataset(
+    source: str, repo_id: str, config: str | None, revision: str | None
+) -> tuple[Any, str | None]:
+    """Load a dataset through `datasets`, at the commit of a revision.
+
+    If the connection fails, `datasets` loads the newest cached copy, of any revision. So this
+    function compares the commit of the loaded data with the commit of the revision.
+
+    Args:
+        source: the user's source string, for messages.
+        repo_id: owner/name.
+        config: name of the configuration; None for the only one or the default.
+        revision: branch, tag or commit; None for the newest.
+    Returns: the splits, as a `datasets.DatasetDict`; and the commit, None if `datasets` did not
+        record it.
+    Raises: DataError if the dataset, revision or configuration does not exist; HubError if the Hub
+        rejects the token or denies access, or does not respond and nothing is cached.
+    """
+    if is_offline_mode():
+        return _load_cached(source, repo_id, config, revision)
+    has_copy = bool(_datasets_copies(repo_id))
+    try:
+        return retry(
+            source, lambda: _load_online(source, repo_id, config, revision), has_copy=has_copy
+        )
+    except TransientHubError as error:
+        with force_offline():
+            return _load_cached(source, repo_id, config, revision, error)
+
+
+def _load_online(
+    source: str, repo_id: str, config: str | None, revision: str | None
+) -> tuple[Any, str]:
+    import datasets
+
+    dataset_dict, error = None, None
+    files_before = {
+        path.resolve() for path in _repo_cache_folder(repo_id).rglob("*") if path.exists()
+    }
+    with monitor_requests(all_threads=True) as monitor:
+        commit = resolve_commit(source, repo_id, revision)
+        try:
+            dataset_dict = datasets.load_dataset(repo_id, config, revision=revision)
+        except Exception as caught:  # `datasets` raises any type of error
+            error = caught
+    _check_downloaded_files(repo_id, commit, dataset_dict, files_before)
+    loaded_commit = _recorded_commit(dataset_dict) if dataset_dict is not None else None
+    if error is None and loaded_commit in (None, commit):
+        return dataset_dict, commit
+    if monitor.last_error is not None or is_connection_error(error):
+        raise monitor.last_error or TransientHubError("the connection was dropped")
+    if error is None:
+        raise TransientHubError(f"the revision moved to {commit} during the download")
+    raise to_user_error(source, revision, monitor.permanent_error() or error) from None
+
+
+def resolve_commit(source: str, repo_id: str, revision: str | None) -> str:
+    """Request the commit of a revision from the Hub.
+
+    Args: see `load_hub_dataset`.
+    Raises: same as `load_hub_dataset`; also TransientHubError inside `monitor_requests`.
+    """
+    failure: Exception
+    try:
+        with expect_json(source):
+            info = HfApi().dataset_info(repo_id, revision=revision, timeout=_TIMEOUT_SECONDS)
+        return str(info.sha)
+    except (HTTPError, HFValidationError) as error:
+        failure = error
+    raise to_user_error(source, revision, failure)
+
+
+def to_user_error(source: str, revision: str | None, error: Exception) -> Exception:
+    """Convert an error of huggingface_hub or `datasets` to a finetune error."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, (HTTPError, FinetuneError)):
+        cause = cause.__cause__
+    if isinstance(cause, FinetuneError):
+        return cause
+    hub_error = permanent_hub_error(
+        cause, source, revision, not_found_error=DataError, repo_noun="dataset"
+    )
+    if hub_error is not None:
+        return hub_error
+    detail = redact(str(error), get_token())
+    message = f"{source}: cannot be loaded ({detail}); check the name and configuration"
+    return DataError(message, code="data.not_loadable")
+
+
+def _check_downloaded_files(
+    repo_id: str, commit: str, loaded: Any, files_before: set[Path]
+) -> None:
+    """Verify the checksums of newly downloaded files.
+
+    Raises: TransientHubError for a wrong checksum, after deleting the damaged files and the data
+        that `datasets` prepared from them.
+    """
+    snapshot = snapshot_folder(repo_id, commit)
+    files = [path for path in snapshot.rglob("*") if path.is_file()]
+    damaged = [
+        path
+        for path in files
+        if path.resolve() not in files_before and verify_checksum(path) is None
+    ]
+    if not damaged:
+        return
+    for path in damaged:
+        path.resolve().unlink(missing_ok=True)
+    for copy in _datasets_copies(repo_id):
+        if copy.name == commit:
+            shutil.rmtree(copy, ignore_errors=True)
+    raise TransientHubError(f"{damaged[0].name} arrived with a wrong checksum")
+
+
+# --- the cache -----------------------------------------------------------------------------------
+
+
+def _load_cached(
+    source: str,
+    repo_id: str,
+    config: str | None,
+    revision: str | None,
+    hub_error: TransientHubError | None = None,
+) -> tuple[Any, str | None]:
+    """Load a revision from the cache of `datasets`.
+
+    Args:
+        hub_error: why the Hub failed; None in offline mode.
+    """
+    import datasets
+
+    expected = cached_commit(repo_id, revision)
+    copies = _datasets_copies(repo_id)
+    for copy in copies:
+        if copy.name == expected:  # `datasets` loads the newest copy, of any revision
+            newest = max(other.stat().st_mtime_ns for other in copies)
+            os.utime(copy, ns=(newest, max(time.time_ns(), newest + 1_000_000)))
+    cause = "HF_HUB_OFFLINE is set" if hub_error is None else str(hub_error)
+    try:
+        dataset_dict = datasets.load_dataset(repo_id, config, revision=revision)
+    except ConnectionError:
+        raise HubError(
+            f"{source}: the hub cannot be reached and nothing is cached ({cause}); connect once, "
+            "or use parquet: or folder: with a local copy",
+            code="hub.unreachable",
+        ) from None
+    except Exception as error:
+        if hub_error is None:
+            raise to_user_error(source, revision, error) from None
+        detail = redact(str(error), get_token())
+        message = f"{source}: {cause}, and it is not cached ({detail}); try again later"
+        raise HubError(message, code="hub.unreachable") from None
+    commit = _recorded_commit(dataset_dict)
+    if commit is None:
+        return dataset_dict, None
+    if commit != (expected if revision else expected or commit):
+        only = f"only revision {commit} is cached"
+        if hub_error is None:
+            raise DataError(f"{source}: {only}; connect to load another", code="data.not_cached")
+        message = f"{source}: {cause}, and {only}; try again later"
+        raise HubError(message, code="hub.unreachable")
+    warn_once(f"{source}: {cause}; using revision {commit} from the cache")
+    return dataset_dict, commit
+
+
+def cached_commit(repo_id: str, revision: str | None) -> str | None:
+    """Return the commit to which a revision last resolved, from the cache; None if it never did."""
+    if revision and re.fullmatch(r"[0-9a-f]{40}", revision):
+        return revision
+    reference = _repo_cache_folder(repo_id) / "refs" / (revision or "main")
+    return reference.read_text().strip() if reference.is_file() else None
+
+
+def snapshot_folder(repo_id: str, commit: str) -> Path:
+    """Return huggingface_hub's cache folder for a commit; it may not exist."""
+    return _repo_cache_folder(repo_id) / "snapshots" / commit
+
+
+def _repo_cache_folder(repo_id: str) -> Path:
+    return Path(constants.HF_HUB_CACHE) / f"datasets--{repo_id.replace('/', '--')}"
+
+
+def _datasets_copies(repo_id: str) -> list[Path]:
+    """List the folders where `datasets` keeps a prepared dataset: configuration/version/commit."""
+    from datasets import config
+    from datasets.naming import camelcase_to_snakecase
+
+    owner, _, short = repo_id.partition("/")
+    top = Path(config.HF_DATASETS_CACHE).expanduser()
+    return [p for p in top.glob(f"{owner}___{camelcase_to_snakecase(short)}/*/*/*") if p.is_dir()]
+
+
+def _recorded_commit(loaded: Any) -> str | None:
+    """Return the commit of a loaded dataset; None if `datasets` did not record it."""
+    for dataset in loaded.values():
+        for url in dataset.info.download_checksums or {}:
+            match = re.search(r"@([0-9a-f]{40})/", url)
+            if match:
+                return match.group(1)
+        for file in dataset.cache_files:
+            folder = Path(file["filename"]).parent.name
+            if re.fullmatch(r"[0-9a-f]{40}", folder):
+                return folder
+    return None
+
+
+@contextlib.contextmanager
+def force_offline() -> Iterator[None]:
+    """Context manager: `datasets` reads only its cache and does not wait for the Hub."""
+    from datasets import config
+
+    before = constants.HF_HUB_OFFLINE, config.HF_HUB_OFFLINE
+    try:
+        constants.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE = True
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE, config.HF_HUB_OFFLINE = before

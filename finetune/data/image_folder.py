@@ -1,0 +1,347 @@
+"""Folders of images: one folder per class, split folders, and CSV files next to the images."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from finetune.data.csv_file import ClassNames, find_labels_file, read_csv
+from finetune.data.encoded_images import FileImages
+from finetune.data.labels import check_distinct_class_names
+from finetune.data.multilabel import indicator_matrix
+from finetune.data.source import Source, Split
+from finetune.data.split_names import SPLIT_ALIASES, find_split_word, sort_splits
+from finetune.errors import DataError
+from finetune.formatting import pluralize, printable_path
+from finetune.log import warn_once
+
+__all__ = [
+    "IMAGE_SUFFIXES",
+    "SymlinkChecker",
+    "open_image_folder",
+    "source_from_files",
+    "walk_images",
+    "warn_ignored_files",
+]
+
+
+IMAGE_SUFFIXES = (
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".dib", ".tif", ".tiff"),
+    *(".ppm", ".pgm", ".pbm", ".pnm", ".avif", ".jp2"),
+)
+
+
+class SymlinkChecker:
+    """Rejects symlinks from one class into another: their images would get a wrong label."""
+
+    def __init__(self, class_folders: Iterable[Path], source: str) -> None:
+        self._source = source
+        folders = list(class_folders)
+        self._class_folders = {os.path.realpath(folder) for folder in folders}
+        self._real_class_folders = {
+            os.path.realpath(folder) for folder in folders if not folder.is_symlink()
+        }
+        self._parent_folders = {
+            str(up) for folder in self._class_folders for up in Path(folder).parents
+        }
+        for folder in folders:
+            if folder.is_symlink():
+                self.check(os.fspath(folder), None)
+
+    def check(self, link: str, class_folder: str | None) -> None:
+        """Reject a link to another class, or to a folder that contains a class.
+
+        Args:
+            link: path of the link; it may lead into its own class or out of the dataset.
+            class_folder: class folder in which the link is; None if the link is a class folder.
+        Raises: DataError naming link and target.
+        """
+        target = os.path.realpath(link)
+        folders = {target, *(str(up) for up in Path(target).parents)}
+        # intersect from the smaller set: there may be thousands of class folders, and of links
+        others = folders & (
+            self._real_class_folders if class_folder is None else self._class_folders
+        )
+        if others and class_folder is not None:
+            others -= {os.path.realpath(class_folder)}
+        if target in self._parent_folders or others:
+            raise DataError(
+                f"{self._source}: the link {printable_path(link)} leads to "
+                f"{printable_path(target)}, which is another class or contains one; its images "
+                "would count twice; remove the link",
+                code="data.wrong_link",
+            )
+
+
+def walk_images(
+    folder: Path, ignored: Counter[str], symlink_checker: SymlinkChecker | None = None
+) -> Iterable[str]:
+    """List the image files below a folder; follow symlinks to folders, but visit none twice.
+
+    Args:
+        folder: the top folder; skips hidden files and folders.
+        ignored: counter to which the names of files that are not images are added.
+        symlink_checker: checker for each link; None to follow all links.
+    Returns: paths in no particular order. Images are recognized by suffix; no file is opened.
+    Raises: DataError for a folder that cannot be listed or a link that is rejected.
+    """
+    seen = set()
+    pending = [os.fspath(folder)]
+    while pending:
+        parent = pending.pop()
+        identity = os.path.realpath(parent)
+        if identity in seen:
+            continue
+        seen.add(identity)
+        folders = []
+        for entry in _list_folder(parent):
+            hidden = entry.name.startswith(".")
+            is_folder = _is_folder(entry)
+            if hidden and is_folder:
+                continue
+            suffix = os.path.splitext(entry.name)[1].lower()
+            if not is_folder and (hidden or suffix not in IMAGE_SUFFIXES):
+                ignored[printable_path(entry.name)] += 1
+                continue
+            if symlink_checker and entry.is_symlink():
+                symlink_checker.check(entry.path, os.fspath(folder))
+            if is_folder:
+                folders.append(entry.path)
+            else:
+                yield entry.path
+        pending += reversed(folders)
+
+
+def warn_ignored_files(name: str, ignored: Counter[str]) -> None:
+    """Warn about the files below the folder `name` that `walk_images` ignored, if any."""
+    if ignored:
+        examples = ", ".join(sorted(ignored)[:5])
+        warn_once(
+            f"{name}: ignored {pluralize(ignored.total(), 'file')} of other kinds: {examples}"
+        )
+
+
+def _list_folder(folder: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:  # its entries know their type without a stat each
+            return sorted(entries, key=lambda entry: entry.name)
+    except OSError as error:
+        message = f"{printable_path(folder)}: cannot be listed ({error.strerror}); "
+        message += "check its permissions and its disk"
+        raise DataError(message, code="data.unreadable") from None
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # such as a link to itself
+        return False
+
+
+def open_image_folder(source: str, path: str, *, multilabel: bool) -> Source:
+    """Open a folder with split/class/images, class/images, or images listed in CSV files."""
+    root = Path(path).expanduser().absolute()
+    if not root.is_dir():
+        message = f"{source}: not a folder; expected a folder with one folder per class"
+        raise DataError(message, code="data.wrong_format")
+    ignored: Counter[str] = Counter()
+    folders = _find_split_folders(root, source)
+    class_folders = {
+        subfolder.name for folder in folders.values() for subfolder in _subfolders(folder)
+    }
+    csv_files = {split: find_labels_file(folder) for split, folder in folders.items()}
+    if any(csv_files.values()) and (multilabel or len(class_folders) < 2):
+        return _open_folder_with_csv(source, root, folders, csv_files, multilabel=multilabel)
+    if multilabel:
+        raise DataError(
+            f"{source}: class folders give one label per image, but data.task=multilabel needs any "
+            "number; add a labels.csv with the columns path and label (cat|dog)",
+            code="data.no_labels",
+        )
+    for csv_file in filter(None, csv_files.values()):
+        named = ", ".join(sorted(class_folders)[:3])
+        warn_once(
+            f"{source}: the class folders ({named}) give the labels, and {csv_file.name} is "
+            f"ignored; to read its labels: csv:{printable_path(csv_file)}"
+        )
+    links = SymlinkChecker(
+        (subfolder for folder in folders.values() for subfolder in _subfolders(folder)), source
+    )
+    classes_of = {
+        split: _list_images_by_class(folders[split], source, ignored, links) for split in folders
+    }
+    warn_ignored_files(source, ignored)
+    start = f"{root}{os.sep}"
+    images_by_split = {
+        split: [
+            (file.removeprefix(start), name) for name, files in classes.items() for file in files
+        ]
+        for split, classes in classes_of.items()
+    }
+    return source_from_files(
+        source, root, images_by_split, f"image files in {pluralize(len(images_by_split), 'split')}"
+    )
+
+
+def _open_folder_with_csv(
+    source: str,
+    root: Path,
+    folders: dict[str, Path],
+    csv_files: dict[str, Path | None],
+    *,
+    multilabel: bool,
+) -> Source:
+    """Open a folder whose labels are in one CSV file, or in one per split.
+
+    Args:
+        folders: folder of each split; if there are no split folders, the root as "train".
+        csv_files: CSV file in the folder of each split; None if it has none.
+    """
+    images_by_split: dict[str, list[tuple[str, ClassNames]]] = {}
+    columns: dict[str, tuple[str, ...]] = {}
+    for split, table in csv_files.items():
+        if table is None:
+            raise DataError(
+                f"{source}: no metadata.csv or labels.csv in {printable_path(folders[split])}, but "
+                "another split has one; add it",
+                code="data.no_labels",
+            )
+        if folders[split] == root:
+            images_by_split, columns[split] = read_csv(table, multilabel=multilabel)
+        else:
+            start = f"{folders[split].name}{os.sep}"
+            rows, columns[split] = read_csv(table, split=split, multilabel=multilabel)
+            images_by_split[split] = [(start + path, label) for path, label in rows[split]]
+    first, *others = columns
+    for other in others:
+        if differing := sorted({*columns[first]} ^ {*columns[other]}):
+            raise DataError(
+                f"{source}: the table of '{first}' or of '{other}' has no column {differing[0]!r}, "
+                "but the other has; write both with the same columns of 0 and 1",
+                code="data.split_mismatch",
+            )
+    names = " and ".join(sorted({table.name for table in csv_files.values() if table}))
+    return source_from_files(source, root, images_by_split, f"images of {names}", columns[first])
+
+
+def source_from_files(
+    source: str,
+    root: Path,
+    images_by_split: Mapping[str, Sequence[tuple[str, ClassNames]]],
+    description: str,
+    indicator_columns: tuple[str, ...] = (),
+) -> Source:
+    """Build a source from image files.
+
+    Args:
+        images_by_split: (path relative to the root, class name or names) of each image, by split.
+        indicator_columns: see `Source`.
+    """
+    labels = [label for files in images_by_split.values() for _, label in files]
+    class_names = sorted(
+        {name for label in labels for name in ([label] if isinstance(label, str) else label)}
+    )
+    if not class_names and labels:
+        message = (
+            f"{source}: no image has a label; check the label column, or the columns of 0 and 1"
+        )
+        raise DataError(message, code="data.no_labels")
+    if not class_names:
+        message = f"{source}: no images; expected {root}/CLASS/IMAGE.jpg"
+        raise DataError(message, code="data.empty")
+    check_distinct_class_names(class_names, source)
+    class_to_index = {name: label for label, name in enumerate(class_names)}
+    splits = {}
+    for split, files in images_by_split.items():
+        files = sorted(files)
+        images = FileImages(root, [path for path, _ in files])
+        splits[split] = Split(
+            split, _encode_labels([label for _, label in files], class_to_index), images
+        )
+    return Source(source, splits, class_names, description, indicator_columns)
+
+
+def _encode_labels(labels: Sequence[ClassNames], class_to_index: Mapping[str, int]) -> np.ndarray:
+    """Encode class names as labels, see `Split.labels`."""
+    if all(isinstance(label, str) for label in labels):
+        return np.array([class_to_index[str(label)] for label in labels], dtype=np.int64)
+    pairs = [(row, class_to_index[name]) for row, label in enumerate(labels) for name in label]
+    rows_M, labels_M = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    return indicator_matrix(rows_M, labels_M, len(labels), len(class_to_index))
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    """List subfolders, sorted by name, without hidden ones and `__MACOSX` of Mac archives."""
+    visible = [p for p in folder.iterdir() if not p.name.startswith(".") and p.name != "__MACOSX"]
+    return sorted(p for p in visible if p.is_dir())
+
+
+def _find_split_folders(root: Path, source: str) -> dict[str, Path]:
+    """Find the folder of each split; if there are none, use the root as train."""
+    folders = _subfolders(root)
+    split_names = [SPLIT_ALIASES.get(folder.name.lower()) for folder in folders]
+    split_words = [find_split_word(folder.name) for folder in folders]
+    # accept seg_train next to seg_test, but not the classes "goods train" and "test tube"
+    differ = "train" in split_words and len({*split_words} - {None}) == len(split_words)
+    if differ and all(_subfolders(folder) or find_labels_file(folder) for folder in folders):
+        split_names = split_words
+    others = [
+        folder.name for folder, split in zip(folders, split_names, strict=True) if split is None
+    ]
+    folder_of: dict[str, Path] = {}
+    for folder, split in zip(folders, split_names, strict=True):
+        if split in folder_of:
+            both = f"{folder_of[split].name!r} and {folder.name!r} are both the {split} split"
+            raise DataError(f"{source}: {both}; keep one", code="data.ambiguous")
+        if split is not None:
+            folder_of[split] = folder
+    if not folder_of:
+        return {"train": root}
+    if others and "train" not in folder_of:
+        (first, *_) = folder_of.values()
+        raise DataError(
+            f"{source}: {first.name!r} is next to class folders ({', '.join(others[:3])}); "
+            "move these into 'train'",
+            code="data.ambiguous",
+        )
+    if others:
+        warn_once(f"{source}: folders that are not splits are ignored: {', '.join(others[:5])}")
+    return sort_splits(folder_of)
+
+
+def _list_images_by_class(
+    folder: Path, source: str, ignored: Counter[str], link_checker: SymlinkChecker
+) -> dict[str, list[str]]:
+    """List the image files of each class folder, including its subfolders.
+
+    Args:
+        folder: folder of one split, with one folder per class.
+        ignored: counter to which the names of files that are not images are added.
+    Returns: paths by class name. These include pipes and damaged files, which `finetune data scan`
+        reports.
+    """
+    classes = {}
+    for class_folder in _subfolders(folder):
+        classes[printable_path(class_folder.name)] = list(
+            walk_images(class_folder, ignored, link_checker)
+        )
+    ignored.update(printable_path(p.name) for p in folder.iterdir() if not p.is_dir())
+    empty = [name for name, files in classes.items() if not files]
+    if not classes:
+        raise DataError(
+            f"{source}: no class folders in {printable_path(folder)}; create one per class, or add "
+            "a metadata.csv with the columns file_name and label",
+            code="data.empty",
+        )
+    if empty:
+        warn_ignored_files(source, ignored)
+        raise DataError(
+            f"{source}: {pluralize(len(empty), 'class folder')} without images in "
+            f"{printable_path(folder)}: {', '.join(empty[:5])}; fill or remove them",
+            code="data.empty",
+        )
+    return classes

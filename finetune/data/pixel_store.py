@@ -1,0 +1,308 @@
+"""Where decoded images are kept: GPU, RAM, cache file, or not at all.
+
+Images are decoded once and kept as uint8. If a split does not fit anywhere, workers decode it in
+every epoch, to the same pixels.
+"""
+
+# B batch, N images, C channels, H W pixels
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Generator, Iterable
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from finetune.cache import cache_path
+from finetune.data.decode_split import (
+    SMALL_SPLIT_BYTES,
+    TIMEOUT_SECONDS,
+    estimate_common_size,
+    estimate_decoded_bytes,
+    readable_indices,
+)
+from finetune.data.device_prefetch import (
+    PixelBatch,
+    allocate_host_memory,
+    as_dense,
+    collate_ragged,
+    prefetch_to_device,
+)
+from finetune.data.pixel_cache import (
+    DecodedSplit,
+    DecodeOptions,
+    decode_to_memory,
+    decode_with_cache,
+)
+from finetune.data.pixel_file import DecodedImages
+from finetune.data.shared_memory import SharedBatchBuffers, WrittenImages
+from finetune.data.source import Split
+from finetune.data.streaming.prefetch import build_prefetcher
+from finetune.data.worker_pool import WorkerStatus, parallel_map
+from finetune.errors import DataError
+from finetune.formatting import format_bytes
+from finetune.host_resources import num_cores, total_memory_bytes
+from finetune.log import logger
+from finetune.transforms.ragged import RaggedBatch
+from finetune.transforms.sample_rng import to_device
+
+__all__ = ["PixelStore", "build_pixel_store", "resolve_num_workers"]
+
+_MAX_MEMORY_FRACTION = 0.4  # maximum share of the host's memory, for all its processes together
+_MAX_DEVICE_FRACTION = 0.25  # maximum share of the device's free memory
+_PREFETCH_FACTOR = 3  # batches per worker, so that it need not wait for a slower worker
+_BATCH_BYTES_HEADROOM = 4  # reserve 4 times the mean: memory costs nothing until it is written
+_MAX_DECODE_WORKERS = 32
+_UNREADABLE_HINT = (
+    "finetune data scan lists all such images; fix them, or leave them out with "
+    "data.unreadable=quarantine, and start again"
+)
+
+
+class PixelStore:
+    """A split with its decoded images: in a tensor, in a cache file, or decoded on demand.
+
+    Attributes:
+        split: the labeled images, without quarantined ones.
+        images: (N, H, W, C) uint8 on the device or in memory; or `DecodedImages` in a file or in
+            memory; or None if images are decoded on demand. Read-only.
+        device: device of the batches.
+        common_size: (H, W) of images decoded on demand, from a sample; None if sizes differ.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        images: Tensor | DecodedImages | None,
+        *,
+        num_workers: int = 0,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        bytes_per_image: int = 2**20,
+        device: torch.device | None = None,
+        common_size: tuple[int, int] | None = None,
+    ) -> None:
+        self.split = split
+        self.images = images
+        self.device = device or (images.device if images is not None else torch.device("cpu"))
+        self.num_workers = num_workers
+        self.timeout_seconds = timeout_seconds
+        self.bytes_per_image = bytes_per_image  # estimate for a decoded image
+        self.common_size = common_size
+        self.prefetcher = build_prefetcher(
+            split, num_workers=num_workers, timeout_seconds=timeout_seconds
+        )
+
+    def read_batches(
+        self, batches: Iterable[NDArray[np.int64]]
+    ) -> Generator[PixelBatch, None, None]:
+        """Yield the pixels of each batch of sample indices on the device, in order.
+
+        A batch is valid until the next one is requested. It is (B, 3, H, W) if all images of the
+        split have one size (for images decoded on demand: all images of the batch), else a
+        RaggedBatch.
+
+        Raises: DataError if an image file can no longer be read, or crashes the decoder;
+            SetupError if a worker was killed or hangs.
+        """
+        images = self.images
+        if isinstance(images, Tensor) and images.device.type == self.device.type:
+            for indices in batches:
+                pixels = images[to_device(indices, images.device)]
+                yield pixels.permute(0, 3, 1, 2).contiguous()
+            return
+        with contextlib.closing(self._host_batches(batches)) as host_batches:
+            yield from prefetch_to_device(host_batches, self.device)
+
+    def _host_batches(
+        self, batches: Iterable[NDArray[np.int64]]
+    ) -> Generator[PixelBatch, None, None]:
+        """Yield the pixels of each batch in host memory, valid until the next is requested."""
+        if isinstance(self.images, Tensor):
+            for indices in batches:
+                shape = len(indices), *self.images.shape[1:]
+                pixels = allocate_host_memory(math.prod(shape), self.device).view(shape)
+                index = torch.from_numpy(indices)
+                yield torch.index_select(self.images, 0, index, out=pixels)
+        elif self.images is not None:
+            for indices in batches:
+                yield self.images.read_batch(indices, self.device)
+        elif self.prefetcher is not None:
+            with contextlib.closing(self.prefetcher.read_batches(batches)) as prefetched:
+                for images in prefetched:
+                    yield collate_ragged(
+                        [image.permute(1, 2, 0).numpy() for image in images], self.device
+                    )
+        elif self.num_workers:
+            with contextlib.closing(self._worker_batches(batches)) as worker_batches:
+                for packed in worker_batches:
+                    yield as_dense(packed, self.common_size)
+        else:
+            for indices in batches:
+                try:
+                    images_HWC = [self.split.decode(index) for index in indices.tolist()]
+                except DataError as error:
+                    raise DataError(f"{error}; {_UNREADABLE_HINT}", code=error.code) from error
+                yield as_dense(collate_ragged(images_HWC, self.device), self.common_size)
+
+    def _worker_batches(
+        self, batches: Iterable[NDArray[np.int64]]
+    ) -> Generator[RaggedBatch, None, None]:
+        """Yield batches that workers decode ahead; each is valid until the next is requested."""
+        remaining = iter(batches)
+        first = next(remaining, None)
+        if first is None:
+            return
+        status = WorkerStatus(self.num_workers)
+        # One slot more than batches in progress, for the batch that the caller reads. A later batch
+        # may have one image more than the first.
+        max_batch_bytes = (len(first) + 1) * self.bytes_per_image * _BATCH_BYTES_HEADROOM
+        buffers = SharedBatchBuffers(self.num_workers * _PREFETCH_FACTOR + 1, max_batch_bytes)
+
+        def decode(index: int, buffer: NDArray[np.uint8]) -> NDArray[np.uint8]:
+            with status.decoding(index):
+                return self.split.decode(index, buffer)
+
+        def decode_all(task: tuple[int, NDArray[np.int64]]) -> tuple[int, WrittenImages | str]:
+            slot, indices = task
+            try:
+                decode_fns = (functools.partial(decode, index) for index in indices.tolist())
+                return slot, buffers.write(slot, decode_fns)
+            except DataError as error:  # must not kill the worker
+                return slot, str(error)
+
+        tasks = zip(itertools.cycle(range(buffers.num_slots)), itertools.chain([first], remaining))
+        results = parallel_map(
+            decode_all,
+            tasks,
+            status=status,
+            num_workers=self.num_workers,
+            name_of=self.split.name_of,
+            timeout_seconds=self.timeout_seconds,
+            prefetch_factor=_PREFETCH_FACTOR,
+        )
+        with contextlib.closing(results):
+            for slot, written in results:
+                if isinstance(written, str):
+                    raise DataError(f"{written}; {_UNREADABLE_HINT}", code="data.unreadable")
+                yield buffers.read(slot, written)
+
+
+def resolve_num_workers(workers: int | Literal["auto"], local_world_size: int) -> int:
+    """Return the number of decoding workers; "auto" divides the host's cores among its ranks.
+
+    Args:
+        workers: the number, or "auto".
+        local_world_size: training processes on this host.
+    """
+    if workers != "auto":
+        return workers
+    return min(max(num_cores() // local_world_size, 1), _MAX_DECODE_WORKERS)
+
+
+def build_pixel_store(
+    split: Split,
+    *,
+    keep: str,
+    device: torch.device,
+    num_workers: int | Literal["auto"],
+    unreadable: Literal["stop", "quarantine"],
+    local_world_size: int,
+    progress: bool,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> PixelStore:
+    """Decode a split once and keep it where it fits, else decode it on demand.
+
+    Args:
+        keep: "device" or "memory" (both also use a cache file, unless the split is small or does
+            not fit on the disk), "none", or "auto" for the first that fits.
+        num_workers: decoding processes, 0 to decode in this process, or "auto" (see
+            `resolve_num_workers`). A split that is kept is decoded with at least one process per
+            core.
+        unreadable: see `DecodeOptions`.
+        local_world_size: processes that share this host's memory.
+        timeout_seconds: longest wait for a batch before a worker counts as hanging.
+    Raises: DataError listing all unreadable images, or if a split to keep does not fit in memory;
+        SetupError if a decoding process was killed or hangs.
+    """
+    num_workers = resolve_num_workers(num_workers, local_world_size)
+    if split.is_streamed:  # an unreadable image raises when it is read
+        return PixelStore(
+            split, None, num_workers=num_workers, timeout_seconds=timeout_seconds, device=device
+        )
+    num_bytes, memory_bytes = estimate_decoded_bytes(split), total_memory_bytes()
+    label = f"{split.name}: about {format_bytes(num_bytes)} of decoded images"
+    options = DecodeOptions(num_workers, unreadable, progress, timeout_seconds)
+    decoded: DecodedSplit | str = ""
+    if keep != "none" and num_bytes >= SMALL_SPLIT_BYTES:
+        most_workers = (
+            min(max(num_workers * local_world_size, num_cores()), _MAX_DECODE_WORKERS)
+            if num_workers
+            else 0
+        )
+        cache_options = dataclasses.replace(options, num_workers=most_workers)
+        decoded = decode_with_cache(split, cache_options, num_bytes=num_bytes)
+    if isinstance(decoded, str):
+        uncached = f" cannot be cached on disk ({decoded})" if decoded else ""
+        if keep == "auto" and num_bytes >= memory_bytes * _MAX_MEMORY_FRACTION / local_world_size:
+            reasons = f"{uncached} and" if uncached else ""
+            logger.info(
+                f"{label}{reasons} do not fit in memory; {num_workers} workers decode them in "
+                "every epoch"
+            )
+            keep = "none"
+        elif uncached:
+            logger.info(f"{label}{uncached}, so the next run decodes them again")
+        if keep == "none":
+            return _streaming_store(split, options, num_bytes=num_bytes, device=device)
+        if num_bytes > memory_bytes:
+            raise DataError(f"{label} do not fit in memory; set data.keep=none", code="data.memory")
+        decoded = decode_to_memory(split, options, num_bytes=num_bytes)
+    elif num_bytes >= memory_bytes * _MAX_MEMORY_FRACTION:
+        folder = cache_path("pixels")
+        logger.info(f"{label} do not fit in memory; they are read from {folder} on demand")
+    images, indices = decoded
+    split = split.subset(indices) if len(indices) < len(split) else split
+    return PixelStore(split, _move_to_device(images, keep, device), device=device)
+
+
+def _streaming_store(
+    split: Split, options: DecodeOptions, *, num_bytes: int, device: torch.device
+) -> PixelStore:
+    """Build a store that decodes images on demand; an unreadable image then stops the run.
+
+    With "quarantine", decodes all images once to exclude the unreadable ones, because the length of
+    an epoch must be known before its first step.
+    """
+    bytes_per_image = -(-num_bytes // max(len(split), 1))
+    if options.unreadable == "quarantine":
+        split = split.subset(readable_indices(split, **dataclasses.asdict(options)))
+    return PixelStore(
+        split,
+        None,
+        num_workers=options.num_workers,
+        timeout_seconds=options.timeout_seconds,
+        bytes_per_image=bytes_per_image,
+        device=device,
+        common_size=estimate_common_size(split),
+    )
+
+
+def _move_to_device(
+    images: DecodedImages, keep: str, device: torch.device
+) -> Tensor | DecodedImages:
+    """Move the images to the GPU if requested or if they fit."""
+    if images.common_size is None:
+        return images
+    if device.type == "cuda" and keep in ("auto", "device"):
+        free, _ = torch.cuda.mem_get_info(device)
+        if keep == "device" or images.pixel_bytes < free * _MAX_DEVICE_FRACTION:
+            return images.to(device)
+    return images.as_tensor() if images.is_in_memory else images

@@ -1,0 +1,50 @@
+"""Summary of a data source: splits, classes and image sizes, for `finetune data info`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from finetune.data.class_balance import count_images_per_class, describe_imbalance
+from finetune.data.decode_split import sample_image_sizes
+from finetune.data.source import Source
+
+__all__ = ["summarize_source"]
+
+
+def summarize_source(source: Source) -> dict[str, Any]:
+    """Summarize a dataset: classes, counts, and the image sizes of a sample.
+
+    Returns: a JSON-serializable dict with the keys "name", "description", "class_names", "splits"
+        and, if a training class is rare, "imbalance", a sentence. "splits" has for each split a
+        dict with the numbers of images "images", "per_class" (K,), "without_label" (only if
+        multi-label), "sampled" and "unreadable_in_sample"; and with "min_size" and "max_size",
+        which are [H, W], the minimum or maximum of each side in the sample, or None.
+    """
+    splits = {}
+    for name, split in source.splits.items():
+        sizes, unreadable = sample_image_sizes(split, 64)
+        counts = count_images_per_class(split.labels, len(source.class_names))
+        splits[name] = {
+            "images": len(split),
+            "per_class": counts.tolist(),
+            **(
+                {"without_label": int((split.labels.sum(axis=1) == 0).sum())}
+                if split.is_multilabel
+                else {}
+            ),
+            "sampled": len(sizes) + unreadable,
+            "unreadable_in_sample": unreadable,
+            "min_size": np.min(sizes, axis=0).tolist() if sizes else None,
+            "max_size": np.max(sizes, axis=0).tolist() if sizes else None,
+        }
+    train = np.array(splits.get("train", {}).get("per_class", [0]))
+    rare = describe_imbalance(train, source.class_names)
+    return {
+        "name": source.name,
+        "description": source.description,
+        "class_names": source.class_names,
+        "splits": splits,
+        **({"imbalance": rare} if rare else {}),
+    }

@@ -1,0 +1,97 @@
+"""Thread pool for I/O-bound work: waiting for disks and servers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+__all__ = ["DaemonThreadPool", "thread_map"]
+
+
+_Item = TypeVar("_Item")
+_Task = TypeVar("_Task")
+_JOIN_SECONDS = 5.0  # for threads that wait for a server
+
+
+class DaemonThreadPool:
+    """Pool of daemon threads: unlike ThreadPoolExecutor, it does not block exit if a server hangs.
+
+    Args:
+        num_threads: number of threads; with 0, `Future.result` runs the function.
+        name: prefix of the thread names.
+    """
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+        self._tasks = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name} {number}", daemon=True)
+            for number in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, fn: Callable[[], Any]) -> Future[Any]:
+        """Run a function in one of the threads."""
+        if not self._threads:
+            return _LazyFuture(fn)
+        future: Future[Any] = Future()
+        self._tasks.put((future, fn))
+        return future
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            future, work = task
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(work())
+            except BaseException as error:  # raised by `Future.result`
+                future.set_exception(error)
+
+    def shutdown(self) -> None:
+        """Cancel all tasks that have not started, and let the threads end."""
+        with contextlib.suppress(queue.Empty):
+            while (task := self._tasks.get_nowait()) is not None:
+                task[0].cancel()
+        for _ in self._threads:
+            self._tasks.put(None)
+
+    def join(self) -> None:
+        """Wait briefly for running tasks; threads that still wait for a server are left running."""
+        for thread in self._threads:
+            thread.join(_JOIN_SECONDS / len(self._threads))
+
+
+class _LazyFuture(Future[Any]):
+    """A future that runs its function in `result`."""
+
+    def __init__(self, fn: Callable[[], Any]) -> None:
+        super().__init__()
+        self._fn = fn
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Run the function and return its result."""
+        return self._fn()
+
+
+def thread_map(
+    fn: Callable[[_Task], _Item], tasks: Iterable[_Task], num_threads: int
+) -> Generator[_Item, None, None]:
+    """Apply an I/O-bound function to tasks in threads; yield the results in task order.
+
+    A stop signal ends the iteration immediately, even if a server hangs.
+    """
+    pool = DaemonThreadPool(num_threads, "read")
+    try:
+        futures = deque(pool.submit(functools.partial(fn, task)) for task in tasks)
+        while futures:
+            yield futures.popleft().result()
+    finally:
+        pool.shutdown()

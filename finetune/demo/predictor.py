@@ -1,0 +1,109 @@
+"""Classify one image, and return the model's input and its attention rollout."""
+
+# C channels, H W pixels, h w the model's input size in pixels, K classes
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from finetune.data.decode import decode_image, hwc_to_chw
+from finetune.errors import DataError
+from finetune.inference import Classifier
+from finetune.models.interpretability import attention_rollout
+from finetune.transforms.pipeline import Pipeline
+
+__all__ = ["TOP_K", "DemoPrediction", "DemoPredictor", "decode_upload"]
+
+TOP_K = 5
+
+
+@dataclass(frozen=True, eq=False)
+class DemoPrediction:
+    """The result for one image.
+
+    Attributes:
+        top: class names with their confidences, the most probable first.
+        input_HWC: uint8 (h, w, 3), the model's input before normalization.
+        attention_HW: the attention rollout over the patches; None for a model without it.
+        thresholds: of the classes in `top` for a multi-label model; None for a single-label model.
+    """
+
+    top: list[tuple[str, float]]
+    input_HWC: np.ndarray
+    attention_HW: np.ndarray | None
+    thresholds: list[float] | None = None
+
+
+def decode_upload(path: str | Path, decode_size: int | None = None) -> np.ndarray:
+    """Decode an uploaded file as training does.
+
+    Args:
+        path: of the file.
+        size: as for `decode`.
+    Returns: (H, W, 3) uint8.
+    Raises: DataError without the file name, which the server chose.
+    """
+    try:
+        return decode_image(path, decode_size=decode_size, name="file")
+    except DataError as error:
+        raise DataError(str(error).removeprefix("file: "), code=error.code) from None
+
+
+class DemoPredictor:
+    """Classify images for the demo page; safe to call from several threads.
+
+    Args:
+        classifier: its model and pipeline are used unchanged.
+    """
+
+    def __init__(self, classifier: Classifier) -> None:
+        self.classifier = classifier
+        pipeline = classifier.pipeline
+        self._display_pipeline = Pipeline(
+            pipeline.transform_spec,
+            image_size=pipeline.image_size,
+            mean=(0.0, 0.0, 0.0),
+            std=(1.0, 1.0, 1.0),
+            interpolation=pipeline.interpolation,
+            train=False,
+        )
+
+    @torch.inference_mode()
+    def predict(self, path: str | Path) -> DemoPrediction:
+        """Classify one file.
+
+        Raises: DataError, without the file name, if it is not a readable image; RecipeError if the
+            pipeline does not accept its size.
+        """
+        device, size = self.classifier.device, self.classifier.pipeline.decode_size
+        pixels_BCHW = hwc_to_chw(decode_upload(path, size))[None]
+        images_BCHW = self.classifier.pipeline(pixels_BCHW, device=device)
+        input_CHW = self._display_pipeline(pixels_BCHW, device=device)[0]
+        input_HWC = (input_CHW * 255).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0)
+        attention_BHW = attention_rollout(self.classifier.network, images_BCHW)
+        top, thresholds = self._top_classes(images_BCHW)
+        return DemoPrediction(
+            top=top,
+            thresholds=thresholds,
+            input_HWC=input_HWC.cpu().numpy(),
+            attention_HW=None if attention_BHW is None else attention_BHW[0].cpu().numpy(),
+        )
+
+    def _top_classes(
+        self, images_BCHW: torch.Tensor
+    ) -> tuple[list[tuple[str, float]], list[float] | None]:
+        """Return the most likely classes and, for a multi-label model, all predicted labels."""
+        classifier = self.classifier
+        confidences_K = classifier.confidences(classifier.network(images_BCHW))[0]
+        # the order of Classifier.predict: ties by class index
+        sorted_K = confidences_K.sort(descending=True, stable=True)
+        pairs = list(zip(sorted_K.values.tolist(), sorted_K.indices.tolist(), strict=True))
+        selected, thresholds = pairs[:TOP_K], classifier.thresholds
+        if thresholds is not None:
+            selected += [pair for pair in pairs[TOP_K:] if pair[0] >= thresholds[pair[1]]]
+        top = [(classifier.class_names[index], confidence) for confidence, index in selected]
+        return top, None if thresholds is None else [thresholds[index] for _, index in selected]

@@ -1,0 +1,280 @@
+"""Evaluate a model on a split; every image counts exactly once over all processes.
+
+`finetune.training` creates the Accelerator and passes it in.
+"""
+
+# B batch, K classes
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from finetune.data.feature_loader import AnyLoader
+from finetune.data.loader import Batch
+from finetune.evaluation.calibration import TemperatureFitter
+from finetune.evaluation.metrics import ClassificationMetrics, TopLosses, select_top_losses
+from finetune.evaluation.multilabel import MultilabelMetrics
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+__all__ = ["NUM_MISTAKES", "Evaluator", "Metric", "evaluate"]
+
+# logits, labels, positions in the split
+_EvaluatedBatch: TypeAlias = tuple[Tensor, Tensor, NDArray[np.int64]]
+NUM_MISTAKES = 24  # listed in the results: of the test split, or of validation without one
+
+
+class Metric(Protocol):
+    """A metric that is updated with every batch of an evaluation."""
+
+    def update(self, logits_BK: Tensor, labels_B: Tensor, indices: NDArray[np.int64]) -> None:
+        """Add a batch on the host: logits, labels, and the positions of the images in the split."""
+
+
+def evaluate(
+    model: nn.Module,
+    loader: AnyLoader,
+    accelerator: Accelerator,
+    *,
+    batch_size: int,
+    extra_metrics: Sequence[Metric] = (),
+    multilabel_metrics: MultilabelMetrics | None = None,
+) -> dict[str, Any]:
+    """Evaluate a model on a split; every image counts exactly once over all ranks.
+
+    Args:
+        model: not wrapped by DDP.
+        batch_size: images per batch on this rank.
+        extra_metrics: are updated with the batches of this rank.
+        multilabel_metrics: for a multi-label split; None fits the best thresholds on this split.
+    Returns: `ClassificationMetrics.compute()` or, for a multi-label split,
+        `MultilabelMetrics.compute()`, and "images_per_second" over all ranks.
+    Raises: DivergedError if a logit is not finite.
+    """
+    started = time.perf_counter()
+    metrics = ClassificationMetrics(loader.num_classes, device=accelerator.device)
+    if loader.labels.ndim == 2:
+        multilabel_metrics = multilabel_metrics or MultilabelMetrics(loader.labels)
+        extra_metrics = [*extra_metrics, multilabel_metrics]
+    model.eval()
+    batches = loader.eval_batches(
+        rank=accelerator.process_index, world_size=accelerator.num_processes, batch_size=batch_size
+    )
+    with _force_eager(model), torch.no_grad(), accelerator.autocast():
+        evaluated = _forward_batches(
+            model, batches, None if multilabel_metrics is not None else metrics
+        )
+        for batch in _copy_to_host(evaluated) if extra_metrics else evaluated:
+            for metric in extra_metrics:
+                metric.update(*batch)
+    for module in model.modules():
+        # a forward pass without a backward pass leaves the weights gathered
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    results = (
+        _reduce_and_compute(metrics, accelerator)
+        if multilabel_metrics is None
+        else multilabel_metrics.compute(accelerator)
+    )
+    elapsed = time.perf_counter() - started
+    return {**results, "images_per_second": round(results["examples"] / elapsed, 2)}
+
+
+def _forward_batches(
+    model: nn.Module, batches: Iterable[Batch], metrics: ClassificationMetrics | None
+) -> Iterator[_EvaluatedBatch]:
+    """Compute the logits of each batch, and update the metrics on the same device."""
+    for batch in batches:
+        logits_BK = model(batch.images_BCHW).float()[: len(batch.labels_B)]
+        if metrics is not None:
+            metrics.update(logits_BK, batch.labels_B)
+        yield logits_BK, batch.labels_B, batch.indices
+
+
+def _copy_to_host(batches: Iterable[_EvaluatedBatch]) -> Iterator[_EvaluatedBatch]:
+    """Copy batches to the host; the copy from a GPU overlaps with the next forward pass."""
+    pending: deque[tuple[_EvaluatedBatch, torch.cuda.Event]] = deque()
+    for logits_BK, labels_B, indices in batches:
+        if logits_BK.device.type != "cuda":
+            yield logits_BK.cpu(), labels_B.cpu(), indices
+            continue
+        # a non-blocking copy to the host goes to pinned memory
+        copies = [tensor.to("cpu", non_blocking=True) for tensor in (logits_BK, labels_B)]
+        pending.append(((copies[0], copies[1], indices), torch.cuda.Event()))
+        pending[-1][1].record()
+        if len(pending) > 1:
+            yield _wait_for_copy(*pending.popleft())
+    while pending:
+        yield _wait_for_copy(*pending.popleft())
+
+
+def _wait_for_copy(batch: _EvaluatedBatch, event: torch.cuda.Event) -> _EvaluatedBatch:
+    """Wait until the copy is complete."""
+    event.synchronize()
+    return batch
+
+
+def _force_eager(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Run the model uncompiled, like the published one; evaluation batch sizes compile nothing."""
+    if getattr(model, "_compiled_call_impl", None) is None:
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+class Evaluator:
+    """Evaluate a split, and collect its logits and largest losses for detailed results.
+
+    Args:
+        temperature: also measure the calibration of logits divided by this (single-label only).
+        thresholds: one per class (multi-label only); None fits the best ones on this split.
+        fit_calibration: fit the temperature (single-label) or thresholds (multi-label).
+        num_mistakes: number of wrong predictions to list.
+    """
+
+    def __init__(
+        self,
+        loader: AnyLoader,
+        accelerator: Accelerator,
+        *,
+        temperature: float | None = None,
+        thresholds: Sequence[float] | None = None,
+        fit_calibration: bool = False,
+        num_mistakes: int = 0,
+    ) -> None:
+        self._loader, self._accelerator = loader, accelerator
+        self._multilabel_metrics: MultilabelMetrics | None = None
+        if loader.labels.ndim == 2:
+            temperature = None
+            self._multilabel_metrics = MultilabelMetrics(loader.labels, thresholds)
+        self._temperature, self._fit_calibration, self._num_mistakes = (
+            temperature,
+            fit_calibration,
+            num_mistakes,
+        )
+        metrics = ClassificationMetrics(loader.num_classes)
+        self._calibrated_metrics = _TemperatureScaledMetrics(metrics, temperature or 1.0)
+        self._temperature_fitter = TemperatureFitter(len(loader.labels), loader.num_classes)
+        self._top_losses = TopLosses(num_mistakes)
+        self.metrics: dict[str, Any] = {}
+
+    def evaluate(self, model: nn.Module, *, batch_size: int) -> dict[str, Any]:
+        """Evaluate a model. Returns: `metrics`, as the function `evaluate` returns them."""
+        optional = (
+            (self._calibrated_metrics, self._temperature is not None),
+            (self._temperature_fitter, self._fit_calibration and self._multilabel_metrics is None),
+            (self._top_losses, self._num_mistakes > 0 and self._multilabel_metrics is None),
+        )
+        self.metrics = evaluate(
+            model,
+            self._loader,
+            self._accelerator,
+            batch_size=batch_size,
+            extra_metrics=[metric for metric, is_needed in optional if is_needed],
+            multilabel_metrics=self._multilabel_metrics,
+        )
+        return self.metrics
+
+    def evaluate_in_detail(self, model: nn.Module, *, batch_size: int) -> dict[str, Any]:
+        """Evaluate a model. Returns: as `results`."""
+        self.evaluate(model, batch_size=batch_size)
+        return self.results()
+
+    def results(self) -> dict[str, Any]:
+        """Return detailed results of the last evaluation; all ranks must call this.
+
+        Returns: `metrics`, with "temperature" if one was fitted; "calibrated" {"temperature",
+            "loss", "ece", "calibration"} if one was given; and "mistakes", largest loss first, each
+            {"index", "name", "label", "predicted", "confidence", "loss"}, if requested.
+            A multi-label split has "thresholds" instead of "temperature", and mistakes as
+            `MultilabelMetrics.top_losses` returns them.
+        """
+        accelerator, results = self._accelerator, dict(self.metrics)
+        split, mistakes = self._loader.store.split, []
+        if self._multilabel_metrics is not None:
+            if self._fit_calibration:
+                results["thresholds"] = self._multilabel_metrics.thresholds
+            mistakes = self._multilabel_metrics.top_losses(self._num_mistakes)
+        elif self._fit_calibration:
+            device = accelerator.device
+            results["temperature"] = self._temperature_fitter.fit(
+                lambda sums: torch.as_tensor(accelerator.reduce(sums.to(device), "sum")).cpu()
+            )
+        if self._temperature is not None:
+            calibrated = _reduce_and_compute(self._calibrated_metrics.metrics, accelerator)
+            calibration = {key: calibrated[key] for key in ("loss", "ece", "calibration")}
+            results["calibrated"] = {"temperature": self._temperature, **calibration}
+        if self._num_mistakes:
+            if self._multilabel_metrics is None:
+                all_mistakes = _gather_mistakes(
+                    self._top_losses.mistakes, self._num_mistakes, accelerator
+                )
+                mistakes = select_top_losses(all_mistakes, self._num_mistakes)
+            results["mistakes"] = [
+                {"index": mistake["index"], "name": split.name_of(mistake["index"]), **mistake}
+                for mistake in mistakes
+            ]
+        return results
+
+
+class _TemperatureScaledMetrics:
+    """Classification metrics of logits divided by a temperature."""
+
+    def __init__(self, metrics: ClassificationMetrics, temperature: float) -> None:
+        self.metrics = metrics
+        self.temperature = temperature
+
+    def update(self, logits_BK: Tensor, labels_B: Tensor, indices: NDArray[np.int64]) -> None:
+        self.metrics.update(logits_BK.double() / self.temperature, labels_B)
+
+
+def _reduce_and_compute(metrics: ClassificationMetrics, accelerator: Accelerator) -> dict[str, Any]:
+    """Sum the metrics over all ranks and compute the result."""
+    device = accelerator.device
+    sums = torch.as_tensor(accelerator.reduce(metrics.state().to(device), "sum"))
+    # ranks may have different numbers of images
+    pairs_N = accelerator.pad_across_processes(
+        metrics.class_pairs().to(device), dim=0, pad_index=-1
+    )
+    pairs_N = torch.as_tensor(accelerator.gather(pairs_N))
+    return (
+        ClassificationMetrics(metrics.num_classes, device=device)
+        .load_state(sums, pairs_N)
+        .compute()
+    )
+
+
+_MISTAKE_KEYS = ("index", "label", "predicted", "confidence", "loss")
+
+
+def _gather_mistakes(
+    mistakes: Sequence[dict[str, Any]], limit: int, accelerator: Accelerator
+) -> list[dict[str, Any]]:
+    """Gather the mistakes of all ranks in one tensor; float64 represents every index exactly."""
+    if accelerator.num_processes == 1:
+        return list(mistakes)
+    table = torch.full(
+        (limit, len(_MISTAKE_KEYS)), -1.0, dtype=torch.float64, device=accelerator.device
+    )
+    for row, mistake in enumerate(mistakes):
+        table[row] = torch.tensor(
+            [float(mistake[key]) for key in _MISTAKE_KEYS], dtype=torch.float64
+        )
+    rows = torch.as_tensor(accelerator.gather(table)).tolist()
+    return [
+        {"index": int(row[0]), "label": int(row[1]), "predicted": int(row[2])}
+        | {"confidence": row[3], "loss": row[4]}
+        for row in rows
+        if row[0] >= 0
+    ]

@@ -1,0 +1,121 @@
+"""The cache of extracted features: one verified .npy file per split."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+from finetune.cache import CacheFolder
+from finetune.formatting import format_bytes
+from finetune.log import logger
+
+__all__ = ["read_cached_features", "write_cached_features"]
+
+
+MAX_CACHE_BYTES = 20 * 2**30
+
+
+_FILE_NAME = re.compile(r"[0-9a-f]{64}-[0-9a-f]{64}\.npy")
+
+
+_HEADER_BYTES = 128  # NumPy pads its headers to this
+
+
+_FORMAT_VERSION = 2
+
+
+def read_cached_features(folder: Path, key: str, *, num_images: int) -> NDArray[np.float32] | None:
+    """Read cached features and verify every byte of the file.
+
+    Args:
+        key: hexadecimal sha256.
+        num_images: N that the file must have.
+    Returns: (N, D), read-only; None without an intact file. Removes damaged files.
+    """
+    try:
+        with CacheFolder(folder) as cache:
+            for name in cache.list_files(key, ".npy"):
+                try:
+                    values_ND = _read_feature_file(cache, name, key, num_images)
+                    cache.mark_used(name)
+                    return values_ND
+                except FileNotFoundError:
+                    continue  # another process evicted it, or removed it as damaged
+                except ValueError as error:
+                    cache.remove(name)
+                    logger.info(
+                        f"{folder / name}: is damaged ({error}); computing the features again"
+                    )
+    except OSError as error:
+        logger.info(f"{folder}: is not used ({error}); computing the features")
+    return None
+
+
+def _read_feature_file(
+    cache: CacheFolder, name: str, key: str, num_images: int
+) -> NDArray[np.float32]:
+    """Read and verify a whole file. Raises: ValueError if it was not written for this key."""
+    with os.fdopen(cache.open(name), "rb") as file:
+        num_bytes = os.fstat(file.fileno()).st_size - _HEADER_BYTES
+        width = num_bytes // (4 * num_images)
+        if width <= 0 or num_bytes != 4 * num_images * width:
+            raise ValueError("it is truncated or for other images")
+        header = file.read(_HEADER_BYTES)
+        values_ND = np.empty((num_images, width), dtype=np.float32)
+        file.readinto(values_ND)  # type: ignore[arg-type]
+    if header != _npy_header(values_ND) or name != _feature_file_name(key, values_ND):
+        raise ValueError("its sha256 does not match")
+    values_ND.flags.writeable = False
+    return values_ND
+
+
+def _npy_header(values_ND: NDArray[np.float32]) -> bytes:
+    """Return the NumPy header of these values; we compare headers and never parse them."""
+    header = io.BytesIO()
+    npy.write_array_header_1_0(header, npy.header_data_from_array_1_0(values_ND))
+    return header.getvalue()
+
+
+def _feature_file_name(key: str, values_ND: NDArray[np.float32]) -> str:
+    """Return the file name: the key, and a sha256 over the key and the content of the file."""
+    digest = hashlib.sha256(key.encode() + _npy_header(values_ND))
+    digest.update(values_ND.reshape(-1).view(np.uint8).data)
+    return f"{key}-{digest.hexdigest()}.npy"
+
+
+def write_cached_features(
+    folder: Path, key: str, values_ND: NDArray[np.float32], *, max_bytes: int = MAX_CACHE_BYTES
+) -> None:
+    """Write features to the cache atomically, and evict old files.
+
+    A full or read-only disk only disables the cache, with a warning.
+
+    Args:
+        folder: created if it does not exist.
+        key: hexadecimal sha256 of everything that the features depend on.
+        values_ND: float32.
+        max_bytes: of all files together; the new file always stays.
+    """
+    values_ND = np.ascontiguousarray(values_ND)
+    try:
+        with CacheFolder(folder) as cache:
+            name = _feature_file_name(key, values_ND)
+            with cache.write(key) as new:
+                with os.fdopen(os.dup(new.fd), "wb") as file:
+                    file.write(_npy_header(values_ND))
+                    file.write(values_ND.reshape(-1).view(np.uint8).data)
+                new.final_name = name
+            cache.evict(max_bytes, keep_name=name, pattern=_FILE_NAME)
+    except OSError as error:
+        needed = format_bytes(values_ND.nbytes)
+        logger.info(
+            f"{folder}: the features ({needed}) are not kept ({error.strerror or error}), so the "
+            "next run computes them again; free space, or set FINETUNE_CACHE to another folder"
+        )

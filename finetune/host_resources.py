@@ -1,0 +1,80 @@
+"""CPU cores and memory of this process, within cgroup limits."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from pathlib import Path
+
+__all__ = ["available_memory_bytes", "disable_malloc_trim", "num_cores", "total_memory_bytes"]
+
+
+def num_cores() -> int:
+    """Return the number of CPU cores for this process: its affinity, within the cgroup quota."""
+    cores = len(os.sched_getaffinity(0))
+    for name in ("cpu.max", "cpu/cpu.cfs_quota_us"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # no quota file, or "max"
+            words = (_CGROUP_ROOT / name).read_text().split()
+            period = words[1] if len(words) > 1 else _read_cgroup_int("cpu/cpu.cfs_period_us")
+            quota = int(words[0]) // int(period)
+            cores = min(cores, max(quota, 1)) if int(words[0]) > 0 else cores
+    return cores
+
+
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+
+
+# limit and current usage: cgroup version 2, version 1
+_CGROUP_MEMORY_FILES = (
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
+
+
+# from malloc.h; glibc always returns blocks from the mmap threshold on, and accepts at most 32 MiB
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+_LARGEST_MMAP_THRESHOLD = 32 * 2**20
+
+
+def total_memory_bytes() -> int:
+    """Return the bytes of memory that all processes here may use together: RAM or cgroup limit."""
+    import psutil  # type: ignore[import-untyped]  # Accelerate brings it
+
+    total = int(psutil.virtual_memory().total)
+    for limit, _ in _CGROUP_MEMORY_FILES:
+        with contextlib.suppress(OSError, ValueError):  # no limit file, or "max"
+            total = min(total, _read_cgroup_int(limit))
+    return total
+
+
+def available_memory_bytes() -> int:
+    """Return the bytes of memory still free for processes here, within the cgroup limit."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    for limit, used in _CGROUP_MEMORY_FILES:
+        with contextlib.suppress(OSError, ValueError):
+            free = min(free, _read_cgroup_int(limit) - _read_cgroup_int(used))
+    return max(free, 0)
+
+
+def disable_malloc_trim() -> None:
+    """Stop glibc from returning freed memory to the system; the next step needs it again.
+
+    By default glibc trims its heap when more than a few MiB at the top are free. A step on a CPU
+    then waits for tens of thousands of pages to be mapped and cleared again. Settings of the user
+    have priority, and C libraries without mallopt are left alone. Source: mallopt(3).
+    """
+    if any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_TRIM_THRESHOLD, -1)  # never
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+
+
+def _read_cgroup_int(name: str) -> int:
+    return int((_CGROUP_ROOT / name).read_text())

@@ -1,0 +1,461 @@
+"""`Classifier`: load a fine-tuned model and predict images."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from finetune.data.decode import decode_image, hwc_to_chw
+from finetune.data.image_paths import ImageInput, find_images
+from finetune.errors import (
+    DataError,
+    FinetuneError,
+    RecipeError,
+    SetupError,
+    WeightsError,
+)
+from finetune.evaluation.multilabel import DEFAULT_THRESHOLD, sigmoid_probabilities
+from finetune.models.build import build_model
+from finetune.models.fast_layers import use_onednn_linear
+from finetune.models.save import BuiltModel
+from finetune.precision import resolve_precision
+from finetune.progress import item_bar
+from finetune.run.eval_pipeline import load_eval_pipeline
+from finetune.transforms.eval_transforms import build_pipeline
+from finetune.transforms.pipeline import Pipeline
+
+__all__ = ["Classifier", "PredictionRow", "eval_pipeline_and_class_names", "get_num_classes"]
+
+
+PredictionRow = dict[str, Any]
+
+
+_MAX_WORKERS = 32
+
+
+# images per forward pass, by device; on a CPU, larger batches fit less well into its cache
+_BATCH_SIZE_BY_DEVICE = {"cpu": 8}
+
+
+_DEFAULT_BATCH_SIZE = 64
+
+
+# bytes of pixels per pipeline call: a CPU takes images one by one; on a GPU, 64 decoded photos of
+# 48 megapixels would be 9 GB
+_PREPROCESS_BYTES_BY_DEVICE = {"cpu": 1}
+
+
+_DEFAULT_PREPROCESS_BYTES = 2**26
+
+
+_DecodedCallback = Callable[[int, np.ndarray], None]
+
+
+class Classifier:
+    """An image classifier: a network with its preprocessing and class names.
+
+    Args:
+        network: images (B, 3, h, w) to logits (B, K). It is moved to the device and set to
+            evaluation mode; on a CPU it uses `use_onednn_linear`.
+        pipeline: without random operations.
+        class_names: one for each of the K logits.
+        device: where to compute; None uses a GPU if available.
+        temperature: divides logits before they become confidences; None for 1.
+        thresholds: K thresholds of a multi-label model: an image has a label if its confidence, the
+            sigmoid of the logit, is at least this; None for a single-label model.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        pipeline: Pipeline,
+        class_names: Sequence[str],
+        *,
+        device: torch.device | str | None = None,
+        temperature: float | None = None,
+        thresholds: Sequence[float] | None = None,
+    ) -> None:
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.network = network.to(self.device).eval()
+        self.pipeline = pipeline
+        self.class_names = list(class_names)
+        self.temperature = temperature
+        self.thresholds = None if thresholds is None else list(thresholds)
+        # a GPU computes in its best precision, a CPU always in float32
+        gpu = self.device.type == "cuda"
+        self.precision = resolve_precision("auto", self.device) if gpu else "fp32"
+        # one batch at a time on a GPU, whose memory may not hold two
+        self._device_lock = (
+            contextlib.nullcontext() if self.device.type == "cpu" else threading.Lock()
+        )
+        if self.device.type == "cpu":
+            use_onednn_linear(self.network)
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path,
+        *,
+        device: torch.device | str | None = None,
+        calibrated: bool = False,
+        threshold: float | None = None,
+    ) -> Classifier:
+        """Load a run directory, a model folder, `hf-hub:owner/name@revision` or a timm name.
+
+        Class names come with the weights; without names, classes are numbered. A run directory is
+        preprocessed by its recipe, everything else by the weights' configuration.
+
+        Args:
+            model: what to load.
+            device: where to compute; None uses a GPU if available.
+            calibrated: divide logits by the temperature stored with the model; False gives the
+                plain softmax, as timm and transformers do.
+            threshold: for all classes of a multi-label model, from 0 to 1, instead of the stored
+                thresholds.
+        Raises: WeightsError if the model does not exist, or has no classifier or no temperature;
+            RecipeError if `threshold` or `calibrated` does not apply to the model.
+        """
+        built = build_model(str(model))
+        pipeline, class_names = eval_pipeline_and_class_names(model, built)
+        thresholds = _resolve_thresholds(
+            model, built, len(class_names), threshold, calibrated=calibrated
+        )
+        temperature = built.temperature
+        if calibrated and temperature is None:
+            raise WeightsError(
+                f"{model}: has no temperature for calibration; fit one on its validation split: "
+                f"finetune eval {model} --fit-temperature",
+                code="weights.no_temperature",
+            )
+        used_temperature = temperature if calibrated else None
+        return cls(
+            built.model,
+            pipeline,
+            class_names,
+            device=device,
+            temperature=used_temperature,
+            thresholds=thresholds,
+        )
+
+    def logits(self, images_BCHW: Tensor) -> Tensor:
+        """Compute raw logits, without temperature.
+
+        Args:
+            images_BCHW: (B, 3, h, w), the pipeline's output, on any device.
+        Returns: (B, K) float32 on the classifier's device.
+        """
+        images_BCHW = images_BCHW.to(self.device, torch.float32)
+        half = torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
+        with torch.inference_mode(), half:
+            logits_BK: Tensor = self.network(images_BCHW).float()
+        return logits_BK
+
+    def confidences(self, logits_BK: Tensor) -> Tensor:
+        """Convert logits to confidences: softmax, or sigmoid for a multi-label model.
+
+        Args:
+            logits_BK: (B, K), from `logits`.
+        Returns: (B, K) float64.
+        Raises: WeightsError if a logit is not finite.
+        """
+        if not bool(logits_BK.isfinite().all()):
+            raise WeightsError(
+                "the model's outputs are not finite: its weights are corrupt; train or download "
+                "it again",
+                code="weights.not_finite",
+            )
+        if self.thresholds is not None:
+            return torch.from_numpy(sigmoid_probabilities(logits_BK))
+        return (logits_BK.double() / (self.temperature or 1.0)).softmax(1)
+
+    def predict(
+        self,
+        paths: str | Path | Image.Image | Iterable[str | Path | Image.Image],
+        *,
+        top_k: int = 3,
+        batch_size: int | None = None,
+        progress: bool = False,
+    ) -> list[PredictionRow]:
+        """Classify images.
+
+        Args:
+            paths: files, folders (searched recursively) and glob patterns, or PIL images.
+            top_k: predictions per image, the most probable first; at most K.
+            batch_size: images per forward pass; None for 8 on a CPU, else 64.
+            progress: show a progress bar on standard error.
+        Returns: in the order of the files, {"path", "predictions": [{"label", "index",
+            "confidence"}]}, or {"path", "error"} for an unreadable file; the path of a PIL image is
+            None. A multi-label model adds "labels" with the same keys: the classes with a
+            confidence at or above their threshold, the most probable first.
+        Raises: RecipeError if top_k or batch_size is below 1; WeightsError if an output is not
+            finite.
+        """
+        files = find_images([paths] if isinstance(paths, str | Path | Image.Image) else paths)
+        return list(
+            self.iter_predictions(files, top_k=top_k, batch_size=batch_size, progress=progress)
+        )
+
+    def iter_predictions(
+        self,
+        files: Sequence[ImageInput],
+        *,
+        top_k: int = 3,
+        batch_size: int | None = None,
+        progress: bool = False,
+        on_decoded: _DecodedCallback | None = None,
+    ) -> Iterator[PredictionRow]:
+        """Classify images batch by batch, for lists that do not fit into memory.
+
+        Several batches are processed concurrently, each on one thread with its share of the cores.
+
+        Args:
+            files: from `find_images`.
+            top_k, batch_size, progress: see `predict`.
+            on_decoded: called with the index in the list and every decoded image, (H, W, 3) uint8;
+                from several threads.
+        Returns: an iterator over the rows of `predict`, in order.
+        Raises: as `predict`, before it reads any file.
+        """
+        resolved_batch_size = (
+            _BATCH_SIZE_BY_DEVICE.get(self.device.type, _DEFAULT_BATCH_SIZE)
+            if batch_size is None
+            else batch_size
+        )
+        for name, value in (("top_k", top_k), ("batch_size", resolved_batch_size)):
+            if value < 1:
+                raise RecipeError(
+                    f"{name}: got {value}; expected 1 or more", code="recipe.wrong_value"
+                )
+        return self._iter_predictions(files, top_k, resolved_batch_size, progress, on_decoded)
+
+    def _iter_predictions(
+        self,
+        files: Sequence[ImageInput],
+        top_k: int,
+        batch_size: int,
+        progress: bool,
+        on_decoded: _DecodedCallback | None,
+    ) -> Iterator[PredictionRow]:
+        num_threads = torch.get_num_threads()
+        num_workers = max(1, min(num_threads, _MAX_WORKERS, -(-len(files) // batch_size)))
+        stop, futures = threading.Event(), deque[Future[list[PredictionRow]]]()
+        # torch's threads synchronize in every layer; threads with whole batches do not
+        pool = ThreadPoolExecutor(
+            num_workers, initializer=_init_worker, initargs=(num_threads // num_workers, stop)
+        )
+        hooks = [
+            module.register_forward_pre_hook(_raise_if_stopped) for module in self.network.modules()
+        ]
+        try:
+            with item_bar(len(files), shown=progress) as progress_bar:
+                for start in range(0, len(files), batch_size):
+                    batch = files[start : start + batch_size]
+                    futures.append(
+                        pool.submit(self._predict_batch, start, batch, top_k, on_decoded)
+                    )
+                    if len(futures) > num_workers:
+                        yield from _advance_progress(futures.popleft().result(), progress_bar)
+                while futures:
+                    yield from _advance_progress(futures.popleft().result(), progress_bar)
+        finally:
+            stop.set()  # after an interrupt, wait for one layer instead of a batch
+            pool.shutdown(cancel_futures=True)
+            torch.set_num_threads(num_threads)  # workers changed the default for new threads
+            for hook in hooks:
+                hook.remove()
+
+    def _predict_batch(
+        self,
+        start: int,
+        files: Sequence[ImageInput],
+        top_k: int,
+        on_decoded: _DecodedCallback | None,
+    ) -> list[PredictionRow]:
+        """Predict a batch of files. The first one has the index `start` in the whole list."""
+        rows: list[PredictionRow] = [
+            {"path": path if isinstance(path, str) else None} for path, _ in files
+        ]
+        decoded: list[tuple[PredictionRow, Tensor]] = []
+        prepared: list[tuple[PredictionRow, Tensor]] = []
+        max_bytes, num_bytes = (
+            _PREPROCESS_BYTES_BY_DEVICE.get(self.device.type, _DEFAULT_PREPROCESS_BYTES),
+            0,
+        )
+        for index, (row, (path, error)) in enumerate(zip(rows, files, strict=True), start):
+            _raise_if_stopped()
+            pixels_CHW = _decode_or_error(path, error, index, self.pipeline.decode_size, on_decoded)
+            if isinstance(pixels_CHW, str):
+                row["error"] = pixels_CHW
+                continue
+            decoded.append((row, pixels_CHW))
+            num_bytes += pixels_CHW.nbytes
+            if num_bytes >= max_bytes:
+                prepared += self._preprocess(decoded)
+                decoded, num_bytes = [], 0
+        prepared += self._preprocess(decoded)
+        if prepared:
+            self._add_predictions(prepared, top_k)
+        return rows
+
+    def _preprocess(
+        self, decoded: Sequence[tuple[PredictionRow, Tensor]]
+    ) -> list[tuple[PredictionRow, Tensor]]:
+        """Preprocess images to (3, h, w) on the device, except those that the pipeline rejects."""
+        if not decoded:
+            return []
+        images = [image for _, image in decoded]
+        batch = images[0][None] if len(images) == 1 else images  # bit-identical to the demo
+        try:
+            with self._device_lock:
+                images_BCHW = self.pipeline(batch, device=self.device)
+        except FinetuneError as error:
+            if len(decoded) > 1:
+                return [pair for single in decoded for pair in self._preprocess([single])]
+            decoded[0][0]["error"] = str(error)
+            return []
+        return [(row, image) for (row, _), image in zip(decoded, images_BCHW, strict=True)]
+
+    def _add_predictions(
+        self, prepared: Sequence[tuple[PredictionRow, Tensor]], top_k: int
+    ) -> None:
+        """Add the predictions of a batch to its rows."""
+        try:
+            with self._device_lock:
+                logits_BK = self.logits(torch.stack([image for _, image in prepared]))
+        except torch.OutOfMemoryError as error:
+            raise SetupError(
+                f"batch of {len(prepared)} images: does not fit into the memory of {self.device}; "
+                "use a smaller batch size (--batch-size)",
+                code="setup.memory",
+            ) from error
+        # stable: classes with equal confidence come by index on every device
+        ranked = self.confidences(logits_BK).sort(dim=1, descending=True, stable=True)
+        is_multilabel = self.thresholds is not None
+        num_ranked = len(self.class_names) if is_multilabel else top_k
+        top_classes = zip(
+            ranked.values[:, :num_ranked].cpu(), ranked.indices[:, :num_ranked].cpu(), strict=True
+        )
+        for (row, _), (confidence_K, index_K) in zip(prepared, top_classes, strict=True):
+            row["predictions"] = self._to_predictions(confidence_K[:top_k], index_K[:top_k])
+            if is_multilabel:
+                is_label_K = (
+                    confidence_K >= torch.tensor(self.thresholds, dtype=torch.float64)[index_K]
+                )
+                row["labels"] = self._to_predictions(confidence_K[is_label_K], index_K[is_label_K])
+
+    def _to_predictions(self, confidence_K: Tensor, index_K: Tensor) -> list[PredictionRow]:
+        return [
+            {"label": self.class_names[index], "index": index, "confidence": confidence}
+            for confidence, index in zip(confidence_K.tolist(), index_K.tolist(), strict=True)
+        ]
+
+
+def get_num_classes(model: str | Path, built: BuiltModel) -> int:
+    """Return the number of classes. Raises: WeightsError if the model has no classifier."""
+    num_classes = int(getattr(built.model, "num_classes", 0) or 0)
+    if not num_classes:
+        raise WeightsError(
+            f"{model}: these weights have no classifier; fine-tune them first: finetune train",
+            code="weights.no_classifier",
+        )
+    return num_classes
+
+
+def eval_pipeline_and_class_names(
+    model: str | Path, built: BuiltModel, *, use_recipe: bool = True
+) -> tuple[Pipeline, list[str]]:
+    """Return the evaluation pipeline and the class names of a model.
+
+    Args:
+        model: a run directory uses its recipe's preprocessing, everything else that of the weights'
+            configuration.
+        built: the same model.
+        use_recipe: False ignores the recipe, for an image size other than the run's.
+    Raises: WeightsError if the model has no classifier.
+    """
+    num_classes = get_num_classes(model, built)
+    names = built.class_names or [str(index) for index in range(num_classes)]
+    if use_recipe:
+        return load_eval_pipeline(model, built.preprocessing), names
+    return build_pipeline(built.preprocessing), names
+
+
+def _resolve_thresholds(
+    model: str | Path,
+    built: BuiltModel,
+    num_classes: int,
+    threshold: float | None,
+    *,
+    calibrated: bool,
+) -> list[float] | None:
+    """Return the thresholds of a multi-label model, else None. Args: see `Classifier.load`."""
+    problem, code = "", "recipe.conflict"
+    if threshold is not None and not 0 <= threshold <= 1:
+        problem, code = f"threshold: {threshold:g}; give a number from 0 to 1", "recipe.wrong_value"
+    elif threshold is not None and not built.multilabel:
+        problem = f"threshold: {model} is a single-label model and has no thresholds; remove it"
+    elif calibrated and built.multilabel:
+        problem = (
+            f"calibrated: {model} is a multi-label model with one threshold per class, and "
+            "has no temperature; remove it"
+        )
+    if problem:
+        raise RecipeError(problem, code=code)
+    if not built.multilabel:
+        return None
+    stored = built.thresholds or [DEFAULT_THRESHOLD] * num_classes
+    return stored if threshold is None else [threshold] * num_classes
+
+
+class _WorkerStopped(Exception):
+    """Raised in a worker thread after the iterator was closed."""
+
+
+_WORKER = threading.local()  # in a worker thread: `stop`, an event that ends it
+
+
+def _init_worker(num_threads: int, stop: threading.Event) -> None:
+    torch.set_num_threads(num_threads)
+    _WORKER.stop = stop
+
+
+def _raise_if_stopped(*_: Any) -> None:
+    """End a worker thread after the iterator was closed; a hook of the network's modules."""
+    stop = getattr(_WORKER, "stop", None)
+    if stop is not None and stop.is_set():
+        raise _WorkerStopped
+
+
+def _advance_progress(rows: list[PredictionRow], bar: Any) -> list[PredictionRow]:
+    """Count the rows in the progress bar. Returns: the rows."""
+    bar.update(len(rows))
+    return rows
+
+
+def _decode_or_error(
+    path: str | Image.Image,
+    error: str | None,
+    index: int,
+    decode_size: int | None,
+    on_decoded: _DecodedCallback | None,
+) -> Tensor | str:
+    """Decode an image. Returns: (3, H, W) uint8, or the error message."""
+    if error is not None:
+        return error
+    try:
+        pixels_HWC = decode_image(path, decode_size=decode_size, name="image")
+    except DataError as cause:
+        return str(cause).removeprefix("image: ")
+    if on_decoded is not None:
+        on_decoded(index, pixels_HWC)
+    return hwc_to_chw(pixels_HWC)

@@ -1,0 +1,134 @@
+"""Logging: the `finetune` logger, the handler that prints its messages, and warnings logged once.
+
+A program that imports finetune controls the messages with the standard module:
+
+    logging.getLogger("finetune").setLevel(logging.ERROR)  # silence; this also hides progress bars
+    logging.getLogger("finetune").addHandler(handler)  # capture or redirect
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+
+from tqdm import tqdm
+
+from finetune.errors import escape_control_chars
+from finetune.ranks import is_main_process
+
+__all__ = [
+    "collect_warnings",
+    "forward_messages",
+    "logger",
+    "print_messages",
+    "quiet",
+    "redirect_closed_terminal",
+    "warn_once",
+]
+
+logger = logging.getLogger("finetune")
+
+_warned: set[str] = set()
+_collected: list[tuple[str, str | None]] | None = None  # a list in worker processes
+
+
+class _ConsoleHandler(logging.Handler):
+    """Print each message on standard error, above the progress bar, on rank 0 only.
+
+    Like logging's handler of last resort, it steps back as soon as the program that imports
+    finetune has a handler of its own. The command line always prints.
+    """
+
+    always = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        others = [handler for handler in logger.handlers if handler is not self]
+        if logger.propagate:
+            others += logging.getLogger().handlers
+        if (others and not self.always) or not is_main_process():
+            return
+        try:
+            tqdm.write(f"finetune: {escape_control_chars(self.format(record))}", file=sys.stderr)
+        except OSError:
+            if not redirect_closed_terminal():
+                raise
+
+
+_console = _ConsoleHandler()
+logger.addHandler(_console)
+if logger.level == logging.NOTSET:  # the program may have set it before
+    logger.setLevel(logging.INFO)
+
+
+def print_messages() -> None:
+    """Print messages on standard error whatever other handlers exist: for the command line."""
+    _console.always = True
+
+
+def forward_messages(send: Callable[[tuple[int, str]], object]) -> None:
+    """Hand the messages of this process to another one instead of printing them.
+
+    Args:
+        send: receives (level, message).
+    """
+
+    class Forwarder(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            send((record.levelno, self.format(record)))
+
+    logger.handlers, logger.propagate = [Forwarder()], False
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Log errors only, and show no progress bars: for a computation inside another one."""
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def warn_once(message: str, *, key: str | None = None) -> None:
+    """Log a warning once per process.
+
+    Args:
+        message: the whole warning.
+        key: warnings with the same key count as one; the message itself by default.
+    """
+    if (key or message) in _warned or not logger.isEnabledFor(logging.WARNING):
+        return
+    _warned.add(key or message)
+    if _collected is None:
+        logger.warning(message)
+    else:
+        _collected.append((message, key))
+
+
+def collect_warnings() -> list[tuple[str, str | None]]:
+    """Keep the warnings of this process from now on, for another process to log.
+
+    Returns: the warnings since the last call, as arguments for `warn_once` in the other process.
+    """
+    global _collected
+    collected, _collected = _collected or [], []
+    return collected
+
+
+def redirect_closed_terminal() -> bool:
+    """Send further output to /dev/null if the terminal was closed: writing to it would fail.
+
+    Returns: True if it was closed.
+    """
+    was_closed = False
+    for number in (1, 2):
+        try:
+            os.write(number, b"")
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+            was_closed = True
+    return was_closed

@@ -1,0 +1,148 @@
+"""Save a built network in timm's hub format."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from finetune.errors import FinetuneError
+from finetune.models.lora import base_state_dict
+from finetune.models.weights.timm_config import MULTILABEL_PROBLEM_TYPE
+from finetune.transforms.preprocessing import Preprocessing
+
+__all__ = ["TRAINING_ONLY_ARGS", "BuiltModel", "save_model"]
+
+# Dropout rates used in training; config.json omits them, since inference does not need them.
+TRAINING_ONLY_ARGS = {
+    "drop_rate",
+    "pos_drop_rate",
+    "patch_drop_rate",
+    "proj_drop_rate",
+    "attn_drop_rate",
+    "drop_path_rate",
+}
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A network with everything needed to save it in a form that plain timm can load.
+
+    Attributes:
+        model: the network, on the CPU in float32; frozen parameters have requires_grad=False.
+        architecture: timm's name, without a tag.
+        model_args: keyword arguments of timm.create_model() that define the architecture (dropout
+            rates are not included).
+        preprocessing: the preprocessing of the weights, at the image size of the network.
+        provenance: source, revision, sha256, how position embeddings were resized, …
+        class_names: names of the pretrained classes; None for a new head, or if the weights have no
+            class names.
+        temperature: divisor of the logits before softmax; None for a new head, or if the weights
+            are not calibrated.
+        multilabel: True if the network predicts any number of labels per image.
+        thresholds: one per class; a class is predicted if sigmoid(logit) is at least its threshold.
+            None under the same conditions as `temperature`.
+    """
+
+    model: nn.Module
+    architecture: str
+    model_args: dict[str, Any]
+    preprocessing: Preprocessing
+    provenance: dict[str, Any]
+    class_names: list[str] | None
+    temperature: float | None = None
+    multilabel: bool = False
+    thresholds: list[float] | None = None
+
+
+def save_model(
+    folder: str | Path,
+    built: BuiltModel,
+    state_dict: Mapping[str, Tensor],
+    *,
+    class_names: Sequence[str],
+    preprocessing: Preprocessing,
+    temperature: float | None = None,
+    multilabel: bool = False,
+    thresholds: Sequence[float] | None = None,
+) -> None:
+    """Write config.json and model.safetensors in timm's hub format.
+
+    `timm.create_model("local-dir:FOLDER", pretrained=True)` then gives the same logits.
+
+    Args:
+        folder: an existing temporary folder, which the caller then publishes atomically.
+        built: the result of build_model().
+        state_dict: the trained weights, with the tensor names of the base model; an adapter must be
+            merged.
+        class_names: class names in the order of the logits.
+        preprocessing: preprocessing that was used in evaluation.
+        temperature: temperature fitted on the val split, above 0; None if it was not fitted.
+        multilabel: True if an image can have any number of labels.
+        thresholds: one threshold per class, fitted on the val split; None if they were not fitted.
+    Raises: FinetuneError if the tensors or the number of classes do not match the network, or if
+        the temperature is not above 0.
+    """
+    folder = Path(folder)
+    own = base_state_dict(built.model, built.model.state_dict())
+    if {k: v.shape for k, v in state_dict.items()} != {k: v.shape for k, v in own.items()}:
+        wrong = [k for k, v in state_dict.items() if k not in own or own[k].shape != v.shape]
+        wrong += [k for k in own if k not in state_dict]
+        raise FinetuneError(
+            f"{folder}: tensors do not match the network: {', '.join(wrong[:3])}; save the state "
+            f"dict of the unwrapped network"
+        )
+    num_classes = int(getattr(built.model, "num_classes", len(class_names)))
+    if len(class_names) != num_classes:
+        raise FinetuneError(
+            f"{folder}: {len(class_names)} class names for {num_classes} classes; give one name "
+            f"per class"
+        )
+    if temperature is not None and not (math.isfinite(temperature) and temperature > 0):
+        raise FinetuneError(f"{folder}: temperature {temperature}; expected a number above 0")
+    tensors = {k: v.detach().cpu().contiguous().clone() for k, v in state_dict.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = _hub_config(built, class_names, preprocessing)
+    if temperature is not None:
+        # an additional key: timm and transformers ignore keys that they do not know
+        config["calibration"] = {"temperature": float(temperature), "split": "val"}
+    if multilabel:
+        config["problem_type"] = MULTILABEL_PROBLEM_TYPE
+    if thresholds is not None:
+        config["calibration"] = {"thresholds": list(thresholds), "split": "val"}
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
+
+
+def _hub_config(
+    built: BuiltModel, class_names: Sequence[str], preprocessing: Preprocessing
+) -> dict[str, Any]:
+    source = dict(getattr(built.model, "pretrained_cfg", {}))
+    keys = ["architecture", "fixed_input_size", "first_conv", "classifier"]
+    if built.provenance.get("pretrained"):
+        keys += ["tag", "license"]  # of the pretrained weights
+    pretrained_cfg = {key: source[key] for key in keys if source.get(key) is not None}
+    pretrained_cfg |= {
+        "custom_load": False,
+        "num_classes": len(class_names),
+        "input_size": [3, *preprocessing.image_size],
+        "mean": list(preprocessing.mean),
+        "std": list(preprocessing.std),
+        "interpolation": preprocessing.interpolation,
+        "crop_pct": preprocessing.crop_pct,
+        "crop_mode": preprocessing.crop_mode,
+    }
+    return {
+        "architecture": built.architecture,
+        "num_classes": len(class_names),
+        "num_features": getattr(built.model, "num_features", None),
+        "label_names": list(class_names),
+        "model_args": {k: v for k, v in built.model_args.items() if k not in TRAINING_ONLY_ARGS},
+        "pretrained_cfg": pretrained_cfg,
+    }

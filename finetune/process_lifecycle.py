@@ -1,0 +1,107 @@
+"""Start and end of this process: garbage collection, stop signals, and a fast exit."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+__all__ = [
+    "defer_garbage_collection",
+    "die_with_parent",
+    "freeze_imports",
+    "handle_interrupts",
+    "resume_garbage_collection",
+    "skip_interpreter_teardown",
+    "stop_signals",
+]
+
+_PR_SET_PDEATHSIG = 1  # Linux, prctl(2)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when the thread that started it ends; Linux only."""
+    with contextlib.suppress(OSError, AttributeError):  # other systems have no prctl
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that ask a run to stop: from users, launchers, Slurm and terminals.
+
+    SIGHUP is left out if `nohup` ignores it.
+    """
+    asked = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return asked if ignored else [*asked, signal.SIGHUP]
+
+
+@contextlib.contextmanager
+def handle_interrupts(handler: Callable[[int], object]) -> Iterator[None]:
+    """Send SIGINT and SIGTERM to a function; other threads than the main one get no signals."""
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = [signal.SIGINT, signal.SIGTERM] if is_main else []
+    before = {number: signal.signal(number, lambda got, _: handler(got)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+# Defer garbage collection while libraries are imported: their objects live until the end.
+# Measured on `train --dry-run`: 6.3 instead of 6.9 seconds of CPU time (medians of six alternating
+# runs on two busy cores).
+_DEFERRED_THRESHOLD = 1_000_000  # new objects; no start-up creates this many
+_normal_thresholds = gc.get_threshold()
+
+
+@contextlib.contextmanager
+def defer_garbage_collection() -> Iterator[None]:
+    """Defer garbage collection until it is resumed or very many objects exist."""
+    global _normal_thresholds
+    before = gc.get_threshold()
+    if before[0] != _DEFERRED_THRESHOLD:
+        _normal_thresholds = before
+    gc.set_threshold(_DEFERRED_THRESHOLD)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def freeze_imports() -> None:
+    """Exclude all imported objects from garbage collection; a full collection takes 0.3 s."""
+    if gc.get_threshold()[0] == _DEFERRED_THRESHOLD:
+        gc.freeze()
+
+
+def resume_garbage_collection() -> None:
+    """Restore the thresholds that `defer_garbage_collection` changed, before a long computation."""
+    if gc.get_threshold()[0] == _DEFERRED_THRESHOLD:
+        gc.set_threshold(*_normal_thresholds)
+
+
+def skip_interpreter_teardown() -> Callable[[int], None]:
+    """Exit without the interpreter's teardown, which takes 1.5 seconds with the libraries loaded.
+
+    Call this before importing the libraries, so that their own exit handlers run first.
+
+    Returns: a function that takes the exit code; call it when all work is done.
+    """
+    codes: list[int] = []
+
+    def exit_now() -> None:
+        if codes:
+            with contextlib.suppress(OSError, ValueError):  # Python reports it at exit
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(codes[0])
+
+    atexit.register(exit_now)
+    return codes.append

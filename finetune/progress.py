@@ -1,0 +1,77 @@
+"""Progress bars on a terminal; where standard error is a file, one line a minute."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import Any
+
+from tqdm import tqdm
+
+from finetune.log import logger
+
+__all__ = ["item_bar", "step_bar"]
+
+LINE_SECONDS = 60.0  # between two lines of progress in a file
+
+
+def step_bar(*, total: int, start: int, shown: bool) -> tqdm[Any]:
+    """Create the progress bar of a training loop; in a file, it ends with a line."""
+    return _bar(_Lines, total, initial=start, unit="step", shown=shown)
+
+
+def item_bar(
+    total: int, *, label: str | None = None, unit: str = "image", shown: bool = True
+) -> tqdm[Any]:
+    """Create a progress bar over images, shards or bytes; a short loop leaves no line in a file."""
+    return _bar(_LongLines, total, desc=label and f"{label}: ", unit=unit, shown=shown)
+
+
+def _bar(
+    lines: type[tqdm[Any]], total: int, *, unit: str, shown: bool, **options: Any
+) -> tqdm[Any]:
+    kind = tqdm if sys.stderr.isatty() else lines
+    count = "{n_fmt} of {total_fmt}" + ("B" if unit == "B" else f" {unit}s")
+    line = f"finetune: {{desc}}{count}, {{elapsed}} passed, {{remaining}} to go{{postfix}}"
+    return kind(
+        total=total,
+        unit=unit,
+        unit_scale=unit == "B",
+        file=sys.stderr,
+        bar_format=None if kind is tqdm else line,
+        leave=kind is tqdm,  # lines stay anyway; this would add an empty one
+        dynamic_ncols=True,
+        mininterval=0.5,
+        disable=not (shown and logger.isEnabledFor(logging.INFO)),
+        **options,
+    )
+
+
+class _Lines(tqdm):
+    """Progress as whole lines, one a minute and one at the end."""
+
+    _has_last_line = True
+    _shown_at: float | None = None
+    _shown_steps = 0
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+        """Write a line if one is due; tqdm calls this after steps, messages and at the end."""
+        now = time.monotonic()
+        if self._shown_at is None:  # called by the constructor
+            self._shown_at, self._shown_steps = now, self.n
+        is_last = msg == "" and self._has_last_line
+        if self.n > self._shown_steps and (is_last or now - self._shown_at >= LINE_SECONDS):
+            self.fp.write(f"{self}\n")
+            self.fp.flush()
+            self._shown_at, self._shown_steps = now, self.n
+        return False
+
+    def clear(self, nolock: bool = False) -> None:
+        """Do nothing: written lines stay."""
+
+
+class _LongLines(_Lines):
+    """Progress as lines, one a minute; a loop that ends sooner leaves none."""
+
+    _has_last_line = False

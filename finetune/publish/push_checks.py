@@ -1,0 +1,188 @@
+"""Select the files to push from an allow-list, and check weights, secrets and card."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from huggingface_hub import ModelCard, get_session
+from huggingface_hub.utils import hf_raise_for_status
+from safetensors import SafetensorError, safe_open
+from yaml import YAMLError
+
+from finetune.errors import CheckpointError, HubError, WeightsError
+from finetune.hub.client import READ_TIMEOUT_SECONDS, parse_json_object, redact
+from finetune.log import logger
+from finetune.models.lora import ADAPTER_FILES
+from finetune.publish.artifacts import PUBLISHED_FILES
+from finetune.publish.repo_client import RepoClient
+from finetune.run.directory import RunDir
+from finetune.run.record import read_record
+
+__all__ = [
+    "adapter_folder",
+    "check_card",
+    "check_no_secrets",
+    "check_weights",
+    "files_to_push",
+    "is_run_dir",
+]
+
+REQUIRED_FILES = ("config.json", "model.safetensors")
+
+
+def is_run_dir(folder: Path) -> bool:
+    """Return True for a run directory, False for a folder with a model.
+
+    Raises: CheckpointError if the run is not finished; WeightsError for anything else.
+    """
+    if (folder / "run.json").is_file():
+        status = read_record(RunDir(folder)).get("status", "unknown")
+        has_model = all((folder / "model" / name).is_file() for name in REQUIRED_FILES)
+        if not status.startswith("done") or not has_model:
+            what = "has no model/" if status == "done" else f"is not finished ({status})"
+            raise CheckpointError(
+                f"{folder}: {what}; continue the run with --resume, then push",
+                code="checkpoint.not_finished",
+            )
+        return True
+    if not all((folder / name).is_file() for name in REQUIRED_FILES):
+        raise WeightsError(
+            f"{folder}: is neither a run directory nor a folder with "
+            f"{' and '.join(REQUIRED_FILES)}; give the folder that `finetune train` wrote",
+            code="weights.not_found",
+        )
+    return False
+
+
+def files_to_push(
+    folder: Path, allowed_names: Collection[str] = PUBLISHED_FILES
+) -> dict[str, Path]:
+    """List the files to push, by their name on the hub.
+
+    Args:
+        folder: with a model or an adapter.
+        allowed_names: files to push if they exist.
+    Raises: HubError for a link that points outside the folder or to a hidden file.
+    """
+    top = folder.resolve()
+    files = {name: folder / name for name in allowed_names if (folder / name).is_file()}
+    for name, path in files.items():
+        real = path.resolve()
+        if real.parent != (top / name).parent or (path.is_symlink() and real.name.startswith(".")):
+            raise HubError(
+                f"{path}: is a link that points outside the folder or to a hidden file; replace "
+                "it with a copy",
+                code="hub.not_pushable",
+            )
+    sent = {name.partition("/")[0] for name in files}
+    others = sorted({path.name for path in folder.iterdir()} - sent)
+    if others:
+        logger.info(f"{folder}: not pushed, because it is not part of a model: {', '.join(others)}")
+    return files
+
+
+def adapter_folder(folder: Path) -> Path:
+    """Return the adapter's folder inside a model folder. Raises: WeightsError if it is missing."""
+    if not all((folder / "adapter" / name).is_file() for name in ADAPTER_FILES):
+        raise WeightsError(
+            f"{folder}: has no adapter; train with model.adapter, or push without --adapter",
+            code="weights.not_found",
+        )
+    return folder / "adapter"
+
+
+def check_weights(files: Mapping[str, Path]) -> None:
+    """Check that the weights are a valid safetensors file. Raises: WeightsError."""
+    path = next(path for path in files.values() if path.suffix == ".safetensors")
+    try:
+        with safe_open(path, framework="numpy") as weights:  # this parses and checks the header
+            weights.keys()
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(
+            f"{path}: is not a safetensors file, or is damaged ({error}); train or download the "
+            "model again",
+            code="weights.damaged",
+        ) from None
+
+
+def check_no_secrets(
+    files: Mapping[str, Path], commit_message: str, run_path: Path, hub: RepoClient
+) -> None:
+    """Check that the files and the commit message hold no token and no local path.
+
+    Raises: HubError.
+    """
+    contents = {
+        "the message": commit_message.encode(),
+        **{name: _searchable_bytes(p) for name, p in files.items()},
+    }
+    home = Path.home()
+    local_paths = {
+        str(p) for p in (home, home.resolve(), run_path.absolute(), run_path.resolve())
+    } - {"/"}
+    for name, content in contents.items():
+        tokens = re.search(rb"\bhf_[A-Za-z0-9]{20,}\b", content)
+        if tokens or (hub.token and hub.token.encode() in content):
+            raise HubError(
+                f"{name}: contains a hub token; remove it, and create a new token",
+                code="hub.holds_secret",
+            )
+        for local_path in sorted(local_paths, key=len, reverse=True):
+            for spelling in (local_path, json.dumps(local_path)[1:-1]):
+                # not as part of a longer name or of a URL
+                if re.search(
+                    rb"(?<![\w./~-])" + re.escape(spelling.encode()) + rb"(?![\w-])", content
+                ):
+                    raise HubError(
+                        f"{name}: contains the local path {local_path}, which should stay private; "
+                        "remove it, then push again",
+                        code="hub.holds_path",
+                    )
+
+
+def _searchable_bytes(path: Path) -> bytes:
+    """Return the bytes of a file, or the header of a safetensors file."""
+    with path.open("rb") as file:
+        if path.suffix == ".safetensors":
+            return file.read(min(int.from_bytes(file.read(8), "little"), 1 << 24))
+        return file.read()
+
+
+def check_card(hub: RepoClient, files: Mapping[str, Path]) -> None:
+    """Check that the hub accepts the card's metadata. Raises: HubError with the hub's reason."""
+    if "README.md" not in files:
+        return
+    path = files["README.md"]
+    problem = ""
+    try:
+        text = path.read_text(encoding="utf-8")
+        ModelCard(text)
+    except (ValueError, YAMLError) as error:  # ValueError also covers bytes that are not UTF-8
+        problem = redact(str(error), hub.token)
+    if not problem:
+        problem = hub.call_with_retries("checking the card", _validate_card_on_hub, hub, text)
+    if problem:
+        raise HubError(
+            f"{path}: the hub does not accept this card: {problem}; fix its YAML header",
+            code="hub.refused_card",
+        )
+
+
+def _validate_card_on_hub(hub: RepoClient, text: str) -> str:
+    # ModelCard.validate asks the public hub in older versions, whatever HF_ENDPOINT says
+    url, token = f"{hub.api.endpoint}/api/validate-yaml", hub.token
+    payload = {"content": text, "repoType": "model"}
+    response = get_session().post(url, json=payload, timeout=READ_TIMEOUT_SECONDS)
+    if response.status_code != 400:
+        hf_raise_for_status(response)
+    reply = parse_json_object(response, hub.repository)
+    errors, warnings = (
+        redact("; ".join(str(one.get("message")) for one in reply.get(kind) or []), token)
+        for kind in ("errors", "warnings")
+    )
+    if warnings:
+        logger.info(f"README.md: the hub warns: {warnings}")
+    return errors or ("the hub gives no reason" if response.status_code == 400 else "")

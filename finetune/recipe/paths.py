@@ -1,0 +1,212 @@
+"""Check the model name and data source before a run: unknown kinds, missing files.
+
+No torch here, so that a wrong path fails immediately.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from finetune.errors import DataError, RecipeError, WeightsError, did_you_mean
+from finetune.source_kinds import (
+    EMBEDDED_DATASETS,
+    SOURCE_KINDS,
+    kind_from_suffix,
+    split_source,
+)
+
+__all__ = [
+    "WEIGHTS_SUFFIXES",
+    "check_data_source",
+    "check_model_name",
+    "check_recipe_or_source",
+    "is_data_source",
+    "raise_if_model_missing",
+    "resolve_data_source",
+    "suggest_path",
+]
+
+WEIGHTS_SUFFIXES = (".safetensors", ".npz", ".bin", ".pth", ".pt", ".tar")
+
+
+def check_model_name(name: str) -> None:
+    """Check that a model name that can only be a local path exists.
+
+    Raises: WeightsError.
+    """
+    if re.match(r"(hf-hub|hf_hub|embedded|package|transformers):", name) or "\0" in name:
+        return
+    path = Path(os.path.expanduser(name.removeprefix("local-dir:")))
+    try:
+        exists = path.exists()
+    except OSError:  # loading it gives a better error
+        return
+    if not exists:
+        raise_if_model_missing(name, path)
+
+
+def raise_if_model_missing(name: str, path: Path) -> None:
+    """Raise WeightsError for a name that is no existing path, unless it may be a timm name."""
+    if "://" in name:
+        raise WeightsError(
+            f"model '{name}': a URL, which is not supported; download it first and give the file "
+            "or folder",
+            code="weights.unknown_name",
+        )
+    if repository := re.fullmatch(r"(?:hub|hf|huggingface):/*([^/]+/.+)", name):
+        raise WeightsError(
+            f"model '{name}': unknown prefix; did you mean 'hf-hub:{repository[1]}'?",
+            code="weights.unknown_name",
+        )
+    is_path = name.startswith((".", "/", "~", "local-dir:")) or path.suffix in WEIGHTS_SUFFIXES
+    if not is_path and "/" not in name and "\\" not in name:
+        return
+    advice = suggest_path(name, suffixes=WEIGHTS_SUFFIXES) or "; check the path"
+    if not is_path and re.fullmatch(r"[^/\\]+/[^/\\]+", name) and not name.startswith("runs/"):
+        advice += f"; for a repository on the hub write 'hf-hub:{name}'"
+    raise WeightsError(
+        f"model '{name}': no such run directory, model folder or weights file{advice}",
+        code="weights.not_found",
+    )
+
+
+def check_recipe_or_source(text: str) -> None:
+    """Check that an argument that is no data source exists, if it does not name a YAML file.
+
+    Raises: RecipeError.
+    """
+    if not text.strip() or "://" in text or text.endswith((".yaml", ".yml")):
+        return  # reading it as a recipe gives a better error
+    try:
+        os.lstat(text)
+    except FileNotFoundError:
+        hint = suggest_path(text, suffixes=(".yaml", ".yml", ".csv", ".parquet", ".tar"))
+        hint = hint or "; check the path, or see: finetune recipes list"
+        raise RecipeError(
+            f"{text}: neither a recipe nor a folder of images{hint}", code="recipe.not_found"
+        ) from None
+    except (OSError, ValueError):  # reading it gives a better error
+        return
+
+
+def suggest_path(text: str, *, suffixes: Sequence[str]) -> str:
+    """Suggest an existing folder or file for a path that does not exist.
+
+    Args:
+        text: the path as the user typed it.
+        suffixes: of files to suggest.
+    Returns: "; did you mean 'runs/first'?", or an empty string if no name in its folder is close.
+    """
+    folder, name = os.path.split(text.rstrip("/"))
+    try:
+        names = [
+            entry.name
+            for entry in os.scandir(os.path.expanduser(folder) or ".")
+            if entry.name.endswith(tuple(suffixes)) or entry.is_dir()
+        ]
+    except (OSError, ValueError):
+        return ""
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean '{os.path.join(folder, close[0])}'?" if close else ""
+
+
+def check_data_source(source: str) -> None:
+    """Check that a data source has a known kind and an existing path. Raises: DataError."""
+    _check_source(source, typed=source)
+
+
+def _check_source(source: str, *, typed: str) -> None:
+    """Check a data source; `typed` is what the user gave for it, for error messages."""
+    kind, colon, path = source.partition(":")
+    if kind not in SOURCE_KINDS or not path:
+        hint = did_you_mean(kind, SOURCE_KINDS)
+        if source and not colon and _exists(source):
+            guesses = [own] if (own := kind_from_suffix(source)) else ["folder", "parquet"]
+            meant = " or ".join(f"'{guess}:{source}'" for guess in guesses)
+            hint = f"; did you mean {meant}?"
+        elif kind in SOURCE_KINDS:
+            hint = f": the path after '{kind}:' is missing"
+        raise DataError(
+            f"{source!r}: not a data source{hint}; expected hub:owner/name, parquet:PATH, "
+            "tar:PATTERN, csv:PATH, folder:PATH or embedded:digits",
+            code="data.wrong_source",
+        )
+    if kind == "embedded" and path not in EMBEDDED_DATASETS:
+        message = f"{typed}: no such embedded dataset{did_you_mean(path, EMBEDDED_DATASETS)}"
+        raise DataError(message, code="data.wrong_source")
+    is_pattern = kind == "tar" and ("{" in path or "://" in path)
+    if not SOURCE_KINDS[kind].is_local or "\0" in path or is_pattern:
+        return
+    root = Path(os.path.expanduser(path)).absolute()
+    try:
+        if root.exists() or (SOURCE_KINDS[kind].accepts_glob and glob.has_magic(path)):
+            return
+        siblings = [entry.name for entry in root.parent.iterdir()] if root.parent.is_dir() else []
+    except OSError:  # opening it gives a better error
+        return
+    hint = did_you_mean(root.name, siblings)
+    message = f"{typed}: no such path{hint or '; check it'}"
+    if kind == "folder":
+        message = f"{typed}: no such folder{hint}; expected a folder with one subfolder per class"
+    raise DataError(message, code="data.not_found")
+
+
+def is_data_source(text: str) -> bool:
+    """Return True if a command-line argument is a data source rather than a recipe or a run."""
+    if split_source(text)[0]:
+        return True
+    if not text or text.endswith((".yaml", ".yml")):
+        return False
+    if kind_from_suffix(text):
+        return True
+    try:
+        path = Path(os.path.expanduser(text))
+        return path.is_dir() and not (path / "recipe.yaml").is_file()
+    except (OSError, ValueError):  # not a valid path
+        return False
+
+
+def resolve_data_source(text: str) -> str:
+    """Return the data source for a path or source string. Raises: as `check_data_source`."""
+    if split_source(text)[0]:
+        check_data_source(text)
+        return text
+    names_kind = ":" in text or text in SOURCE_KINDS
+    if not text.strip() or (names_kind and not _exists(text)):  # "foldr:x" or "parquet"
+        check_data_source(text)
+    source = _source_from_path(text)
+    _check_source(source, typed=text)
+    if source == f"folder:{text}" and not Path(os.path.expanduser(text)).is_dir():
+        raise DataError(
+            f"{text}: not a data source; expected a folder, or a .csv, .parquet or .tar file",
+            code="data.wrong_source",
+        )
+    return source
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(os.path.expanduser(path)).exists()
+    except (OSError, ValueError):  # not a valid path
+        return False
+
+
+def _source_from_path(text: str) -> str:
+    """Return the data source for a file, or a folder of images, tar shards or parquet files."""
+    if kind := kind_from_suffix(text):
+        return f"{kind}:{text}"
+    folder = Path(os.path.expanduser(text))
+    if any(folder.glob("data/*.parquet")):
+        return f"parquet:{text}"
+    entries = list(folder.glob("[!.]*"))
+    if not any(entry.is_dir() for entry in entries):
+        if any(entry.suffix == ".parquet" for entry in entries):
+            return f"parquet:{text}"
+        if any(entry.suffix == ".tar" for entry in entries):
+            return f"tar:{text.rstrip('/')}/*.tar"
+    return f"folder:{text}"

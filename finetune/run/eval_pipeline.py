@@ -1,0 +1,20 @@
+"""The evaluation transforms of a model or run directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from finetune.recipe.load import load_run_recipe
+from finetune.transforms.eval_transforms import build_pipeline
+from finetune.transforms.pipeline import Pipeline
+from finetune.transforms.preprocessing import Preprocessing
+
+__all__ = ["load_eval_pipeline"]
+
+
+def load_eval_pipeline(model: str | Path, preprocessing: Preprocessing) -> Pipeline:
+    """Build evaluation transforms: from the recipe of a run, otherwise from the weights."""
+    recipe = load_run_recipe(model)
+    if recipe is None:
+        return build_pipeline(preprocessing)
+    return build_pipeline(preprocessing, recipe.data.eval, decode_size=recipe.data.decode_size)

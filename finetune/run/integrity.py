@@ -1,0 +1,351 @@
+"""Check that a folder and its files belong to a run, and read and remove them safely.
+
+A folder may come from anywhere: these functions never follow a link to write or remove, never block
+on a named pipe, and never accept a file because of its first bytes only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from finetune.errors import CheckpointError, SetupError
+from finetune.files import describe_file_type, open_regular_file
+
+__all__ = [
+    "MAX_JSON_BYTES",
+    "MAX_LARGE_BYTES",
+    "SPLIT_METRICS",
+    "check_is_run_folder",
+    "check_json_types",
+    "check_no_symlinks",
+    "load_json",
+    "open_lock_file",
+    "parse_metrics_line",
+    "read_metrics_file",
+    "read_regular_file",
+    "remove_leftovers",
+    "remove_path",
+]
+
+MAX_JSON_BYTES = 64 << 20  # run.json, a manifest
+MAX_LARGE_BYTES = 1 << 30  # metrics.jsonl; results.json, with up to K x K numbers
+# metrics of a split in results.json, by data.task
+SPLIT_METRICS = {
+    "multiclass": ("top1", "top5", "loss", "ece", "examples"),
+    "multilabel": ("map", "macro_f1", "micro_f1", "loss", "examples"),
+}
+_MAX_DEPTH = 50
+_RUN_FILES = (
+    *("run.json", "results.json", "metrics.jsonl", "recipe.yaml", "report.html"),
+    *("training_images.json", "start.yaml", "lr_range.json"),
+)
+_NO_SYMLINKS = (".lock", "checkpoints", "model", "run.json", "results.json", "metrics.jsonl")
+# Files that exist before run.json, while a run starts.
+_FILES_BEFORE_RECORD = {
+    ".lock",
+    "checkpoints",
+    "metrics.jsonl",
+    "recipe.yaml",
+    "start.yaml",
+    "lr_range.json",
+}
+_LOCK_TEXT = re.compile(rb"[0-9]+ on [^\n]*\n")
+# Temporary names of `RunDir.publish_model` and `write_atomically`, and of checkpoints
+_TEMPORARY_NAME = re.compile(
+    rf"\.(?:model(?:\.old)?\.[0-9a-f]+|(?:{'|'.join(map(re.escape, _RUN_FILES))})\.[0-9]+)\.tmp"
+)
+_TEMPORARY_CHECKPOINT_NAME = re.compile(r"\.(?:step-[0-9]{8,}\.[0-9]+|doomed-[0-9]+)")
+
+
+# Reading ------------------------------------------------------------------------------------------
+
+
+def read_regular_file(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> bytes:
+    """Read a whole file. Args, Raises: as for `files.open_regular_file`."""
+    with open_regular_file(path, max_bytes=max_bytes) as file:
+        return file.read(max_bytes)
+
+
+def load_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """Read a JSON file that `json.dumps` could have written.
+
+    Raises: OSError if it cannot be read; ValueError for other content.
+    """
+    text = read_regular_file(path, max_bytes=max_bytes).decode()
+    try:
+        content = json.loads(text, parse_constant=_parse_finite, parse_float=_parse_finite)
+    except RecursionError:
+        content = None
+    else:
+        if _is_within_depth(content, _MAX_DEPTH):
+            return content
+    raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
+
+
+def _parse_finite(text: str) -> float:
+    """Parse a number. Raises: ValueError for NaN, Infinity and 1e999, which are not valid JSON."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is not a JSON number")
+    return number
+
+
+def _is_within_depth(content: Any, depth: int) -> bool:
+    children = content.values() if isinstance(content, dict) else content
+    return not isinstance(content, (dict, list)) or (
+        depth > 0
+        and all(
+            _is_within_depth(each, depth - 1) for each in children if isinstance(each, (dict, list))
+        )
+    )
+
+
+def read_metrics_file(path: Path) -> list[dict[str, Any]]:
+    """Read the intact lines of metrics.jsonl. Raises: as for `read_regular_file`."""
+    with open_regular_file(path, max_bytes=MAX_LARGE_BYTES) as file:
+        return [line for text in file if (line := parse_metrics_line(text)) is not None]
+
+
+def parse_metrics_line(text: bytes) -> dict[str, Any] | None:
+    """Parse a line of metrics.jsonl; None if it is damaged."""
+    try:
+        line = json.loads(text) if text.count(b"[") + text.count(b"{") < 100 else None
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
+
+
+# Types of JSON values -----------------------------------------------------------------------------
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**53  # not a bool
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e300  # finite as a float
+
+
+def _is_list_of(value: Any, item_type: type) -> bool:
+    return isinstance(value, list) and all(isinstance(each, item_type) for each in value)
+
+
+def _is_split_metrics(value: Any) -> bool:
+    """True for the metrics of a split, or None."""
+    names = ("balanced_accuracy", *itertools.chain(*SPLIT_METRICS.values()))
+    return value is None or (
+        isinstance(value, dict) and all(_is_number(value.get(name, 0)) for name in names)
+    )
+
+
+_TypeCheck = tuple[Callable[[Any], bool], str]
+_OBJECT, _TEXT, _SPLIT = (
+    (lambda value: isinstance(value, dict), "an object"),
+    (lambda value: isinstance(value, str), "a string"),
+    (_is_split_metrics, "the metrics of a split"),
+)
+# The values that other code reads; a key may be missing.
+_TYPES: dict[str, dict[str, _TypeCheck]] = {
+    "run.json": {
+        **dict.fromkeys(("status", "precision"), _TEXT),
+        **dict.fromkeys(("split_fingerprints", "device", "versions", "pushed"), _OBJECT),
+        **dict.fromkeys(("plan", "plan.weights", "plan.images"), _OBJECT),
+        "teacher": _OBJECT,
+        **dict.fromkeys(("teacher.architecture", "teacher.split"), _TEXT),
+        **dict.fromkeys(("teacher.parameters", "teacher.examples"), (_is_count, "a count")),
+        "teacher.top1": (_is_number, "a number"),
+        "plan.steps": (lambda value: _is_count(value) and value > 0, "a number of steps"),
+        "plan.images_read": (_is_count, "a number of images"),
+        "plan.steps_per_epoch": (
+            lambda value: _is_number(value) and value > 0,
+            "a positive number",
+        ),
+    },
+    "results.json": {
+        **dict.fromkeys(("val", "test", "train"), _SPLIT),
+        **dict.fromkeys(("steps", "best_step"), (_is_count, "a number of steps")),
+        "claims": (lambda value: _is_list_of(value, dict), "a list of objects"),
+        "warnings": (lambda value: _is_list_of(value, str), "a list of strings"),
+    },
+}
+
+
+def check_json_types(path: Path, content: Any) -> dict[str, Any]:
+    """Check the types of the values in run.json or results.json.
+
+    Args:
+        path: of the file.
+    Returns: the content.
+    Raises: CheckpointError naming the key with a wrong type.
+    """
+    advice = "restore it from a copy, or train in another --out"
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            f"{path}: contains no JSON object; {advice}", code="checkpoint.damaged"
+        )
+    for key, (fits, expected) in _TYPES.get(path.name, {}).items():
+        section, _, name = key.rpartition(".")
+        values = content.get(section, {}) if section else content
+        if name in values and not fits(values[name]):
+            raise CheckpointError(
+                f"{path}: '{key}' is {values[name]!r:.40}, not {expected}; {advice}",
+                code="checkpoint.damaged",
+            )
+    return content
+
+
+# Content of a folder ------------------------------------------------------------------------------
+
+
+def check_no_symlinks(folder: Path) -> None:
+    """Check that no part of a run directory is a symbolic link; the folder itself may be one.
+
+    Raises: SetupError, before anything is written or removed through a link.
+    """
+    for path in (folder / name for name in _NO_SYMLINKS):
+        if path.is_symlink():
+            raise SetupError(
+                f"{path}: is a symbolic link, but a run writes only inside its own folder; replace "
+                "it with its target, or choose another --out",
+                code="setup.not_a_run",
+            )
+
+
+def check_is_run_folder(folder: Path) -> None:
+    """Check that a folder is a run directory, so that a run never writes into another folder.
+
+    Evidence is run.json, a published checkpoint, or a folder with only the files that a start
+    writes before run.json (the start may have been killed).
+
+    Raises: SetupError naming an unknown file; CheckpointError if one of the run's files is not a
+        regular file.
+    """
+    # List the names first: a run that is starting now may add files until run.json is read.
+    names, checkpoint_names = os.listdir(folder), _list_checkpoints(folder)
+    record_state = _record_state(folder / "run.json")
+    has_checkpoint = any(
+        os.path.lexists(folder / "checkpoints" / n / "manifest.json") for n in checkpoint_names
+    )
+    if record_state != "ours" and not has_checkpoint:
+        expected = {"checkpoints"}
+        if _is_our_lock(folder / ".lock", has_checkpoints_folder="checkpoints" in names):
+            expected |= _FILES_BEFORE_RECORD
+            expected |= (
+                {"run.json"} if record_state == "damaged" else set()
+            )  # it is never overwritten
+        expected |= {"stages"} if (folder / "stages" / "1" / "run.json").is_file() else set()
+        unknown = [n for n in names if n not in expected and not _TEMPORARY_NAME.fullmatch(n)]
+        unknown += [
+            f"checkpoints/{n}"
+            for n in checkpoint_names
+            if not _TEMPORARY_CHECKPOINT_NAME.fullmatch(n)
+        ]
+        if unknown:
+            raise SetupError(
+                f"{folder}: is not a run directory and contains other files ('{min(unknown)}'); "
+                "choose another --out",
+                code="setup.not_a_run",
+            )
+    for path in (folder / name for name in _RUN_FILES):
+        if os.path.lexists(path) and not path.is_file() and not path.is_symlink():
+            raise CheckpointError(
+                f"{path}: is {describe_file_type(path.stat().st_mode)}, not a file; restore it "
+                "from a copy, or train in another --out",
+                code="checkpoint.damaged",
+            )
+
+
+def _list_checkpoints(folder: Path) -> list[str]:
+    """List the names in `checkpoints`; empty if it is missing or a file."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return os.listdir(folder / "checkpoints")
+    return []
+
+
+def _record_state(run_json: Path) -> str:
+    """Return the state of a run.json: "missing", "ours", "damaged" or "foreign"."""
+    try:
+        record = load_json(run_json)
+    except FileNotFoundError:
+        return "missing"
+    except (OSError, ValueError):
+        return "damaged"
+    if not isinstance(record, dict):
+        return "damaged"
+    return "ours" if {"status", "data_fingerprint"} <= record.keys() else "foreign"
+
+
+def _is_our_lock(path: Path, *, has_checkpoints_folder: bool) -> bool:
+    """True if `RunDir.open` wrote this lock file; it is empty if `open` was killed.
+
+    Args:
+        path: not locked by this process, which would lose its lock when the file is closed.
+        has_checkpoints_folder: True if the folder exists that `open` creates before the lock.
+    """
+    if path.is_symlink():
+        return False
+    try:
+        text = read_regular_file(path, max_bytes=1000)
+    except (OSError, ValueError):
+        return False
+    return bool(_LOCK_TEXT.fullmatch(text)) or (has_checkpoints_folder and not text)
+
+
+# Writing and removing -----------------------------------------------------------------------------
+
+
+def open_lock_file(path: Path) -> IO[bytes]:
+    """Open or create a lock file, without following a link or blocking on a pipe.
+
+    Raises: SetupError if it is not a regular file.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = None
+    try:
+        descriptor = os.open(path, flags, 0o666)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return os.fdopen(descriptor, "a+b", buffering=0)
+        os.close(descriptor)
+    except OSError as error:
+        if descriptor is not None or error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise
+    raise SetupError(
+        f"{path}: is not a file; remove it, or choose another --out", code="setup.not_a_run"
+    )
+
+
+def remove_path(path: Path) -> None:
+    """Remove a file, a folder with its content, or a link without its target."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove leftovers of an interrupted write from a run directory, and restore its model."""
+    names, model = os.listdir(folder), folder / "model"
+    for name in names:
+        # `publish_model` was killed between its two renames: the old model is still there.
+        if name.startswith(".model.old.") and _TEMPORARY_NAME.fullmatch(name):
+            old = folder / name
+            if not os.path.lexists(model) and old.is_dir() and not old.is_symlink():
+                os.replace(old, model)
+    checkpoints = folder / "checkpoints"
+    leftovers = [
+        checkpoints / n for n in os.listdir(checkpoints) if _TEMPORARY_CHECKPOINT_NAME.fullmatch(n)
+    ]
+    leftovers += [folder / n for n in names if _TEMPORARY_NAME.fullmatch(n)]
+    for path in leftovers:
+        if os.path.lexists(path):
+            remove_path(path)

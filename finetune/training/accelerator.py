@@ -1,0 +1,206 @@
+"""Create the Accelerator, run work on rank 0 only, and destroy the process group.
+
+The only module that starts Accelerate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    LoggerType,
+    broadcast_object_list,
+    parse_flag_from_env,
+)
+
+from finetune.errors import (
+    FinetuneError,
+    RecipeError,
+    SetupError,
+    did_you_mean,
+    install_hint,
+)
+from finetune.host_resources import disable_malloc_trim
+from finetune.precision import resolve_precision
+from finetune.ranks import local_world_size
+from finetune.recipe.load import RunSection
+from finetune.recipe.schema import Recipe
+from finetune.training.launcher import Launcher, get_launcher, requested_num_processes
+from finetune.training.rank_errors import error_from_rank
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+__all__ = [
+    "create_accelerator",
+    "create_run_accelerator",
+    "destroy_process_group",
+    "is_sharded",
+    "run_on_main",
+]
+
+_Result = TypeVar("_Result")
+
+
+def create_accelerator(section: RunSection, *, out: Path | None = None) -> Accelerator:
+    """Connect the processes that the launcher started, and create their Accelerator.
+
+    Args:
+        section: precision, threads, trackers and the expected number of processes.
+        out: where trackers write their logs.
+    Returns: the accelerator; its device is ready.
+    Raises: SetupError if the number of processes is not the requested one, or a tracker's package
+        is missing; RecipeError for an unknown tracker.
+    """
+    if section.threads is not None:
+        torch.set_num_threads(section.threads)
+    without_gpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    if not without_gpu:
+        _check_num_gpus()
+    launcher = get_launcher()
+    with _terminable_while_connecting(launcher):
+        processes = PartialState(
+            cpu=without_gpu, timeout=datetime.timedelta(seconds=section.timeout_seconds)
+        )
+    _check_num_processes(processes, section.num_processes)
+    known = sorted(kind.value for kind in LoggerType)
+    for tracker in section.trackers:
+        if tracker not in known:
+            raise RecipeError(
+                f"run.trackers: unknown '{tracker}'{did_you_mean(tracker, known) or '.'} "
+                f"Choose from {', '.join(known)}",
+                code="recipe.unknown_name",
+            )
+    if processes.device.type == "cpu":
+        disable_malloc_trim()
+    precision = resolve_precision(section.precision, processes.device)
+    # Accelerate keeps the precision of the first run in a process; a second run may differ.
+    AcceleratorState._reset_state()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*no supported trackers")  # an error below
+            accelerator = Accelerator(
+                mixed_precision="no" if precision == "fp32" else precision,
+                log_with=list(section.trackers) or None,
+                project_dir=out,
+                kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+                # Both are set so that no environment variable can change the training.
+                gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+                dynamo_backend="no",
+            )
+    except (ImportError, ValueError) as error:
+        raise SetupError(
+            f"run: Accelerate rejects this setup ({error}); check run.precision, run.trackers and "
+            "the options of accelerate launch",
+            code="setup.unsupported",
+        ) from error
+    # Accelerate only logs a debug line if a tracker's package is missing.
+    active_trackers = {getattr(tracker, "value", tracker) for tracker in accelerator.log_with}
+    if missing := sorted(set(section.trackers) - active_trackers):
+        raise SetupError(
+            f"run.trackers: {', '.join(missing)}: package is not installed; for TensorBoard, "
+            f"{install_hint('track')}",
+            code="setup.missing_package",
+        )
+    return accelerator
+
+
+@contextlib.contextmanager
+def _terminable_while_connecting(launcher: Launcher | None) -> Iterator[None]:
+    """Let SIGTERM kill a rank that waits for others in C code, where no Python handler runs.
+
+    Raises: SetupError if the ranks cannot connect.
+    """
+    if launcher is None or launcher.ranks_connected:
+        yield
+        return
+    previous_handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0][:200]
+        raise SetupError(
+            f"the processes of this launch cannot connect ({reason}); if the launcher restarts "
+            "processes, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for it",
+            code="setup.lost_process",
+        ) from error
+    finally:
+        signal.signal(signal.SIGTERM, previous_handler)
+    launcher.ranks_connected = True
+
+
+def _check_num_processes(processes: PartialState, requested: int | None) -> None:
+    """Compare the number of processes with the recipe and the launcher's command line.
+
+    Raises: SetupError with the right command.
+    """
+    for number in (requested, requested_num_processes()):
+        if number is not None and number != processes.num_processes:
+            device = "" if processes.device.type == "cuda" else "ACCELERATE_USE_CPU=true "
+            multi = "--multi_gpu " if number > 1 else ""
+            raise SetupError(
+                f"{number} processes were requested and {processes.num_processes} started; run: "
+                f"{device}accelerate launch {multi}--num_processes {number} -m finetune train …",
+                code="setup.wrong_processes",
+            )
+
+
+def _check_num_gpus() -> None:
+    """Raise SetupError if this host runs more processes than it has GPUs."""
+    started, gpus = local_world_size(1), torch.accelerator.device_count()
+    # Only ranks without a GPU of their own fail: LOCAL_RANK may be set by hand.
+    if started > gpus and int(os.environ.get("LOCAL_RANK", 0)) >= gpus:
+        raise SetupError(
+            f"{started} processes were started here, and this host has {gpus} "
+            f"GPU{'s' if gpus > 1 else ''}: each process needs its own; use --num_processes {gpus}",
+            code="setup.too_few_gpus",
+        )
+
+
+def is_sharded(accelerator: Accelerator) -> bool:
+    """True if FSDP shards the network over the processes."""
+    return "FSDP" in str(accelerator.distributed_type)
+
+
+def run_on_main(accelerator: Accelerator, function: Callable[[], _Result]) -> _Result:
+    """Call a function on rank 0 only; every rank gets its result, or its error."""
+    outcome: list[Any] = [None, None]
+    main_error: BaseException | None = None
+    if accelerator.is_main_process:
+        try:
+            outcome[0] = function()
+        except BaseException as error:  # signals too: the other ranks must not wait forever
+            main_error = error
+            code = error.code if isinstance(error, FinetuneError) else FinetuneError.code
+            outcome[1] = (f"rank 0: {error}", getattr(error, "exit_code", 1), code)
+    broadcast_object_list(outcome)
+    if main_error is not None:
+        raise main_error
+    if outcome[1] is not None:
+        raise error_from_rank(*outcome[1])
+    result: _Result = outcome[0]
+    return result
+
+
+def destroy_process_group() -> None:
+    """Destroy the process group, if there is one."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def create_run_accelerator(recipe: Recipe | None) -> Accelerator:
+    """Create the accelerator with the precision and threads of a run's recipe."""
+    settings = {} if recipe is None else recipe.run.model_dump(include={"precision", "threads"})
+    return create_accelerator(RunSection(**settings))

@@ -1,0 +1,56 @@
+"""Best checkpoint and early stopping: `run.best` and `run.patience`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+__all__ = ["Counters"]
+
+
+@dataclasses.dataclass
+class Counters:
+    """The counters of a run; every checkpoint saves them as state.json.
+
+    Attributes:
+        step: optimizer steps done, including skipped ones.
+        best, best_step: the best value of `run.best` so far, and the last step that reached it.
+        stale: evaluations since `best` last improved, for early stopping.
+        skipped, skipped_in_row: steps skipped because a gradient was not finite.
+        seconds: training time so far.
+        pending: sums of the meter since the last log line.
+        scaler: state of the fp16 loss scaler.
+    """
+
+    step: int = 0
+    best: float | None = None
+    best_step: int | None = None
+    stale: int = 0
+    skipped: int = 0
+    skipped_in_row: int = 0
+    seconds: float = 0.0
+    pending: list[float] = dataclasses.field(default_factory=list)
+    scaler: dict[str, float] | None = None
+
+    def update_best(self, metric: str, value: float) -> bool:
+        """Update the best value and the patience counter after an evaluation.
+
+        Ties go to the later step: small validation sets give many ties, and weights trained longer
+        at a lower learning rate are better. A tie does not reset the patience counter.
+
+        Args:
+            metric: `run.best`.
+            value: value of the metric; for "last", the step.
+        Returns: True if it is the best so far.
+        """
+        gain = math.inf
+        if self.best is not None:
+            gain = self.best - value if metric.endswith("loss") else value - self.best
+        self.stale = 0 if gain > 0 else self.stale + 1
+        if gain >= 0:
+            self.best, self.best_step = value, self.step
+        return gain >= 0
+
+    def should_stop_early(self, patience: int | None) -> bool:
+        """True if `patience` evaluations in a row brought no improvement; None never stops."""
+        return patience is not None and self.stale >= patience

@@ -1,0 +1,114 @@
+"""The launcher of this process: torchrun or `accelerate launch`, found among its parents."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import yaml
+
+__all__ = ["Launcher", "get_launcher", "requested_num_processes"]
+
+_POLL_SECONDS = 0.5
+
+
+def requested_num_processes() -> int | None:
+    """Read the requested number of processes from the launcher's command line.
+
+    `accelerate launch --cpu --num_processes 2` silently starts one process.
+
+    Returns: the number, or None if the parent is not a launcher or names no number.
+    """
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return None
+    arguments = words.split("\0")
+    launches = {"launch", "accelerate.commands.launch"} & set(arguments)
+    if not any("accelerate" in word for word in arguments[:4]) or not launches:
+        return None
+    options: dict[str, str] = {}
+    for flag, value in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, _, attached = flag.partition("=")
+        options.setdefault(name.replace("-", "_"), attached or value)
+    number = options.get("__num_processes") or _num_processes_in(options.get("__config_file"))
+    return int(number) if number and number.isdigit() else None
+
+
+def _num_processes_in(config_file: str | None) -> str | None:
+    """Read the number of processes from an Accelerate configuration file."""
+    if config_file is None:
+        return None
+    try:
+        config = yaml.safe_load(Path(config_file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None  # the launcher has reported the error
+    return str(config.get("num_processes")) if isinstance(config, dict) else None
+
+
+EXIT_GRACE_SECONDS = 5.0  # for a process that waits in C code, where no signal handler runs
+
+
+_LAUNCHERS = ("accelerate", "accelerate-launch", "torchrun")
+
+
+_LAUNCHER_MODULES = ("accelerate.commands.launch", "torch.distributed.run")
+
+
+class Launcher:
+    """The launcher that started this rank; when it ends, this process gets SIGTERM.
+
+    Attributes:
+        has_ended: True once the launcher has ended.
+        ranks_connected: set this to True once the ranks are connected. Until then a process may
+            wait in C code, where no signal handler runs, so it is killed after the grace period.
+    """
+
+    def __init__(self, parent: int) -> None:
+        self.has_ended = False
+        self.ranks_connected = False
+        self._parent = parent
+        self._sent_signal = False
+        threading.Thread(target=self._watch_parent, daemon=True, name="launcher").start()
+
+    @classmethod
+    def from_parent_process(cls) -> Launcher | None:
+        """Start to watch the launcher. Returns: None if no launcher started this process."""
+        parent = os.getppid()
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            orphan = parent == 1 and not _is_launcher(parent)
+            return cls(-1 if orphan else parent)
+        return cls(parent) if _is_launcher(parent) else None
+
+    def _watch_parent(self) -> None:
+        while os.getppid() == self._parent:
+            time.sleep(_POLL_SECONDS)
+        self.has_ended = self._sent_signal = True
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(EXIT_GRACE_SECONDS)
+        if not self.ranks_connected:
+            os._exit(128 + signal.SIGTERM)
+
+    def consume_signal(self) -> bool:
+        """Return True, once, if this object has sent the signal."""
+        sent_signal, self._sent_signal = self._sent_signal, False
+        return sent_signal
+
+
+def _is_launcher(pid: int) -> bool:
+    """True if the command line of a process is torchrun or `accelerate launch`."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return False
+    return any(Path(word).name in _LAUNCHERS or word in _LAUNCHER_MODULES for word in words[:4])
+
+
+@functools.cache
+def get_launcher() -> Launcher | None:
+    """Return the launcher of this process, watched from the first call on; None without one."""
+    return Launcher.from_parent_process()

@@ -1,0 +1,72 @@
+"""Learning rate schedule: a pure function of the step.
+
+A resumed run, or a run with a different number of processes, follows the same curve without
+scheduler state.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+__all__ = ["lr_at", "set_lr"]
+
+
+def lr_at(
+    step: int,
+    *,
+    lr: float,
+    schedule: str,
+    total_steps: int,
+    warmup_steps: int = 0,
+    warmup_lr: float = 0.0,
+    min_lr: float = 0.0,
+    step_every: int | None = None,
+    step_factor: float = 0.1,
+) -> float:
+    """Return the learning rate of one optimizer step.
+
+    The warm-up is linear from `warmup_lr` at step 0 to `lr` at step `warmup_steps`. Linear and
+    cosine decay start there and would reach `min_lr` at step `total_steps`, one past the last.
+    If the warm-up takes all steps, the learning rate only rises. "step" multiplies by
+    `step_factor` every `step_every` steps, counted from step 0 including the warm-up, and never
+    goes below `min_lr`.
+
+    Args:
+        step: 0-based index of the optimizer step; beyond `total_steps`, the last value is kept.
+        lr: the peak learning rate.
+        schedule: "constant", "linear", "cosine", or "step", which needs `step_every`.
+        total_steps: optimizer steps of the whole run.
+        warmup_steps: optimizer steps of the linear warm-up, 0 for none; at most `total_steps`.
+        warmup_lr: learning rate of step 0 if the run has a warm-up.
+        min_lr: final learning rate of the decay; "constant" ignores it.
+        step_every: optimizer steps between two drops of "step".
+        step_factor: factor of each drop.
+    Source: vision_transformer, vit_jax/utils.py, create_learning_rate_schedule (its linear decay
+        ends at min_lr = 1e-5, its cosine at 0, its warm-up starts at 0).
+    """
+    if step < warmup_steps:
+        return warmup_lr + (lr - warmup_lr) * (step / warmup_steps)
+    if schedule == "constant":
+        return lr
+    if schedule == "step":
+        return max(min_lr, lr * step_factor ** (step // (step_every or 1)))
+    decay_steps = total_steps - warmup_steps
+    progress = min(1.0, (step - warmup_steps) / decay_steps) if decay_steps else 1.0
+    remaining = (
+        1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    )
+    return min_lr + (lr - min_lr) * remaining
+
+
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """Set the learning rate of every parameter group to `lr` times the group's "lr_scale"."""
+    for group in optimizer.param_groups:
+        group_lr = lr * group.get("lr_scale", 1.0)
+        if hasattr(group["lr"], "fill_"):  # capturable optimizers keep a tensor
+            group["lr"].fill_(group_lr)
+        else:
+            group["lr"] = group_lr
